@@ -1,0 +1,64 @@
+# Everything runs in a virtual environment of its own and needs only Python >= 3.11, make and the
+# package registries. PYTHON and VENV choose the interpreter and the folder:
+#   make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-slow bench lint format types hooks ci clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual devices; ARGS="--help"
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.dev ## the slow tests, one at a time
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
+	$(BIN)/python -m pytest bench $(ARGS)
+
+lint: $(VENV)/.dev ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev ## rewrite what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev ## mypy, strict, over the three packages
+	$(BIN)/mypy
+
+hooks: $(VENV)/.dev ## run lint and types before every commit
+	$(BIN)/pre-commit install
+
+ci: ## what the CI machine runs, from a clean environment to the built wheel
+	bash .ci/run
+
+clean: ## remove the environment, caches and build results
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra, so that the second run starts at once and a changed pyproject.toml reinstalls.
+$(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "installing shardpipe[$*] into $(VENV) (a few minutes the first time)"
+	$(PIP) install --editable ".[$*]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) does not run or is older than Python 3.11: choose another with PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment: install its venv module (often the package python3-venv), or choose another with PYTHON=" >&2; \
+	  exit 1; }

@@ -1,0 +1,76 @@
+"""What differs between JAX releases, and the one helper built on it.
+
+Checked on jax 0.10.2 and 0.12. *Varying* is shard_map's word: a value varies over a mesh axis when
+ranks along that axis may hold different ones. JAX tracks this in the type of every array inside
+`jax.shard_map(..., check_vma=True)` and inserts the reductions of gradients from it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Axes = str | tuple[str, ...]
+Tree = TypeVar("Tree")
+
+
+def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
+    """The manual mesh axes over which one array varies; empty outside shard_map."""
+    # `.vma`, which carried this up to jax 0.9, is gone from 0.10 on.
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def manual_axes(axes: Axes) -> tuple[str, ...]:
+    """Those of `axes` that the surrounding shard_map is manual over, in the order given.
+
+    Empty outside shard_map; an axis that shard_map leaves to the compiler (auto) drops out.
+
+    Raises:
+      ValueError: inside shard_map, an axis that the mesh does not have.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return ()
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"axes={axes!r}: the mesh has no axis {unknown[0]!r}; its axes are "
+            f"{', '.join(map(repr, mesh.axis_names))}"
+        )
+    return tuple(name for name in names if name in mesh.manual_axes)
+
+
+def tracks_varying(axis: str) -> bool:
+    """Whether the surrounding shard_map over `axis` runs with `check_vma=True`."""
+    # pcast costs nothing at run time, and under check_vma=False leaves the type as it was.
+    return axis in varying_axes(jax.lax.pcast(jnp.zeros(()), axis, to="varying"))
+
+
+def vary(tree: Tree, axes: Axes) -> Tree:
+    """Mark every leaf as varying over `axes`; the values stay as they are.
+
+    Loop carries, `lax.cond` branches and `jax.new_ref` contents must agree on the axes they vary
+    over. `jax.lax.pcast` raises on an axis that an array already varies over; this adds only those
+    that are missing. Does nothing outside shard_map, and for axes left to the compiler.
+
+    The transpose is a sum: the gradient of a value that was replicated before `vary` is the total
+    over the ranks that used it.
+
+    Args:
+      tree: arrays of any shape and dtype.
+      axes: a mesh axis or several.
+
+    Raises:
+      ValueError: inside shard_map, an axis that the mesh does not have.
+    """
+    wanted = manual_axes(axes)
+
+    def one(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+        have = varying_axes(x)
+        missing = tuple(axis for axis in wanted if axis not in have)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,92 @@
+"""Exchanges between ranks of one mesh axis, each a static permutation.
+
+Letters: S = ranks on the axis. Every function here runs inside `jax.shard_map`, takes a pytree of
+arrays of any dtype and shape, and returns the same tree varying over the axis. Each leaf is one
+collective. The gradient of an exchange is the exchange along the reversed edges.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from collectives.compat import manual_axes, vary
+
+Tree = TypeVar("Tree")
+Edge = tuple[int, int]  # (source, destination)
+
+
+def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
+    """Send the leaves along `edges`; a rank that is no destination receives zeros (False).
+
+    Args:
+      tree: this rank's message.
+      edges: (source, destination) pairs, known when tracing; the same on every rank.
+      axis: the mesh axis whose positions the edges name.
+
+    Raises:
+      ValueError: `axis` not bound by a surrounding shard_map; or an edge that is out of range, or
+        shares its source or its destination with another.
+    """
+    ranks = axis_size(axis)
+    perm = _checked(edges, ranks, axis)
+    if not perm:  # no collective: ranks need not even meet
+        return vary(jax.tree.map(jnp.zeros_like, tree), axis)
+    if ranks == 1:
+        return vary(tree, axis)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, perm), tree)
+
+
+def shift_right(tree: Tree, axis: str) -> Tree:
+    """Rank r receives from r - 1; rank 0 receives zeros."""
+    return exchange(tree, [(r, r + 1) for r in range(axis_size(axis) - 1)], axis)
+
+
+def shift_left(tree: Tree, axis: str) -> Tree:
+    """Rank r receives from r + 1; rank S - 1 receives zeros."""
+    return exchange(tree, [(r + 1, r) for r in range(axis_size(axis) - 1)], axis)
+
+
+def ring_shift(tree: Tree, axis: str, *, steps: int = 1) -> Tree:
+    """Rank r receives from (r - steps) mod S; negative steps go left."""
+    ranks = axis_size(axis)
+    return exchange(tree, [(r, (r + steps) % ranks) for r in range(ranks)], axis)
+
+
+def axis_size(axis: str) -> int:
+    """S, as a Python integer.
+
+    Raises:
+      ValueError: no surrounding shard_map is manual over `axis`.
+    """
+    if manual_axes(axis) != (axis,):
+        raise ValueError(
+            f"axis={axis!r} is not a manual axis here: call this inside jax.shard_map over a mesh "
+            f"that has it"
+        )
+    return jax.lax.axis_size(axis)
+
+
+def _checked(edges: Sequence[Edge], ranks: int, axis: str) -> list[Edge]:
+    """The edges as a list, or one error that lists everything wrong with them."""
+    perm = [(int(source), int(destination)) for source, destination in edges]
+    wrong = [
+        f"{source} -> {destination} leaves the ranks 0..{ranks - 1}"
+        for source, destination in perm
+        if not (0 <= source < ranks and 0 <= destination < ranks)
+    ]
+    for role, counts in (
+        ("sends", Counter(source for source, _ in perm)),
+        ("receives", Counter(destination for _, destination in perm)),
+    ):
+        wrong += [f"rank {r} {role} {n} times" for r, n in sorted(counts.items()) if n > 1]
+    if wrong:
+        raise ValueError(
+            f"edges={perm!r} over axis {axis!r} of size {ranks}: {'; '.join(wrong)}. Each rank may "
+            f"send once and receive once; split the edges over several exchanges"
+        )
+    return perm

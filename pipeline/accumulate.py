@@ -1,0 +1,115 @@
+"""Gradients that add themselves to buffers in place.
+
+``jax.vjp`` returns an object whose ``with_refs`` lets the backward pass add each gradient to a
+mutable buffer (`jax.new_ref`) as it is formed. Measured against ``g + dp`` in a carry this saves
+a full-size temporary per stage, on the TPU compiler and on CPU.
+
+Buffers are at least float32 whatever the weights are. Weights are differentiated through a cast
+to the buffer's dtype and back, which the compiler removes: only the gradient is wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.tree import Leaves
+
+Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
+
+# jax 0.10 crashes when it transposes a static slice of an argument into a ref ("'NoneType'
+# object is not iterable"); such a gradient is then formed by value and added.
+_SLICE_CRASHES = jax.__version_info__ < (0, 12)
+
+
+def wide(weights: Leaves) -> Leaves:
+    """Weights in the dtype in which their gradients are summed."""
+    return [w.astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights]
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """The backward pass of a `Function`.
+
+    Attributes:
+      vjp: what `jax.vjp` returned.
+      by_value: for each weight, whether its gradient cannot be formed in place.
+    """
+
+    vjp: Any
+    by_value: tuple[bool, ...]
+
+    def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
+        """Add the weights' gradients to ``refs``, return those of x's leaves.
+
+        With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
+        are not.
+        """
+        want, skip = jax.ad.GradValue(), jax.ad.DontWant()
+        pairs = [] if refs is None else list(zip(refs, self.by_value, strict=True))
+        targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
+        _, x_tree = self.vjp.in_tree.children()[:2]
+        x_targets = [want if want_x else skip] * x_tree.num_leaves
+        found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
+        for (ref, value), gradient in zip(pairs, found, strict=False):
+            if value:
+                ref[...] += gradient
+        return list(dx)
+
+    def values(self, cotangent: Any) -> tuple[Leaves, Leaves]:
+        """The gradients of the weights and of x's leaves, accumulated nowhere."""
+        dw, dx = self.vjp(cotangent)
+        return list(dw), list(dx)
+
+
+def differentiate(f: Function, weights: Leaves, x: Leaves) -> tuple[Any, Any, Pullback]:
+    """Value of ``f(weights, x)``, its auxiliary output, and its pullback over `wide` weights."""
+    dtypes = [w.dtype for w in weights]
+
+    def g(ws: Leaves, xs: Leaves) -> tuple[Any, Any]:
+        return f([w.astype(d) for w, d in zip(ws, dtypes, strict=True)], xs)
+
+    y, vjp, aux = jax.vjp(g, wide(weights), x, has_aux=True)
+    return y, aux, Pullback(vjp, _formed_by_value(g, wide(weights), x))
+
+
+def _formed_by_value(f: Function, weights: Leaves, x: Leaves) -> tuple[bool, ...]:
+    if not _SLICE_CRASHES or not weights:
+        return (False,) * len(weights)
+    jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
+    return tuple(_sliced_inputs(jaxpr)[: len(weights)])
+
+
+def _sliced_inputs(jaxpr: Any) -> list[bool]:
+    """For each input of a jaxpr, whether a static slice is taken of it, at any depth."""
+    index = {id(v): i for i, v in enumerate(jaxpr.invars)}
+    sliced = [False] * len(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "slice":
+            hits = [eqn.invars[0]]
+        else:
+            hits = _sliced_operands(eqn)
+        for var in hits:
+            if id(var) in index:
+                sliced[index[id(var)]] = True
+    return sliced
+
+
+def _sliced_operands(eqn: Any) -> list[Any]:
+    """Operands of a higher-order equation that its body slices.
+
+    Bodies take the equation's last operands (`cond` has its index before them); where that is
+    not so, every operand counts.
+    """
+    hits: list[Any] = []
+    for body in jax.core.jaxprs_in_params(eqn.params):
+        inner = _sliced_inputs(body)
+        if any(inner):
+            tail = eqn.invars[-len(inner) :]
+            exact = eqn.primitive.name != "while" and len(tail) == len(inner)
+            hits += [v for v, s in zip(tail, inner, strict=True) if s] if exact else eqn.invars
+    return hits

@@ -1,0 +1,156 @@
+"""The actions of a timetable, run by one rank: each reads its operands and leaves its results.
+
+Letters: V chunks, M microbatches, b rows of a microbatch on one data shard. A *row* holds a
+rank's entries of the program's tables for one slot. Whoever runs an action gets its message back
+and sends it.
+
+With ``keep="input"`` a backward starts from the stage's input and runs its forward again, so the
+last stage's forward, whose output only its own backward needs, does nothing. With
+``keep="residuals"`` it starts from what the forward stashed. Embed, head and loss are always
+differentiated within the backward; nothing of theirs is stashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.accumulate import wide
+from pipeline.cell import Cell, at
+from pipeline.memory import Pool, Total
+from pipeline.tree import Leaves, Tree, blank, combine, partition
+from schedules.program import Op, Program
+
+Row = Mapping[str, Any]
+
+
+class Actions:
+    """What a rank can do during a step, and the memory it does it in.
+
+    Args:
+      cell: the rank's part of the model.
+      program: what will run; a program without backward is an inference.
+      take_loss: whether a forward's results are losses rather than outputs.
+      want_inputs: whether gradients for the inputs' float leaves are kept.
+
+    Attributes:
+      buffers: messages, by place.
+      loss: totals of the loss and of its weight.
+      chunk_grads: [V] totals, and ends_grads, totals for embed and head.
+      results: [M, b, ...] outputs of an inference.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves.
+    """
+
+    def __init__(
+        self, cell: Cell, program: Program, *, take_loss: bool, want_inputs: bool = False
+    ) -> None:
+        self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
+        self.training = not program.schedule.is_forward
+        axes, num_microbatches = cell.axes, program.schedule.num_microbatches
+        self.residuals = (
+            cell.residuals() if self.training and program.keep == "residuals" else None
+        )
+        self.buffers = Pool(cell.activation, program.num_buffers + 1, axes)
+        stashed = self.residuals.stashed if self.residuals else []
+        self.stashes = Pool(stashed, program.num_stashes + 1, axes)
+        self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
+        self.chunk_grads = [Total(wide(w) if self.training else [], axes) for w in cell.weights]
+        self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)
+        self.results = Pool([] if take_loss else self._output_types(), num_microbatches, axes)
+        floats, _ = partition(at(cell.batch.inputs, 0))
+        self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes)
+
+    def _output_types(self) -> Tree:
+        cell = self.cell
+        return jax.eval_shape(
+            lambda: cell.outputs(cell.ends_weights, blank(cell.activation, cell.axes), 0)
+        )
+
+    @property
+    def wants_upstream(self) -> bool:
+        """Whether anybody needs the gradient for stage 0's input."""
+        return self.want_inputs or (self.cell.model.has_embed and bool(self.cell.ends_weights))
+
+    def idle(self, row: Row) -> Tree:
+        """Do nothing."""
+        del row
+        return blank(self.cell.activation, self.cell.axes)
+
+    def run(self, op: Op, row: Row) -> Tree:
+        """Do one action; returns its message."""
+        return self._forward(op, row) if op.kind == "F" else self._backward(op, row)
+
+    def _forward(self, op: Op, row: Row) -> Tree:
+        if self.training and op.last and self.residuals is None:
+            return self.idle(row)
+        cell, microbatch = self.cell, row["microbatch"]
+        arguments = *cell.stage_arguments(op.chunk, microbatch), self.operand(op, row)
+        if self.residuals is None:
+            y = cell.stage(*arguments)
+        else:
+            y, self.stashes[row["stash"]] = self.residuals.forward(*arguments)
+        if op.last and not self.training:
+            self._finish(y, microbatch)
+        return y
+
+    def operand(self, op: Op, row: Row) -> Tree:
+        """A stage's input: from its message, or made from the user's inputs."""
+        if not op.first:
+            return self.buffers[row["operand"]]
+        microbatch = row["microbatch"]
+        inputs = at(self.cell.batch.inputs, microbatch)
+        return self.cell.embed(self.cell.ends_weights, inputs, microbatch)
+
+    def _finish(self, y: Tree, microbatch: Any) -> None:
+        """The end of an inference: a loss, or outputs."""
+        cell = self.cell
+        if self.take_loss:
+            self.loss.add(list(cell.loss(cell.ends_weights, y, microbatch)))
+        else:
+            self.results[microbatch] = cell.outputs(cell.ends_weights, y, microbatch)
+
+    def _backward(self, op: Op, row: Row) -> Tree:
+        cell, microbatch = self.cell, row["microbatch"]
+        if self.residuals is None:
+            y, stage = cell.stage_pullback(op.chunk, microbatch, self.operand(op, row))
+        else:
+            arguments = cell.stage_arguments(op.chunk, microbatch)
+            stage = self.residuals.backward(*arguments, self.stashes[row["stash"]])
+            y = self.buffers[row["gradient"]] if op.last else None  # the place of the gradient
+        if op.last:
+            dy = self._loss_gradient(y, microbatch, again=op.kind == "W")
+        else:
+            dy, _ = partition(self.buffers[row["gradient"]])
+        refs = None if op.kind == "I" else self.chunk_grads[op.chunk].refs
+        ends_here = op.kind == "W" or (op.first and not self.wants_upstream)
+        dx = stage(dy, refs, want_x=not ends_here)
+        if ends_here:
+            return self.idle(row)
+        if op.first:
+            _, embed = cell.embed_pullback(microbatch)
+            found = embed(dx, self.ends_grads.refs, want_x=self.want_inputs)
+            if self.want_inputs:
+                self.input_grads[microbatch] = found
+            return self.idle(row)
+        return self.as_message(dx)
+
+    def _loss_gradient(self, y: Tree, microbatch: Any, *, again: bool) -> Leaves:
+        """The gradient for the last stage's output; the first time, also the loss itself."""
+        total, weight, pullback = self.cell.loss_pullback(y, microbatch)
+        if not again:
+            self.loss.add([total, weight])
+        return pullback(self.one(), None if again else self.ends_grads.refs, want_x=True)
+
+    def one(self) -> jax.Array:
+        """The cotangent that a loss is differentiated with."""
+        return vary(jnp.ones(()), self.cell.axes)
+
+    def as_message(self, floats: Leaves) -> Tree:
+        """A gradient in the form of an activation; leaves that carry none are zeros."""
+        types, axes = self.cell.activation, self.cell.axes
+        _, others = partition(types)
+        return combine(types, floats, blank(others, axes))

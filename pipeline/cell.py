@@ -1,0 +1,221 @@
+"""One rank's part of the model, as functions that know neither schedule nor memory.
+
+Letters: V chunks per rank, M microbatches, b rows of a microbatch on one data shard. A cell lives
+inside `jax.shard_map`: every array is a rank's local one and varies over all axes the pipeline
+uses, so that no gradient is reduced before the end of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import vary
+from pipeline.accumulate import Pullback, differentiate
+from pipeline.loss import LossFn, as_sum_and_weight
+from pipeline.randomness import fold, split_streams
+from pipeline.residuals import Residuals, stage_pullback
+from pipeline.stage import Definition
+from pipeline.tree import Leaves, Tree, blank, combine, partition, path_text, shape_text
+
+Chunk = int | jax.Array
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state of a pipeline as the kernel sees it.
+
+    Attributes:
+      chunks: [V] trees, the `nnx.Param` state of each chunk.
+      ends: the `nnx.Param` state of embed and head.
+      chunks_rest, ends_rest: all other state of the same modules.
+    """
+
+    chunks: tuple[Tree, ...]
+    ends: Tree
+    chunks_rest: tuple[Tree, ...]
+    ends_rest: Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
+
+    inputs: Tree
+    targets: Tree
+    extras: dict[str, Tree]
+
+
+for _record in (Weights, Batch):
+    jax.tree_util.register_dataclass(_record)
+
+
+def at(tree: Tree, index: Any) -> Tree:
+    """One element along the leading axis of every leaf."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def pick(trees: list[Tree], index: Chunk) -> Tree:
+    """One of several equal trees; the index may be traced."""
+    if isinstance(index, int):
+        return trees[index]
+    if len(trees) == 1:
+        return trees[0]
+    return at(jax.tree.map(lambda *xs: jnp.stack(xs), *trees), index)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of the user's model.
+
+    Attributes:
+      chunk: definition of a stage; ends: definition of `Ends`.
+      has_embed, has_head: whether the ends do anything.
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight).
+      policy: a `jax.checkpoint` policy for the stages, or None.
+    """
+
+    chunk: Definition
+    ends: Definition
+    has_embed: bool
+    has_head: bool
+    loss_fn: LossFn | None
+    policy: Any = None
+
+
+class Cell:
+    """A rank's weights and the functions made of them.
+
+    Args:
+      model: the static half.
+      weights: this rank's state, without the leading axis of chunks.
+      batch: this data shard's microbatches.
+      axes: the mesh axes over which everything varies.
+
+    Attributes:
+      weights: [V] lists of leaves.
+      ends_weights: leaves of embed and head.
+      activation: a tree of types, what passes between stages.
+    """
+
+    def __init__(self, model: Model, weights: Weights, batch: Batch, axes: tuple[str, ...]) -> None:
+        weights, self.batch = vary(weights, axes), vary(batch, axes)
+        self.model, self.axes = model, axes
+        self.num_chunks = len(weights.chunks)
+        self.weights = [jax.tree.leaves(params) for params in weights.chunks]
+        self.ends_weights = jax.tree.leaves(weights.ends)
+        self._chunk_tree = jax.tree.structure(weights.chunks[0])
+        self._ends_tree = jax.tree.structure(weights.ends)
+        self._streams, self._fixed = map(
+            list, zip(*map(split_streams, weights.chunks_rest), strict=True)
+        )
+        self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
+        self.activation = self._check_activation()
+
+    # --- the model on trees; weights are given, so that they can be differentiated ---
+
+    def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
+        """The input of stage 0."""
+        if not self.model.has_embed:
+            return inputs
+        return vary(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)), self.axes)
+
+    def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
+        """The output of a stage.
+
+        Args:
+          weights: its parameters.
+          fixed: its state that is neither parameters nor random streams.
+          side: its random streams and extras for one microbatch.
+          x: its input.
+        """
+        streams, extras = side
+
+        def run(weights: Leaves, x: Tree) -> Tree:
+            params = jax.tree.unflatten(self._chunk_tree, weights)
+            rest = nnx.merge_state(streams, fixed)
+            return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
+
+        if self.model.policy is not None:
+            run = jax.checkpoint(run, policy=self.model.policy)
+        return vary(run(weights, x), self.axes)
+
+    def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
+        """What the user sees of the last stage's output."""
+        if not self.model.has_head:
+            return y
+        return vary(self._ends(weights, microbatch, lambda ends: ends.head(y)), self.axes)
+
+    def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+        """(sum, weight) of one microbatch, float32 scalars."""
+        assert self.model.loss_fn is not None  # `Pipeline` has checked
+        outputs = self.outputs(weights, y, microbatch)
+        targets = at(self.batch.targets, microbatch)
+        return vary(as_sum_and_weight(self.model.loss_fn, outputs, targets), self.axes)
+
+    def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
+        params = jax.tree.unflatten(self._ends_tree, weights)
+        streams = fold(self._ends_streams, microbatch, self.axes)
+        rest = nnx.merge_state(streams, self._ends_fixed)
+        return self.model.ends.call(method, params, rest)
+
+    # --- the same, to be differentiated over (weights, float leaves of what is given) ---
+
+    def embed_pullback(self, microbatch: Any) -> tuple[Tree, Pullback]:
+        """Stage 0's input; over the ends' weights and the inputs."""
+        inputs = at(self.batch.inputs, microbatch)
+        floats, others = partition(inputs)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
+            return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
+
+        x, x_others, pullback = differentiate(f, self.ends_weights, floats)
+        return combine(self.activation, x, x_others), pullback
+
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array, Pullback]:
+        """Sum and weight of the loss; over the ends' weights and the last stage's output."""
+        floats, others = partition(y)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, jax.Array]:
+            return self.loss(weights, combine(y, leaves, others), microbatch)
+
+        return differentiate(f, self.ends_weights, floats)
+
+    def stage_pullback(self, chunk: Chunk, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
+        """A stage's output; over its weights and its input."""
+        return stage_pullback(self.stage, *self.stage_arguments(chunk, microbatch), x)
+
+    def stage_arguments(self, chunk: Chunk, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
+        """What `stage` takes before its input."""
+        streams = fold(pick(self._streams, chunk), microbatch, self.axes)
+        side = streams, at(self.batch.extras, microbatch)
+        return pick(self.weights, chunk), pick(self._fixed, chunk), side
+
+    def residuals(self) -> Residuals:
+        """A stage's pullback taken apart into a forward and a backward function."""
+        return Residuals(self.stage, *self.stage_arguments(0, 0), blank(self.activation, self.axes))
+
+    def _check_activation(self) -> Tree:
+        """The type of an activation; every stage must return what it was given."""
+        inputs = at(self.batch.inputs, 0)
+        x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
+        y = jax.eval_shape(lambda x: self.stage(*self.stage_arguments(0, 0), x), x)
+        if jax.tree.structure(x) != jax.tree.structure(y):
+            raise ValueError(
+                f"a stage turns an activation of structure {jax.tree.structure(x)} into "
+                f"{jax.tree.structure(y)}; every stage returns what it receives, so that any "
+                f"stage can follow any other: move the change into embed or head"
+            )
+        given = jax.tree_util.tree_leaves_with_path(x)
+        for (path, a), b in zip(given, jax.tree.leaves(y), strict=True):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                raise ValueError(
+                    f"a stage turns {path_text(path)} of its activation from {shape_text(a)} "
+                    f"into {shape_text(b)} (per microbatch and data shard); every stage returns "
+                    f"the shape and dtype it receives: move the change into embed or head"
+                )
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)

@@ -1,0 +1,126 @@
+"""The kernel as functions that any trainer may differentiate.
+
+Autodiff through the kernel would keep every tick's state. Instead the forward pass of a loss runs
+the whole timetable and keeps the gradients, its backward scales them; and outputs are
+differentiated by running the timetable on the pairing with their cotangent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from pipeline.cell import Batch, Model, Weights
+from pipeline.loss import pairing
+from pipeline.plan import Plan
+from pipeline.runtime import infer, train
+from pipeline.tree import Tree, combine, partition
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
+    """The mean loss, a float32 scalar; differentiable in params and inputs."""
+    return infer(plan, model, weights, batch, take_loss=True)
+
+
+def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
+    want_inputs = _wants_inputs(weights, batch)
+    weights, batch = _values(weights), _values(batch)
+    value, grads, inputs = train(plan, model, weights, batch, want_inputs=want_inputs)
+    return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
+
+
+def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, Any]:
+    del plan, model
+    grads, inputs = kept
+    ct = _instantiate(ct)
+    scale = lambda g: (g if g.dtype == jax.dtypes.float0 else (g * ct).astype(g.dtype))  # noqa: E731
+    (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))
+    return Weights(chunks, ends, None, None), Batch(inputs, None, None)
+
+
+loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
+    """[N, ...] outputs; differentiable in params and inputs."""
+    return infer(plan, model, weights, batch, take_loss=False)
+
+
+def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
+    want_inputs = _wants_inputs(weights, batch)
+    weights, batch = _values(weights), _values(batch)
+    return infer(plan, model, weights, batch, take_loss=False), (weights, batch, want_inputs)
+
+
+def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
+    weights, batch, want_inputs = kept
+    cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
+    _, (chunks, ends), inputs = train(
+        plan,
+        dataclasses.replace(model, loss_fn=pairing),
+        weights,
+        dataclasses.replace(batch, targets=cotangents),
+        want_inputs=want_inputs,
+        normalise=False,
+    )
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return Weights(chunks, ends, None, None), Batch(found, None, None)
+
+
+outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
+
+
+def _wants_inputs(weights: Any, batch: Any) -> bool:
+    """Whether inputs are differentiated.
+
+    Raises:
+      ValueError: something is differentiated that the kernel keeps no gradient for.
+    """
+    members = {
+        "targets": batch.targets,
+        "extras": batch.extras,
+        "state that is not nnx.Param": (weights.chunks_rest, weights.ends_rest),
+    }
+    for name, tree in members.items():
+        if _perturbed(tree):
+            raise ValueError(
+                f"a pipeline was differentiated with respect to {name}; it has gradients for its "
+                f"nnx.Param state and its inputs only: wrap {name} in jax.lax.stop_gradient, or "
+                f"pass it as part of inputs"
+            )
+    return _perturbed(batch.inputs)
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _perturbed(tree: Any) -> bool:
+    return any(
+        leaf.perturbed and leaf.value.dtype != jax.dtypes.float0
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_primal)
+    )
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiate(x: Any) -> Any:
+    return jax.numpy.zeros(x.shape, x.dtype) if _is_zero(x) else x
+
+
+def _input_cotangent(inputs: Tree, floats: list[Any]) -> Tree:
+    _, others = partition(inputs)
+    return combine(inputs, floats, [np.zeros(x.shape, jax.dtypes.float0) for x in others])

@@ -1,0 +1,78 @@
+"""What enters a step: checked, and with one leading axis everywhere.
+
+Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.cell import Batch
+from pipeline.tree import Tree
+
+
+def make_batch(
+    inputs: Tree, targets: Tree, extras: Any, *, num_microbatches: int, data_size: int
+) -> Batch:
+    """Arrays of a step, [N, ...] on every leaf.
+
+    Raises:
+      ValueError: a leaf without the batch axis, leaves that disagree about N, or an N that M
+        microbatches on D data shards cannot share equally.
+    """
+    if extras is None:
+        extras = {}
+    if not isinstance(extras, dict):
+        raise ValueError(
+            f"extras is a {type(extras).__name__}; give a dict from the stage's keyword to a tree "
+            f"of arrays with the batch as their leading axis, such as extras=dict(mask=mask)"
+        )
+    batch = jax.tree.map(jnp.asarray, Batch(inputs, targets, extras))
+    names = {"inputs": batch.inputs, "targets": batch.targets, "extras": batch.extras}
+    leaves = [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name, tree in names.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    if not leaves or not jax.tree.leaves(batch.inputs):
+        raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
+    for name, leaf in leaves:
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name} is a scalar; every leaf has the batch as its leading axis: give it the "
+                f"shape (N, ...), or let the stage hold it"
+            )
+    first_name, first = leaves[0]
+    rows = first.shape[0]
+    for name, leaf in leaves:
+        if leaf.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {leaf.shape[0]} rows, {first_name} has {rows}; every leaf of inputs, "
+                f"targets and extras has the same leading axis: the batch"
+            )
+    _check_rows(rows, num_microbatches, data_size)
+    return batch
+
+
+def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:
+    if rows % data_size:
+        raise ValueError(
+            f"the batch has {rows} rows, which the mesh's data axis of {data_size} shards cannot "
+            f"share equally; {_nearest(rows, data_size)}, or use another data axis"
+        )
+    unit = num_microbatches * data_size
+    if rows == 0 or rows % unit:
+        shards = f" on each of {data_size} data shards" if data_size > 1 else ""
+        raise ValueError(
+            f"the batch has {rows} rows, which num_microbatches={num_microbatches}{shards} cannot "
+            f"share equally; {_nearest(rows, unit)}, or use another num_microbatches"
+        )
+
+
+def _nearest(rows: int, unit: int) -> str:
+    below = rows // unit * unit
+    sizes = [n for n in (below, below + unit) if n > 0]
+    return f"use a batch of {' or '.join(map(str, sizes))} rows"

@@ -1,0 +1,75 @@
+"""Everything about a pipeline that is not an array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from collectives import DATA, STAGE
+from pipeline.loss import LossFn
+from schedules.ir import Schedule
+from schedules.lower import lower
+from schedules.program import Keep, Program
+
+Remat = Literal["stage"] | Callable[..., Any] | None
+Bubbles = Literal["skip", "masked"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The options of a pipeline, resolved. Compared by identity, as a compilation key.
+
+    Attributes:
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``.
+      schedule: the timetable that runs.
+      loss_fn: the user's, or None.
+      remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
+      bubbles: "skip" branches around idle slots, "masked" computes through them.
+      why: one line on how the schedule was chosen.
+    """
+
+    mesh: Mesh
+    schedule: Schedule
+    loss_fn: LossFn | None
+    remat: Remat
+    bubbles: Bubbles
+    why: str
+
+    @property
+    def keep(self) -> Keep:
+        """What a forward pass leaves for its backward."""
+        return "input" if self.remat == "stage" else "residuals"
+
+    @property
+    def num_chunks(self) -> int:
+        """V."""
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a rank's values differ."""
+        return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
+
+    @property
+    def data_size(self) -> int:
+        """How many shards the batch is split into before microbatches."""
+        return int(self.mesh.shape.get(DATA, 1))
+
+    @functools.cached_property
+    def training(self) -> Program:
+        """The lowered timetable."""
+        return lower(self.schedule, keep=self.keep, pattern=self._pattern)
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """Its forward actions alone."""
+        return lower(self.schedule.forward(), pattern=self._pattern)
+
+    @property
+    def _pattern(self) -> str | None:
+        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
+        return "paired" if self.bubbles == "masked" else None

@@ -1,0 +1,184 @@
+"""The kernel: one `shard_map`, one `lax.scan` over the ticks of a program.
+
+Letters: S ranks, M microbatches, T ticks, N = M * b * D rows of the batch on D data shards. The
+kernel knows no schedule: for every slot it switches on the program's table, sends the message
+along the slot's channels and stores what arrives where the table says.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from collectives import DATA, STAGE, exchange, sum_over
+from pipeline.actions import Actions, Row
+from pipeline.cell import Batch, Cell, Model, Weights
+from pipeline.masked import run_slot
+from pipeline.plan import Plan
+from pipeline.tree import Tree
+from schedules.program import Program, Slot
+
+FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "arrival")
+MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "model", "want_inputs", "normalise"))
+def train(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    want_inputs: bool = False,
+    normalise: bool = True,
+) -> tuple[jax.Array, tuple[tuple[Tree, ...], Tree], Tree]:
+    """Run a schedule, forward and backward.
+
+    Args:
+      plan, model: static.
+      weights: [S, ...] leaves of chunks, and leaves of the ends.
+      batch: [N, ...] leaves.
+      want_inputs: whether to return gradients for the inputs.
+      normalise: divide by the total weight of the loss.
+
+    Returns:
+      The loss, a float32 scalar; gradients like ``weights.chunks`` and ``weights.ends``; and
+      gradients for the inputs' float leaves, [N, ...].
+    """
+
+    def body(tables: Row, weights: Weights, batch: Batch) -> Any:
+        cell = _cell(plan, model, weights, batch)
+        actions = Actions(cell, plan.training, take_loss=True, want_inputs=want_inputs)
+        _scan(actions, plan, plan.training, tables)
+        total, weight = sum_over(actions.loss.all(), plan.axes)
+        scale = 1 / weight if normalise else jnp.ones(())
+
+        def gradients(totals: Any, like: Tree, axes: tuple[str, ...]) -> Tree:
+            # Over `data` once, here, and not once per microbatch.
+            summed = sum_over(totals.all(), axes)
+            leaves, treedef = jax.tree.flatten(like)
+            scaled = [(g * scale).astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
+            return jax.tree.unflatten(treedef, scaled)
+
+        data = tuple(axis for axis in plan.axes if axis != STAGE)
+        chunks = tuple(
+            jax.tree.map(lambda g: g[None], gradients(totals, params, data))
+            for totals, params in zip(actions.chunk_grads, _squeeze(weights.chunks), strict=True)
+        )
+        ends = gradients(actions.ends_grads, weights.ends, plan.axes)
+        inputs = [_unsplit(g * scale) for g in sum_over(actions.input_grads.all(), STAGE)]
+        return total * scale, (chunks, ends), inputs
+
+    data = P(DATA) if DATA in plan.axes else P()
+    return _shard(plan, plan.training, body, (P(), (P(STAGE), P()), data))(weights, batch)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "model", "take_loss"))
+def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss: bool) -> Tree:
+    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank."""
+
+    def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
+        cell = _cell(plan, model, weights, batch)
+        actions = Actions(cell, plan.forward, take_loss=take_loss)
+        _scan(actions, plan, plan.forward, tables)
+        if take_loss:
+            total, weight = sum_over(actions.loss.all(), plan.axes)
+            return total / weight
+        # Only the last rank has written results; all others hold zeros.
+        return jax.tree.map(_unsplit, sum_over(actions.results.all(), STAGE))
+
+    data = P(DATA) if DATA in plan.axes else P()
+    return _shard(plan, plan.forward, body, P() if take_loss else data)(weights, batch)
+
+
+def _shard(plan: Plan, program: Program, body: Callable[..., Any], out_specs: Any) -> Any:
+    """The body on every device, given its rank's tables, weights and shard of the batch."""
+    data = P(DATA) if DATA in plan.axes else P()
+    tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
+    sharded = jax.shard_map(
+        body,
+        mesh=plan.mesh,
+        in_specs=(P(STAGE), Weights(P(STAGE), P(), P(STAGE), P()), data),
+        out_specs=out_specs,
+    )
+    return functools.partial(sharded, tables)
+
+
+def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
+    """A rank's cell from its shard."""
+    local = Weights(
+        _squeeze(weights.chunks), weights.ends, _squeeze(weights.chunks_rest), weights.ends_rest
+    )
+    num_microbatches = plan.schedule.num_microbatches
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+
+    return Cell(model, local, jax.tree.map(split, batch), plan.axes)
+
+
+def _squeeze(tree: Tree) -> Tree:
+    """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _unsplit(x: jax.Array) -> jax.Array:
+    """[M, b, ...] to [M * b, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
+    """Run every tick; results are left in the memory of ``actions``."""
+    run = _masked if plan.bubbles == "masked" else _switched
+
+    def tick(used: tuple[int, ...], carry: None, rows: Row) -> tuple[None, None]:
+        for index in used:
+            slot, row = program.slots[index], {name: rows[name][index] for name in FIELDS}
+            message = run(actions, slot, row)
+            for column, channel in enumerate(slot.channels):
+                arrived = exchange(message, channel.edges, STAGE) if channel.shift else message
+                actions.buffers[row["arrival"][column]] = arrived
+        return carry, None
+
+    local = {name: table[0] for name, table in tables.items()}
+    for start, stop, used in _segments(program, split=plan.bubbles == "masked"):
+        part = {name: table[start:stop] for name, table in local.items()}
+        jax.lax.scan(functools.partial(tick, used), None, part)
+
+
+def _switched(actions: Actions, slot: Slot, row: Row) -> Tree:
+    """One action, by branching on the table."""
+    branches = [actions.idle, *(functools.partial(actions.run, op) for op in slot.ops)]
+    return jax.lax.switch(row["op"], branches, row)
+
+
+def _masked(actions: Actions, slot: Slot, row: Row) -> Tree:
+    """One action, by computing all that the slot may hold."""
+    return run_slot(actions, slot, row)
+
+
+def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Runs of ticks (start, stop) and the slots some rank uses in them.
+
+    An idle branch costs nothing, so the kernel that branches takes all ticks as one run. Without
+    branches an unused slot costs its full time: warm-up, steady state and cool-down are scans of
+    their own, unless a timetable changes so often that compile time would suffer.
+    """
+    everything = tuple(range(len(program.slots)))
+    whole = [(0, program.num_ticks, everything)]
+    if not split:
+        return whole
+    busy = (program.op != 0).any(axis=2)
+    changes = [0, *(np.flatnonzero((busy[1:] != busy[:-1]).any(axis=1)) + 1), program.num_ticks]
+    runs = [
+        (int(a), int(b), tuple(np.flatnonzero(busy[a]).tolist()))
+        for a, b in itertools.pairwise(changes)
+    ]
+    return runs if len(runs) <= MOST_SEGMENTS else whole

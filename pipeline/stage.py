@@ -1,0 +1,198 @@
+"""Between NNX modules and arrays: stack equal stages, call one inside the kernel.
+
+Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
+axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import STAGE
+from pipeline.tree import Tree, path_text, shape_text
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The static half of a module; `call` gives it back its arrays."""
+
+    graphdef: Any
+    label: str
+
+    def call(self, method: Callable[[Any], Any], params: Tree, rest: Tree) -> Any:
+        """Merge the module and apply ``method`` to it.
+
+        Raises:
+          ValueError: the module wrote to its own state.
+        """
+        module = nnx.merge(self.graphdef, params, rest)
+        result = method(module)
+        kept = nnx.to_flat_state(rest)
+        now = dict(nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))))
+        for path, variable in kept:
+            if isinstance(variable, nnx.RngState):
+                continue
+            if now[path].get_value() is not variable.get_value():
+                raise ValueError(
+                    f"{self.label} writes to its {type(variable).__name__} "
+                    f"{'.'.join(map(str, path))}: a pipeline runs a stage many times per step and "
+                    f"keeps no such state; use a stateless layer (LayerNorm for BatchNorm), or "
+                    f"freeze it"
+                )
+        return result
+
+
+def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
+    """Split a module into its definition, its `nnx.Param` state and all other state."""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    return Definition(graphdef, label), params, rest
+
+
+class Ends(nnx.Module):
+    """What lies outside the stages: embed before the first, head after the last."""
+
+    def __init__(self, embed: Any, head: Any) -> None:
+        self.embed = embed
+        self.head = head
+
+
+def count_stages(stages: Any) -> int:
+    """K: the length of a list of stages, or of the leading axis of a stacked module."""
+    if isinstance(stages, nnx.Module):
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(stages))
+        if not leaves:
+            raise ValueError(
+                "stages is one module without any arrays, so its number of stages is unknown; "
+                "give a list of K modules"
+            )
+        lengths = {path: (leaf.shape[0] if leaf.shape else None) for path, leaf in leaves}
+        first_path, first = next(iter(lengths.items()))
+        for path, length in lengths.items():
+            if length is None or length != first:
+                raise ValueError(
+                    f"stages is one stacked module, whose leaves all have a leading axis of "
+                    f"length K; {path_text(first_path)} has {first}, {path_text(path)} has "
+                    f"{'no axis' if length is None else length}; stack every leaf, or give a "
+                    f"list of K modules"
+                )
+        return int(first or 0)
+    if isinstance(stages, (list, tuple, nnx.List)) and len(stages):
+        for index, stage in enumerate(stages):
+            if not isinstance(stage, nnx.Module):
+                raise ValueError(
+                    f"stages[{index}] is a {type(stage).__name__}; every stage is an nnx.Module "
+                    f"(wrap a function in one whose __call__ is the function)"
+                )
+        return len(stages)
+    raise ValueError(
+        f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
+        f"leading axis of length K"
+    )
+
+
+def make_chunks(
+    stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]
+) -> list[nnx.Module]:
+    """The V chunks of K equal stages, with every leaf placed on the rank that runs it.
+
+    Args:
+      stages: a list of K modules, or one stacked module.
+      mesh: the mesh with its ``stage`` axis.
+      stages_of: [S] lists of the V stages on each rank.
+    """
+    if isinstance(stages, nnx.Module):
+        graphdef, state = nnx.split(stages)
+        flat, treedef = jax.tree.flatten(state)
+        picks = [[leaf[k] for leaf in flat] for k in range(flat[0].shape[0])]
+    else:
+        graphdef, flat, treedef = _split_equal(stages)
+        picks = flat
+    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
+    chunks = []
+    for held in zip(*stages_of, strict=True):  # the stages of one chunk, by rank
+        columns = zip(*(picks[k] for k in held), strict=True)
+        stacked = [_stack(list(column), sharding) for column in columns]
+        chunks.append(nnx.merge(graphdef, jax.tree.unflatten(treedef, stacked)))
+    return chunks
+
+
+def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
+    """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
+    shape = (len(leaves), *leaves[0].shape)
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
+    if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.numpy.stack(leaves), sharding)
+
+    def rows(index: tuple[slice, ...]) -> Any:
+        return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
+
+    return jax.make_array_from_callback(shape, sharding, rows)
+
+
+def _split_equal(stages: Sequence[nnx.Module]) -> tuple[Any, list[list[Any]], Any]:
+    """Split stages that must be alike; the first difference is an error."""
+    graphdef, state = nnx.split(stages[0])
+    leaves, treedef = jax.tree.flatten(state)
+    want = _types(state)
+    flats = [leaves]
+    for k, stage in enumerate(stages[1:], start=1):
+        other_def, other = nnx.split(stage)
+        have = _types(other)
+        for path in sorted(want.keys() | have.keys()):
+            if want.get(path) != have.get(path):
+                raise ValueError(
+                    f"stages[{k}] differs from stages[0] at {path}: "
+                    f"{have.get(path, 'no such leaf')} against {want.get(path, 'no such leaf')}; "
+                    f"stages must have equal structure, shapes and dtypes: move what differs into "
+                    f"embed or head"
+                )
+        if other_def != graphdef or jax.tree.structure(other) != treedef:
+            raise ValueError(
+                f"stages[{k}] differs from stages[0] in {_static_difference(stages[0], stage)}; "
+                f"stages must be alike in all but their arrays: give every stage the same "
+                f"configuration, and functions defined once for all"
+            )
+        flats.append(jax.tree.leaves(other))
+    return graphdef, flats, treedef
+
+
+def _types(state: Tree) -> Mapping[str, str]:
+    """Path to ``Param float32[4,8]`` for every variable."""
+    return {
+        ".".join(map(str, path)): f"{type(variable).__name__} {shape_text(variable)}"
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+def _static_difference(a: Any, b: Any) -> str:
+    """Name an attribute in which two modules with equal arrays differ."""
+    others = dict(nnx.iter_graph(b))
+    for path, node in nnx.iter_graph(a):
+        twin = others.get(path)
+        where = ".".join(map(str, path)) or "the module"
+        if type(node) is not type(twin):
+            return f"{where}: {type(twin).__name__} against {type(node).__name__}"
+        if not isinstance(node, nnx.Module):
+            continue
+        for name, value in vars(node).items():
+            if isinstance(value, (nnx.Module, nnx.Variable)) or name.startswith("_"):
+                continue
+            if name not in vars(twin) or not _same(vars(twin)[name], value):
+                given = vars(twin).get(name, "nothing")
+                return f"attribute {'.'.join([*map(str, path), name])}: {given!r} against {value!r}"
+    return "static structure"
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # objects whose == is not a bool, such as arrays
+        return False

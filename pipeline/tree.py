@@ -1,0 +1,56 @@
+"""Small tree functions the kernel needs more than once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+
+Tree = Any  # a pytree of arrays
+Leaves = list[Any]  # arrays, in tree order
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a gradient can flow through this leaf."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def partition(tree: Tree) -> tuple[Leaves, Leaves]:
+    """The leaves that carry gradients, and the others."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if is_float(x)], [x for x in leaves if not is_float(x)]
+
+
+def combine(like: Tree, floats: Leaves, others: Leaves) -> Tree:
+    """Undo `partition`; ``like`` is any tree of the same structure and dtypes."""
+    leaves, treedef = jax.tree.flatten(like)
+    f, o = iter(floats), iter(others)
+    return jax.tree.unflatten(treedef, [next(f) if is_float(x) else next(o) for x in leaves])
+
+
+def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.random.wrap_key_data(
+            jnp.zeros((*lead, *data.shape), data.dtype), impl=jax.random.key_impl(leaf)
+        )
+    return jnp.zeros((*lead, *leaf.shape), leaf.dtype)
+
+
+def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
+    """Zeros of a tree's types, varying over ``axes``: a value nobody reads."""
+    return vary(jax.tree.map(zeros, types), axes)
+
+
+def shape_text(leaf: Any) -> str:
+    """``float32[4,8]``."""
+    return f"{jnp.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
+
+
+def path_text(path: Any) -> str:
+    """A readable path of a leaf; the leaf itself when the tree is a single array."""
+    return jax.tree_util.keystr(path) or "the array"

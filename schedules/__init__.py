@@ -1,0 +1,27 @@
+"""Pipeline-parallel timetables as data: build, check, time, draw and lower them. Needs no jax."""
+
+from schedules.check import check
+from schedules.check_program import check_program
+from schedules.costs import Costs
+from schedules.ir import Action, Kind, Schedule, ScheduleError, from_orders
+from schedules.lower import lower
+from schedules.program import Program
+from schedules.registry import build, names
+from schedules.simulate import Report, simulate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Program",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "build",
+    "check",
+    "check_program",
+    "from_orders",
+    "lower",
+    "names",
+    "simulate",
+]

@@ -1,0 +1,158 @@
+"""Timetables as CSV files: one row per rank, one column per step, an empty cell where it idles.
+
+The grammar is that of ``torch.distributed.pipelining``, compute actions only:
+
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+
+A cell holds no comma and no line break, so rows and cells are split by hand: every byte of a file
+then has a row and a column to name in an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from schedules.check import check
+from schedules.grid import steps
+from schedules.ir import Action, Schedule, ScheduleError, from_orders, shorten
+
+MOST_CELLS = 8  # bad cells that an error names; the rest are counted
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+_OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
+_TRAFFIC = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write a schedule; a reader sees the old file or the whole new one, never a part.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    columns = steps(schedule)
+    width = max((row[-1] + 1 for row in columns if row), default=0)
+    lines = []
+    for order, row in zip(schedule.orders, columns, strict=True):
+        cells = [""] * width
+        for action, column in zip(order, row, strict=True):
+            cells[column] = str(action)
+        lines.append(",".join(cells) + "\n")
+    target = Path(os.path.realpath(path))  # through a link, as open() would
+    part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
+    try:
+        part.write_text("".join(lines), encoding="ascii", newline="")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def from_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
+    """Read a schedule and check it.
+
+    Args:
+      path: a file as `to_csv` or ``torch.distributed.pipelining`` writes it. A byte order mark,
+        any line ends, spaces around actions and blank lines at the end are all fine.
+      name: what to call it; the file's name without its suffix by default.
+
+    Raises:
+      ScheduleError: no such file, no such text, no such action (with its row and column), or
+        no legal schedule (with the grid of `check`).
+    """
+    orders = _orders(path, _rows(path))
+    try:
+        return check(from_orders(orders, name=Path(path).stem if name is None else name))
+    except ScheduleError as error:
+        raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+
+
+def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
+    """The cells of every row, stripped."""
+    where = os.fspath(path)
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScheduleError(
+            f"{shorten(where, 200)}: cannot be read as a timetable: {reason}; give the path of a "
+            f"CSV file"
+        ) from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        row, column = before.count(b"\n") + 1, before[before.rfind(b"\n") + 1 :].count(b",") + 1
+        raise ScheduleError(
+            f"{where}: row {row}, column {column}: byte 0x{data[error.start]:02x} is not UTF-8; "
+            f"save the file as CSV in UTF-8"
+        ) from None
+    lines = _LINE_END.split(text)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise ScheduleError(
+            f"{where}: is empty; a timetable has one row per rank and a cell per action, like 0F0"
+        )
+    return [[_unquote(cell.strip()) for cell in line.split(",")] for line in lines]
+
+
+def _unquote(cell: str) -> str:
+    quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
+    return cell[1:-1].strip() if quoted else cell
+
+
+def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> list[list[Action]]:
+    """The actions of every row; raises for cells that are none."""
+    num_actions = sum(cell != "" for row in rows for cell in row)
+    orders: list[list[Action]] = []
+    faults: list[str] = []
+    for row, cells in enumerate(rows, start=1):
+        orders.append([])
+        for column, cell in enumerate(cells, start=1):
+            if cell:
+                found = _parse(cell, num_actions)
+                if isinstance(found, Action):
+                    orders[-1].append(found)
+                else:
+                    faults.append(f"row {row}, column {column}: {found}")
+    if faults:
+        more = len(faults) - MOST_CELLS
+        named = [*faults[:MOST_CELLS], f"and {more} more"] if more > 0 else faults
+        raise ScheduleError(f"{os.fspath(path)}: " + "\n".join(named))
+    return orders
+
+
+def _parse(cell: str, num_actions: int) -> Action | str:
+    """The action in a cell, or what is wrong with it."""
+    try:
+        action = Action.parse(cell)
+    except ScheduleError as error:
+        return _foreign(cell) or str(error)
+    # A legal file has K * M actions or more, so no number in it can reach their count.
+    for word, number in (("stage", action.stage), ("microbatch", action.microbatch)):
+        if number >= num_actions:
+            return (
+                f"action {cell} is of {word} {number}, but the file has {num_actions} actions in "
+                f"all; every {word} from 0 on takes part, so correct the number"
+            )
+    return action
+
+
+def _foreign(cell: str) -> str | None:
+    """What to say of actions that only ``torch.distributed.pipelining`` knows."""
+    if _OVERLAP.fullmatch(cell):
+        return (
+            f"{shorten(cell)} runs two actions at once; write them as two cells, in the order in "
+            f"which they start"
+        )
+    if _TRAFFIC.fullmatch(cell):
+        return (
+            f"{shorten(cell)} is a communication action of torch.distributed.pipelining; messages "
+            f"follow from the compute actions here, so export those only "
+            f'(format="compute_only")'
+        )
+    return None

@@ -1,0 +1,29 @@
+"""Eager 1F1B: 1F1B with a warm-up twice as long, so that F and B share every tick.
+
+The order of `1f1b` lets a rank run ahead by S - r forward passes. One action per tick then puts
+an F beside a B, and every tick waits for the B. Running ahead by 2(S - 1 - r) + 1 instead puts
+all F in one slot of the tick and all B in the other. The warm-up is that of "eager 1F1B" in
+Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023,
+arXiv:2211.05322, there to hide messages. Letters as in `schedules.ir`, r a rank.
+
+    idle on the critical rank   (S - 1)(F + B), also in lockstep
+    peak activations            min(2(S - 1 - r) + 1, M)
+"""
+
+from __future__ import annotations
+
+from schedules.ir import Action, Schedule, fold
+
+
+def eager_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+    """Build it; stage k runs F(m) in tick m + k and B(m) in tick m + 2(K-1) - k, F first."""
+    timed = [
+        entry
+        for k in range(num_stages)
+        for m in range(num_microbatches)
+        for entry in (
+            (2 * (m + k), Action(k, "F", m)),
+            (2 * (m + 2 * (num_stages - 1) - k) + 1, Action(k, "B", m)),
+        )
+    ]
+    return fold("eager_1f1b", num_ranks, num_microbatches, num_stages, timed)

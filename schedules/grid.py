@@ -1,0 +1,104 @@
+"""A timetable as text: one row per rank, one column per step, culprits in brackets.
+
+    step      0    1    2    3    4    5
+    rank 0  0F0  0F1    .  0B0    .  0B1
+    rank 1    .  1F0  1B0  1F1  1B1    .
+
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from schedules.events import links, run
+from schedules.flat import flatten, is_dense
+from schedules.ir import Schedule
+
+MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid
+GAP = "..."
+
+
+def grid(
+    schedule: Schedule,
+    *,
+    marks: Collection[tuple[int, int]] = (),
+    notes: Mapping[int, str] | None = None,
+    clip: bool = False,
+) -> str:
+    """Draw a schedule, legal or not, as text.
+
+    Columns are steps of the event clock with every action one step long; where that clock never
+    ends, as in a deadlock, they are positions in the ranks' orders.
+
+    Args:
+      schedule: what to draw.
+      marks: (rank, position in its order) of the actions to put in brackets.
+      notes: what to append to the row of a rank.
+      clip: leave out ranks and steps far from any mark, so that the text stays readable.
+    """
+    columns, notes = steps(schedule), notes or {}
+    cell = len(f"[{schedule.num_stages}F{schedule.num_microbatches}]")
+    marked = {(rank, columns[rank][position]) for rank, position in marks}
+    num_steps = max((row[-1] + 1 for row in columns if row), default=0)
+    rows = _shown({r for r, _ in marked} | set(notes), schedule.num_ranks, clip and MOST_RANKS)
+    shown = _shown({c for _, c in marked}, num_steps, clip and MOST_COLUMNS // cell)
+    lines = [["step", *(GAP if c < 0 else str(c) for c in shown)]]
+    for rank in rows:
+        cells = dict(zip(columns[rank], map(str, schedule.orders[rank]), strict=True))
+        texts = (GAP if c < 0 else cells.get(c, ".") for c in shown)
+        lines.append([f"rank {rank}", *texts] if rank >= 0 else [GAP])
+    brackets = {
+        (y, x)
+        for y, rank in enumerate(rows, start=1)
+        for x, column in enumerate(shown, start=1)
+        if (rank, column) in marked
+    }
+    text = _align(lines, brackets)
+    return "\n".join(
+        f"{line}  {notes[rank]}" if rank in notes else line
+        for line, rank in zip(text, [-1, *rows], strict=True)
+    )
+
+
+def steps(schedule: Schedule) -> list[list[int]]:
+    """[S] lists of columns: event-clock steps, or positions where that clock never ends."""
+    if schedule.num_ranks and schedule.num_stages and is_dense(schedule):
+        flat = flatten(schedule)
+        starts = run(schedule, flat, links(schedule, flat))
+        if list(map(len, starts)) == list(map(len, schedule.orders)):
+            return [list(map(int, row)) for row in starts]
+    return [list(range(len(order))) for order in schedule.orders]
+
+
+def _align(lines: Sequence[Sequence[str]], brackets: Collection[tuple[int, int]]) -> list[str]:
+    """Right-align columns, the first one left; bracketed cells use the space around them."""
+    label = max(len(line[0]) for line in lines)
+    width = max((len(cell) for line in lines for cell in line[1:]), default=0)
+    pad = " " if brackets else ""
+    result = []
+    for y, (head, *cells) in enumerate(lines):
+        texts = [
+            (f"[{cell}]" if (y, x) in brackets else f"{pad}{cell}{pad}").rjust(width + 2)
+            for x, cell in enumerate(cells, start=1)
+        ]
+        result.append(f"{head:<{label}}{pad}{''.join(texts)}".rstrip())
+    return result
+
+
+def _shown(wanted: Collection[int], total: int, limit: int) -> list[int]:
+    """At most ``limit`` (0: all) of ``range(total)``, nearest to the wanted; -1 for each gap."""
+    if not limit or total <= limit:
+        return list(range(total))
+    kept: set[int] = set(sorted(wanted or {0})[:limit])
+    reach = 0
+    while len(kept) < limit:
+        reach += 1
+        ring = {n + d for n in (wanted or {0}) for d in (-reach, reach)}
+        kept.update(sorted(n for n in ring - kept if 0 <= n < total)[: limit - len(kept)])
+    result: list[int] = []
+    for n in sorted(kept):
+        if n > (result[-1] + 1 if result else 0):
+            result.append(-1)
+        result.append(n)
+    return result if result[-1] == total - 1 else [*result, -1]

@@ -1,0 +1,197 @@
+"""What a schedule is: an order of actions for every rank, and a placement of stages on ranks.
+
+Letters, used in every docstring of this package:
+
+    S  ranks, positions on the mesh axis ``stage``
+    K  stages, slices of the model in layer order; K = S * V
+    V  chunks, stages per rank
+    M  microbatches
+    T  ticks of a lowered program
+
+An action prints as ``{stage}{kind}{microbatch}``, for example ``3F0``: the grammar of
+``torch.distributed.pipelining``, so timetables travel both ways.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+BACKWARD: tuple[Kind, ...] = ("B", "I")  # the kinds that send a gradient to the stage before
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"  # longer ones overflow 64 bits, and int() refuses 4300 digits
+_ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER)
+
+
+class ScheduleError(ValueError):
+    """A timetable that cannot be built, read or run; the message shows where and what to do."""
+
+
+class Action(NamedTuple):
+    """One unit of work: ``kind`` of ``stage`` for ``microbatch``.
+
+    ``F`` is the forward pass, ``I`` the gradient for the input, ``W`` the gradient for the
+    weights, ``B`` both in one go.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``"3F0"``; anything else is a ScheduleError."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"action {shorten(text)} is not of the form {{stage}}{{kind}}{{microbatch}} with "
+                f"kind one of F, B, I, W; write it like 3F0"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+
+
+def shorten(text: object, most: int = 40) -> str:
+    """The repr of what a user gave, cut to fit an error message."""
+    shown = repr(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A timetable. It says in which order each rank works, not when: a clock says when.
+
+    Attributes:
+      name: the family it came from, or what the author called it.
+      num_microbatches: M.
+      orders: [S] tuples of Action, the order of each rank.
+      placement: [K] ranks, the rank that holds each stage.
+    """
+
+    name: str
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """S."""
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.placement)
+
+    @functools.cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """[S] tuples of the stages on each rank, in layer order; index in it is the chunk."""
+        held: list[list[int]] = [[] for _ in self.orders]
+        for stage, rank in enumerate(self.placement):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @functools.cached_property
+    def chunk_of(self) -> tuple[int, ...]:
+        """[K] the local index of each stage on its rank."""
+        return tuple(self.stages_of[rank].index(k) for k, rank in enumerate(self.placement))
+
+    @functools.cached_property
+    def is_forward(self) -> bool:
+        """True for a timetable without any backward action: inference."""
+        return all(action.kind == "F" for order in self.orders for action in order)
+
+    def forward(self) -> Schedule:
+        """The same timetable with its forward actions only."""
+        orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
+        return Schedule(self.name, self.num_microbatches, orders, self.placement)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a CSV file: one row per rank, an empty cell for an idle step."""
+        from schedules.csv import to_csv  # noqa: PLC0415  it imports this module
+
+        to_csv(self, path)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
+        """Read a CSV file and check it; the name is the file's unless given."""
+        from schedules.csv import from_csv  # noqa: PLC0415  likewise
+
+        return from_csv(path, name=name)
+
+    def __str__(self) -> str:
+        """The timetable as a grid, clipped where it is too large to read."""
+        from schedules.grid import grid  # noqa: PLC0415  likewise
+
+        return grid(self, clip=True)
+
+
+def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """[K] ranks: stage k on rank k % S."""
+    return tuple(k % num_ranks for k in range(num_stages))
+
+
+def fold(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    timed: Iterable[tuple[int, Action]],
+) -> Schedule:
+    """Place actions timed for one rank per stage on fewer ranks, each in order of time.
+
+    Times respect every dependency, so their order does on any placement: a family that is
+    defined for V = 1 runs with V > 1 at no risk of deadlock. Actions of one rank that fall on
+    the same time run the later stage first, which frees memory soonest.
+    """
+    placement = loop_placement(num_stages, num_ranks)
+    lists: list[list[tuple[int, int, Action]]] = [[] for _ in range(num_ranks)]
+    for time, action in timed:
+        lists[placement[action.stage]].append((time, -action.stage, action))
+    orders = tuple(tuple(action for _, _, action in sorted(entries)) for entries in lists)
+    return Schedule(name, num_microbatches, orders, placement)
+
+
+def from_orders(
+    orders: Sequence[Sequence[Action | str]],
+    *,
+    name: str = "custom",
+    placement: Sequence[int] | None = None,
+) -> Schedule:
+    """A schedule from hand-written orders; M is read off them, and placement unless given.
+
+    Raises:
+      ScheduleError: an action that does not parse, or a stage that no rank holds. Whether the
+        schedule is legal is for `check` to say.
+    """
+    parsed = tuple(
+        tuple(Action.parse(a) if isinstance(a, str) else a for a in order) for order in orders
+    )
+    if placement is None:
+        # The rank with most of its actions: one that strayed to another rank is the culprit then.
+        tally: dict[int, Counter[int]] = {}
+        for rank, order in enumerate(parsed):
+            for action in order:
+                tally.setdefault(action.stage, Counter())[rank] += 1
+        rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
+        # With K distinct stages, one that is not in 0..K-1 leaves a gap there.
+        gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
+        if gap is not None:
+            stray = next(k for k in rank_of if not 0 <= k < len(rank_of))
+            raise ScheduleError(
+                f"orders mention stage {stray} but never stage {gap}; stages are numbered "
+                f"0..K-1 without gaps, so add stage {gap} or renumber"
+            )
+        placement = tuple(rank_of[k] for k in range(len(rank_of)))
+    microbatches = 1 + max((a.microbatch for order in parsed for a in order), default=-1)
+    return Schedule(name, microbatches, parsed, tuple(placement))

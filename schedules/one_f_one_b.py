@@ -1,0 +1,31 @@
+"""1F1B: after a short warm-up every rank alternates a forward with a backward pass.
+
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
+synchronous, flushed form: Fan et al., "DAPPLE", PPoPP 2021, arXiv:2007.01045. Letters as in
+`schedules.ir`, r a rank.
+
+    idle on the critical rank   (S - 1)(F + B)
+    peak activations            min(S - r, M)
+"""
+
+from __future__ import annotations
+
+from schedules.ir import Action, Schedule, fold
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+    """Build it; stage k runs min(K-1-k, M) forward passes, then (F, B) pairs, then drains.
+
+    With V > 1 the timetable of K ranks is folded: stage k is given F(m) at half-step k + 2m and
+    B(m) at 2K - 1 - k + 2m, the steady state's times, which keep the order of every stage.
+    """
+    timed = [
+        entry
+        for k in range(num_stages)
+        for m in range(num_microbatches)
+        for entry in (
+            (k + 2 * m, Action(k, "F", m)),
+            (2 * num_stages - 1 - k + 2 * m, Action(k, "B", m)),
+        )
+    ]
+    return fold("1f1b", num_ranks, num_microbatches, num_stages, timed)

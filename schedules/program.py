@@ -1,0 +1,110 @@
+"""What a schedule lowers to: tables of integers that the kernel scans over.
+
+A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one action per
+rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
+`schedules.ir`; C is the number of channels of a slot.
+
+Every rank owns two pools. *Buffers* hold activation-shaped messages: a stage's input from its
+arrival until the last action that reads it, a gradient from its arrival until its backward.
+*Stashes* hold residuals of a forward pass until its backward (``keep="residuals"`` only).
+Buffer ``num_buffers`` and stash ``num_stashes``, one past the last, are trash: what nobody
+reads is written there, so that no store needs a condition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.ir import Kind, Schedule
+
+Keep = Literal["input", "residuals"]
+Table = NDArray[np.int32]
+
+
+class Op(NamedTuple):
+    """A branch of the kernel: actions of one kind on one chunk that touch the same ends.
+
+    Attributes:
+      kind: what it computes.
+      chunk: which of the rank's V stages.
+      first: it is stage 0, whose input is made from the user's inputs, not from a message.
+      last: it is stage K-1, whose output goes to the loss; its backward starts there.
+    """
+
+    kind: Kind
+    chunk: int
+    first: bool
+    last: bool
+
+
+class Channel(NamedTuple):
+    """A static permutation that ends a slot.
+
+    Attributes:
+      shift: destination minus source, modulo S; 0 means a store on the same rank.
+      edges: (source, destination) ranks, each rank at most once on either side.
+    """
+
+    shift: int
+    edges: tuple[tuple[int, int], ...]
+
+
+class Slot(NamedTuple):
+    """A part of every tick.
+
+    Attributes:
+      kinds: the kinds of action that may run in it, such as "F" or "BIW".
+      ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
+      channels: the exchanges that end it.
+    """
+
+    kinds: str
+    ops: tuple[Op, ...]
+    channels: tuple[Channel, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A lowered schedule.
+
+    Attributes:
+      schedule: what was lowered.
+      keep: what a forward pass leaves for its backward: the stage's input or its residuals.
+      slots: the slots of one tick.
+      op: [T, slots, S] branch, 0 where idle.
+      microbatch: [T, slots, S] microbatch of the action, 0 where idle.
+      operand: [T, slots, S] buffer of the stage input; trash where the action reads none.
+      gradient: [T, slots, S] buffer that a backward starts from: the message from the next
+        stage or, on the last stage with ``keep="residuals"``, that stage's own output.
+      stash: [T, slots, S] stash that F writes or a backward reads.
+      arrival: [T, slots, S, C] buffer where each channel's message is stored; C is the largest
+        number of channels of any slot, columns beyond a slot's own are trash.
+      num_buffers: message buffers per rank, the peak over ranks.
+      num_stashes: residual stashes per rank, the peak over ranks.
+    """
+
+    schedule: Schedule
+    keep: Keep
+    slots: tuple[Slot, ...]
+    op: Table
+    microbatch: Table
+    operand: Table
+    gradient: Table
+    stash: Table
+    arrival: Table
+    num_buffers: int
+    num_stashes: int
+
+    @property
+    def num_ticks(self) -> int:
+        """T."""
+        return int(self.op.shape[0])
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The kinds of each slot: what a tick looks like."""
+        return tuple(slot.kinds for slot in self.slots)

@@ -1,0 +1,31 @@
+"""Eight virtual CPU devices and strict settings for every test.
+
+The environment is set while this file is imported, before any test module can import jax.
+"""
+
+import os
+from pathlib import Path
+
+DEVICES = "--xla_force_host_platform_device_count=8"
+# The last flag wins: what the caller has set stays, except for the number of devices.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+# Promotion between dtypes or ranks is nearly always a bug: an int tick times a float loss, a
+# `[N]` weight broadcast over `[N, N]`. Flax and optax run under both.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Examples that compile have no use for a deadline, and a red run must be red everywhere.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_report_header() -> str:
+    """Says what is being tested: the checkout or an installed wheel, and on which jax."""
+    import collectives
+
+    return f"shardpipe from {Path(collectives.__file__).parents[1]}, jax {jax.__version__}"

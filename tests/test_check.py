@@ -1,0 +1,309 @@
+"""What is illegal, and the whole message that says so."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import Action, Schedule, ScheduleError, build, check, from_orders
+
+ONE_RANK = ["0F0", "0B0"]
+EVERY = "every stage runs F and a backward (B, or I and then W) once for every microbatch; add it"
+
+
+def refusal(schedule: Schedule, **options) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, **options)
+    return str(caught.value)
+
+
+def message(*lines: str) -> str:
+    return "\n".join(lines)
+
+
+def test_a_legal_schedule_comes_back():
+    schedule = from_orders([["0F0", "0F1", "0I0", "0W0", "0B1"]])
+    assert check(schedule) is schedule
+    assert check(schedule.forward()).is_forward
+
+
+def test_every_fault_is_told_at_once():
+    orders = [["0F0", "0F1", "0F1", "0B0", "1F1"], ["1F0", "1W0", "1I0", "1F1", "1I1"]]
+    assert refusal(from_orders(orders)) == message(
+        "schedule 'custom' (S=2 ranks, K=2 stages, M=2 microbatches) has 5 faults",
+        "- on the wrong rank: 1F1 (rank 0, step 5), stage 1 is on rank 1",
+        "  all actions of a stage run on the one rank where it is placed; move it there",
+        "- runs again: 0F1 (rank 0, step 2), first as 0F1 (rank 0, step 1); "
+        "1F1 (rank 1, step 4), first as 1F1 (rank 0, step 5)",
+        "  every action runs once; take it out",
+        "- missing: 0B1 (rank 0)",
+        f"  {EVERY}",
+        "- I without W: 1I1 (rank 1, step 5)",
+        "  a split backward is I and then W; add the W, or make it B",
+        "- W before I: 1W0 (rank 1, step 2) before 1I0 (rank 1, step 3)",
+        "  W uses what I leaves behind; swap them",
+        "step      0    1    2    3    4    5",
+        "rank 0  0F0 [0F1][0F1]   .  0B0 [1F1]  missing 0B1",
+        "rank 1    .  1F0 [1W0][1I0][1F1][1I1]",
+    )
+
+
+def test_a_deadlock_shows_the_circle():
+    orders = [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]]
+    assert refusal(from_orders(orders)) == message(
+        "schedule 'custom' (S=2 ranks, K=2 stages, M=2 microbatches) has 1 fault",
+        "- deadlock: rank 0 waits at 0B0 for rank 1's 1B0, rank 1 waits at 1F1 for rank 0's 0F1",
+        "  let each rank run what another waits for before it waits itself; move one of them",
+        "step      0    1    2    3",
+        "rank 0  0F0 [0B0][0F1] 0B1",
+        "rank 1 [1F1] 1B1  1F0 [1B0]",
+    )
+
+
+def test_a_rank_can_wait_for_itself():
+    assert refusal(from_orders([["1F0", "0F0", "1B0", "0B0"]])) == message(
+        "schedule 'custom' (S=1 ranks, K=2 stages, M=1 microbatches) has 1 fault",
+        "- deadlock: rank 0 waits at 1F0 for its own 0F0",
+        "  let each rank run what another waits for before it waits itself; move one of them",
+        "step      0    1    2    3",
+        "rank 0 [1F0][0F0] 1B0  0B0",
+    )
+
+
+def test_waiting_for_what_is_missing_is_no_deadlock():
+    faults = refusal(from_orders([["0B0"], ["1F0", "1B0"]])).splitlines()
+    assert [line for line in faults if line.startswith("- ")] == ["- missing: 0F0 (rank 0)"]
+
+
+def test_separate_circles_are_all_shown():
+    wait = [["{0}F0", "{0}B0", "{0}F1", "{0}B1"], ["{1}F1", "{1}B1", "{1}F0", "{1}B0"]]
+    placement = (0, 1, 2, 3)
+    pairs = [[cell.format(k, k + 1) for cell in order] for k in (0, 2) for order in wait]
+    faults = refusal(from_orders(pairs, placement=placement))
+    assert "- deadlock: rank 0 waits at 0B0 for rank 1's 1B0" in faults
+
+
+@pytest.mark.parametrize(
+    ("orders", "fault", "rule", "row"),
+    [
+        (
+            ["0B0", "0F0"],
+            "B before F: 0B0 (rank 0, step 0) before 0F0 (rank 0, step 1)",
+            "B uses what F leaves behind; swap them",
+            "[0B0][0F0]",
+        ),
+        (
+            ["0F0", "0W0"],
+            "W without I: 0W0 (rank 0, step 1)",
+            "a split backward is I and then W; add the I, or make it B",
+            " 0F0 [0W0]",
+        ),
+        (
+            ["0F0", "0B0", "0W0"],
+            "B beside its own halves: 0B0 (rank 0, step 1) with 0W0 (rank 0, step 2)",
+            "a backward is B, or I and then W; take one or the other out",
+            " 0F0 [0B0][0W0]",
+        ),
+        (
+            ["0B0"],
+            "missing: 0F0 (rank 0)",
+            EVERY,
+            " 0B0   missing 0F0",
+        ),
+    ],
+)
+def test_one_fault_on_one_rank(orders, fault, rule, row):
+    lines = refusal(from_orders([orders])).splitlines()
+    assert lines[0] == "schedule 'custom' (S=1 ranks, K=1 stages, M=1 microbatches) has 1 fault"
+    assert lines[1:3] == [f"- {fault}", f"  {rule}"]
+    assert lines[-1].split() == f"rank 0 {row}".split()
+
+
+def actions(*texts: str) -> tuple[Action, ...]:
+    return tuple(map(Action.parse, texts))
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Action(1, "F", 0),
+        Action(0, "F", 1),
+        Action(-1, "F", 0),
+        Action(0, "F", -1),
+        Action(0, "X", 0),
+        Action(0, "F", 10**30),
+        Action("0", "F", 0),
+        Action(0, "F", 0.5),
+        Action(0, ["F"], 0),
+        (0, "F", 0),
+        "0F0",
+        None,
+    ],
+)
+def test_what_is_no_action_of_the_schedule(stranger):
+    schedule = Schedule("x", 1, ((*actions("0F0", "0B0"), stranger),), (0,))
+    assert refusal(schedule).splitlines()[:3] == [
+        "schedule 'x' (S=1 ranks, K=1 stages, M=1 microbatches) has 1 fault",
+        f"- no action of this schedule: {stranger} (rank 0, step 2)",
+        "  stages are 0..0, microbatches 0..0, kinds F, B, I and W; correct it or take it out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what", "rule"),
+    [
+        (
+            Schedule("x", 1, (), ()),
+            "S=0, K=0, M=1",
+            "a schedule has at least one rank, one stage and one microbatch; give each",
+        ),
+        (
+            Schedule("x", 0, ((),), (0,)),
+            "S=1, K=1, M=0",
+            "a schedule has at least one rank, one stage and one microbatch; give each",
+        ),
+        (
+            Schedule("x", 10**15, (actions("0F0", "0B0"),), (0,)),
+            "2 actions for K * M = 1000000000000000",
+            "every stage runs every microbatch at least once; correct num_microbatches",
+        ),
+        (
+            Schedule("x", 1, (actions("0F0", "0B0"),), (0.5,)),
+            "placement=(0.5,)",
+            "a placement is a tuple of ranks, one integer for each stage; correct it",
+        ),
+    ],
+)
+def test_sizes_that_leave_nothing_to_look_at(schedule, what, rule):
+    lines = refusal(schedule).splitlines()
+    assert lines[1:3] == [f"- sizes that do not fit: {what}", f"  {rule}"]
+
+
+def test_placement():
+    schedule = Schedule("x", 1, (actions("0F0", "0B0"), actions("1F0", "1B0")), (0, 2))
+    assert refusal(schedule).splitlines()[1:7] == [
+        "- placed outside the ranks: stage 1 on rank 2",
+        "  ranks are 0..1; correct the placement",
+        "- ranks that hold different numbers of stages: rank 0 holds 1; rank 1 holds 0",
+        "  every rank holds K / S of them; correct the placement",
+        (
+            "- on the wrong rank: 1F0 (rank 1, step 1), stage 1 is on rank 2; "
+            "1B0 (rank 1, step 2), stage 1 is on rank 2"
+        ),
+        "  all actions of a stage run on the one rank where it is placed; move it there",
+    ]
+
+
+def test_memory_limit():
+    schedule = build("gpipe", num_ranks=2, num_microbatches=3)
+    assert check(schedule, memory_limit=3) is schedule
+    assert refusal(schedule, memory_limit=2) == message(
+        "schedule 'gpipe' (S=2 ranks, K=2 stages, M=3 microbatches) has 1 fault",
+        "- more than memory_limit=2 stage inputs held at once: "
+        "rank 0 holds up to 3, from 0F2 (rank 0, step 2) on; "
+        "rank 1 holds up to 3, from 1F2 (rank 1, step 3) on",
+        "  run backward actions earlier, or raise the limit",
+        "step      0    1    2    3    4    5    6    7",
+        "rank 0  0F0  0F1 [0F2]   .    .  0B0  0B1  0B2",
+        "rank 1    .  1F0  1F1 [1F2] 1B0  1B1  1B2    .",
+    )
+
+
+def test_an_input_is_held_for_its_weight_gradient():
+    split = from_orders([["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]])
+    assert check(split, memory_limit=2)
+    assert "holds up to 2, from 0F1" in refusal(split, memory_limit=1)
+    assert check(from_orders([["0F0", "0B0", "0F1", "0B1"]]), memory_limit=1)
+    assert check(split.forward(), memory_limit=1)
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "2", float("nan")])
+def test_a_memory_limit_is_a_number(limit):
+    assert refusal(from_orders([ONE_RANK]), memory_limit=limit) == (
+        f"memory_limit={limit!r} is not a number >= 1 of stage inputs per rank; give one, or None "
+        f"for no limit"
+    )
+
+
+def test_the_message_of_a_huge_schedule_stays_readable():
+    schedule = build("1f1b", num_ranks=64, num_microbatches=200)
+    orders = [list(order) for order in schedule.orders]
+    orders[40][100] = orders[40][99]
+    lines = refusal(from_orders(orders)).splitlines()
+    assert len(lines) < 30
+    assert max(map(len, lines)) < 200
+    assert any("[40F" in line for line in lines)
+    assert sum(line.startswith("rank ") for line in lines) == 16
+    message = refusal(from_orders([[str(a) for a in order if a.kind == "F"] for order in orders]))
+    assert len(message) < 5000
+
+
+def is_legal(orders: list[list[Action]], placement: tuple[int, ...], num_microbatches: int) -> bool:
+    """The definition, written down a second time and slowly."""
+    found = Counter(action for order in orders for action in order)
+    allowed = ("1100", "1011") if {action.kind for action in found} - {"F"} else ("1000",)
+    for stage, microbatch in itertools.product(range(len(placement)), range(num_microbatches)):
+        counts = "".join(str(found.pop(Action(stage, k, microbatch), 0)) for k in "FBIW")
+        if counts not in allowed:
+            return False
+    if found or any(placement[a.stage] != r for r, order in enumerate(orders) for a in order):
+        return False
+    done: set[Action] = set()
+    queues = [list(order) for order in orders]
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            while queue and can_start(queue[0], done, len(placement) - 1):
+                done.add(queue.pop(0))
+                moved = True
+    return not any(queues)
+
+
+def can_start(action: Action, done: set[Action], last: int) -> bool:
+    stage, kind, microbatch = action
+    if kind == "F":
+        return stage == 0 or Action(stage - 1, "F", microbatch) in done
+    if Action(stage, "F", microbatch) not in done:
+        return False
+    if kind == "W":
+        return Action(stage, "I", microbatch) in done
+    return stage == last or any(Action(stage + 1, k, microbatch) in done for k in "BI")
+
+
+@st.composite
+def mutated(draw) -> Schedule:
+    """A family's schedule with backwards split, then edited a few times."""
+    S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "eager_1f1b"]))
+    built = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+    orders = [list(order) for order in built.orders]
+    for _ in range(draw(st.integers(0, 3))):
+        order = draw(st.sampled_from(orders))
+        edit = draw(st.sampled_from(["swap", "split", "copy", "drop", "move"]))
+        at = draw(st.integers(0, max(0, len(order) - 2)))
+        if edit == "swap" and len(order) > 1:
+            order[at], order[at + 1] = order[at + 1], order[at]
+        elif edit == "split" and order and order[at].kind == "B":
+            order[at : at + 1] = [order[at]._replace(kind="I"), order[at]._replace(kind="W")]
+        elif edit == "copy" and order:
+            order.append(order[at])
+        elif edit == "drop" and order:
+            order.pop(at)
+        elif edit == "move" and order:
+            draw(st.sampled_from(orders)).append(order.pop(at))
+    return Schedule(name, M, tuple(tuple(order) for order in orders), built.placement)
+
+
+@settings(max_examples=400)
+@given(mutated())
+def test_check_agrees_with_the_definition(schedule):
+    legal = is_legal([*map(list, schedule.orders)], schedule.placement, schedule.num_microbatches)
+    if legal:
+        assert check(schedule) is schedule
+    else:
+        assert "\nstep" in refusal(schedule)

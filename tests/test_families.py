@@ -1,0 +1,117 @@
+"""Every family: legal at every size, its docstring's formulas, and its grid to read."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+import schedules
+from schedules import Costs, ScheduleError, build, check, simulate
+from schedules.grid import grid
+
+GOLDEN = Path(__file__).parent / "golden"
+SIZES = list(itertools.product(range(1, 9), range(1, 17)))
+COSTS = Costs(f=3.0, i=4.0, w=2.5)
+F, B = 3.0, 6.5
+
+PEAK = {
+    "gpipe": lambda S, M, r: M,
+    "1f1b": lambda S, M, r: min(S - r, M),
+    "eager_1f1b": lambda S, M, r: min(2 * (S - 1 - r) + 1, M),
+}
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_legal_at_every_size(name, num_chunks):
+    for S, M in SIZES:
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        assert check(schedule) is schedule
+        assert check(schedule.forward()).is_forward
+        assert (schedule.name, schedule.num_microbatches) == (name, M)
+        assert schedule.placement == tuple(k % S for k in range(num_chunks * S))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):
+    for S, M in SIZES:
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        for stage, rank in enumerate(schedule.placement):
+            mine = [a for a in schedule.orders[rank] if a.stage == stage and a.kind in ("B", "W")]
+            assert [action.microbatch for action in mine] == list(range(M))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
+def test_idle_and_peak_activations(name):
+    for S, M in SIZES:
+        report = simulate(build(name, num_ranks=S, num_microbatches=M), COSTS)
+        assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (F + B))
+        assert report.makespan == pytest.approx((M + S - 1) * (F + B))
+        assert report.peak_activations == tuple(PEAK[name](S, M, r) for r in range(S))
+
+
+def test_eager_1f1b_takes_no_longer_in_lockstep():
+    for S, M in SIZES:
+        schedule = build("eager_1f1b", num_ranks=S, num_microbatches=M)
+        report = simulate(schedule, COSTS, clock="lockstep", pattern="paired")
+        assert report.makespan <= (M + S - 1) * (F + B) + 1e-9
+        if M >= 2 * S - 1:  # else some slots are used by nobody, and take no time
+            assert report.makespan == pytest.approx((M + S - 1) * (F + B))
+
+
+def test_gpipe_runs_all_forward_then_all_backward():
+    for S, M in SIZES:
+        for order in build("gpipe", num_ranks=S, num_microbatches=M).orders:
+            assert "".join(action.kind for action in order) == "F" * M + "B" * M
+
+
+def test_1f1b_warms_up_alternates_and_drains():
+    for S, M in SIZES:
+        for rank, order in enumerate(build("1f1b", num_ranks=S, num_microbatches=M).orders):
+            warm_up = min(S - 1 - rank, M)
+            expected = "F" * warm_up + "FB" * (M - warm_up) + "B" * warm_up
+            assert "".join(action.kind for action in order) == expected
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize(("S", "K", "M"), [(4, 4, 6), (2, 4, 4)])
+def test_the_grid_is_the_one_on_file(name, S, K, M):
+    schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=K)
+    file = GOLDEN / f"{name}_S{S}_K{K}_M{M}.txt"
+    assert grid(schedule) == file.read_text(encoding="ascii").rstrip("\n")
+
+
+def refusal(name="1f1b", **sizes) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        build(name, **({"num_ranks": 2, "num_microbatches": 4} | sizes))
+    return str(caught.value)
+
+
+def test_an_unknown_family_names_the_nearest():
+    assert refusal("1F1b") == (
+        "schedule='1F1b' is not a known family; did you mean '1f1b' or 'eager_1f1b'? "
+        "known: " + ", ".join(schedules.names())
+    )
+    assert refusal("zzz") == (
+        "schedule='zzz' is not a known family; known: " + ", ".join(schedules.names())
+    )
+
+
+@pytest.mark.parametrize("argument", ["num_ranks", "num_microbatches", "num_stages"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_sizes_are_positive_integers(argument, value):
+    assert refusal(**{argument: value}) == f"{argument}={value!r}: must be an integer >= 1"
+
+
+def test_every_rank_holds_as_many_stages():
+    assert refusal(num_ranks=4, num_stages=6) == (
+        "num_stages=6 is not a multiple of num_ranks=4: every rank holds the same number of "
+        "stages; use num_stages=4 or 8, or another number of ranks"
+    )
+    assert refusal(num_ranks=4, num_stages=2) == (
+        "num_stages=2 is not a multiple of num_ranks=4: every rank holds the same number of "
+        "stages; use num_stages=4, or another number of ranks"
+    )

@@ -1,0 +1,139 @@
+"""Actions, schedules and costs: the notation, what is read off orders, what errors say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import Action, Costs, Schedule, ScheduleError, from_orders
+from schedules.ir import KINDS, fold, loop_placement
+
+NUMBERS = st.integers(0, 10**17)
+
+
+def refusal(call, *args, **options) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+@given(NUMBERS, st.sampled_from(KINDS), NUMBERS)
+def test_an_action_prints_and_parses(stage, kind, microbatch):
+    action = Action(stage, kind, microbatch)
+    assert str(action) == f"{stage}{kind}{microbatch}"
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "0F", "F0", "0X0", "0f0", "00F0", "0F01", "-1F0", "0F-1", "0F0 ", "0F0\n", "0F٣"],
+)
+def test_what_is_no_action_does_not_parse(text):
+    assert refusal(Action.parse, text) == (
+        f"action {text!r} is not of the form {{stage}}{{kind}}{{microbatch}} with kind one of "
+        f"F, B, I, W; write it like 3F0"
+    )
+
+
+def test_a_giant_action_is_cut_in_the_message():
+    message = refusal(Action.parse, "0F" + "9" * 100_000)
+    assert message.startswith("action '0F9999")
+    assert len(message) < 200
+
+
+def test_orders_are_read_as_text_or_as_actions():
+    schedule = from_orders([["0F0", Action(0, "B", 0)], ["1F0", "1B0"]])
+    assert schedule == Schedule(
+        "custom",
+        1,
+        (
+            (Action(0, "F", 0), Action(0, "B", 0)),
+            (Action(1, "F", 0), Action(1, "B", 0)),
+        ),
+        (0, 1),
+    )
+    assert (schedule.num_ranks, schedule.num_stages) == (2, 2)
+
+
+def test_placement_and_chunks_of_a_v():
+    schedule = from_orders([["0F0", "3F0"], ["1F0", "2F0"]], name="v")
+    assert schedule.name == "v"
+    assert schedule.placement == (0, 1, 1, 0)
+    assert schedule.stages_of == ((0, 3), (1, 2))
+    assert schedule.chunk_of == (0, 0, 1, 1)
+
+
+def test_a_given_placement_is_kept():
+    assert from_orders([["0F0"], []], placement=[1]).placement == (1,)
+
+
+def test_no_orders_make_an_empty_schedule():
+    assert from_orders([]) == Schedule("custom", 0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("action", "stray", "gap"),
+    [("2F0", 2, 1), (Action(-1, "F", 0), -1, 1), (Action(10**17, "F", 0), 10**17, 1)],
+)
+def test_stages_have_no_gaps(action, stray, gap):
+    assert refusal(from_orders, [["0F0", action]]) == (
+        f"orders mention stage {stray} but never stage {gap}; stages are numbered 0..K-1 without "
+        f"gaps, so add stage {gap} or renumber"
+    )
+
+
+def test_forward_keeps_the_forward_actions():
+    schedule = from_orders([["0F0", "0F1", "0I0", "0W0", "0B1"]])
+    assert not schedule.is_forward
+    assert [str(action) for action in schedule.forward().orders[0]] == ["0F0", "0F1"]
+    assert schedule.forward().is_forward
+
+
+def test_a_schedule_is_frozen_and_hashable():
+    schedule = from_orders([["0F0"]])
+    assert {schedule: 1}[from_orders([["0F0"]])] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.name = "other"
+
+
+def test_folding_sorts_by_time_and_runs_the_later_stage_first():
+    timed = [(k + m, Action(k, "F", m)) for k in range(4) for m in range(3)]
+    schedule = fold("forward", 2, 3, 4, timed)
+    assert schedule.placement == loop_placement(4, 2) == (0, 1, 0, 1)
+    assert [" ".join(map(str, order)) for order in schedule.orders] == [
+        "0F0 0F1 2F0 0F2 2F1 2F2",
+        "1F0 1F1 3F0 1F2 3F1 3F2",
+    ]
+
+
+def test_a_schedule_prints_as_a_grid():
+    assert str(from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])) == (
+        "step      0    1    2    3    4    5\n"
+        "rank 0  0F0  0F1    .  0B0    .  0B1\n"
+        "rank 1    .  1F0  1B0  1F1  1B1    ."
+    )
+
+
+def test_a_deadlock_prints_in_plain_order():
+    assert str(from_orders([["1F0", "0F0"]])) == "step      0    1\nrank 0  1F0  0F0"
+
+
+def test_nothing_prints_as_nothing():
+    assert str(from_orders([])) == "step"
+
+
+@pytest.mark.parametrize("name", ["f", "i", "w", "comm"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_costs_are_finite_and_not_negative(name, value):
+    assert refusal(Costs, **{name: value}) == (
+        f"Costs({name}={value!r}): a duration is a finite number >= 0; give the measured time, "
+        f"in the same unit for all"
+    )
+
+
+def test_a_full_backward_costs_both_halves():
+    costs = Costs(f=1, i=2, w=4, comm=8)
+    assert [costs.of(kind) for kind in KINDS] == [1, 6, 2, 4]

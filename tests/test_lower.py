@@ -1,0 +1,147 @@
+"""What a schedule lowers to: ticks, slots, channels, and no more places than the true peak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import schedules
+from schedules import Action, Program, Schedule, ScheduleError, build, from_orders, lower
+from schedules.program import Channel, Op
+
+TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+
+
+def timetable(program: Program) -> list[list[Action]]:
+    """[S] lists of the actions that the tables run, in time."""
+    ranks: list[list[Action]] = [[] for _ in program.schedule.orders]
+    for tick, slot, rank in np.argwhere(program.op > 0).tolist():
+        op = program.slots[slot].ops[program.op[tick, slot, rank] - 1]
+        stage = program.schedule.stages_of[rank][op.chunk]
+        ranks[rank].append(Action(stage, op.kind, int(program.microbatch[tick, slot, rank])))
+    return ranks
+
+
+@pytest.mark.parametrize("pattern", ["single", "paired"])
+@pytest.mark.parametrize("name", schedules.names())
+def test_no_order_changes(name, pattern):
+    for S, M, V in [(1, 3, 1), (2, 5, 2), (4, 8, 1), (4, 3, 2), (8, 8, 1)]:
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        program = lower(schedule, pattern=pattern)
+        assert tuple(map(tuple, timetable(program))) == schedule.orders
+        assert program.pattern == (("FBIW",) if pattern == "single" else ("F", "BIW"))
+
+
+def test_the_tables_of_a_small_schedule():
+    program = lower(from_orders(TWO), pattern="single")
+    (slot,) = program.slots
+    assert slot.ops == (
+        Op("F", 0, first=False, last=True),
+        Op("F", 0, first=True, last=False),
+        Op("B", 0, first=False, last=True),
+        Op("B", 0, first=True, last=False),
+    )
+    assert slot.channels == (Channel(1, ((0, 1), (1, 0))),)
+    assert program.op[:, 0].tolist() == [[2, 0], [2, 1], [0, 3], [4, 1], [0, 3], [4, 0]]
+    assert program.microbatch[:, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 1], [0, 1], [1, 0]]
+    assert (program.num_buffers, program.num_stashes) == (2, 0)
+    assert program.operand[:, 0].tolist() == [[2, 2], [2, 0], [2, 0], [2, 1], [2, 1], [2, 2]]
+    assert program.gradient[:, 0].tolist() == [[2, 2], [2, 2], [2, 2], [0, 2], [2, 2], [0, 2]]
+    assert program.arrival[:, 0, :, 0].tolist() == [
+        [2, 0],
+        [2, 1],
+        [0, 2],
+        [2, 2],
+        [0, 2],
+        [2, 2],
+    ]
+
+
+def test_eager_1f1b_fills_paired_ticks():
+    for S, M in [(2, 4), (4, 8), (8, 32)]:
+        program = lower(build("eager_1f1b", num_ranks=S, num_microbatches=M))
+        assert program.pattern == ("F", "BIW")
+        assert program.num_ticks == M + 2 * (S - 1)
+
+
+def test_the_pattern_with_the_smaller_makespan_is_taken():
+    widths = {
+        name: len(lower(build(name, num_ranks=4, num_microbatches=8)).slots)
+        for name in ("1f1b", "eager_1f1b", "gpipe")
+    }
+    assert widths == {"1f1b": 1, "eager_1f1b": 2, "gpipe": 1}  # gpipe is a tie: the simplest
+
+
+@pytest.mark.parametrize("keep", ["input", "residuals"])
+@pytest.mark.parametrize("name", schedules.names())
+def test_places_are_as_many_as_the_true_peak(name, keep):
+    for S, M in [(1, 4), (2, 4), (3, 7), (4, 8)]:
+        program = lower(build(name, num_ranks=S, num_microbatches=M), keep=keep)
+        for column, count in (("buffer", program.num_buffers), ("stash", program.num_stashes)):
+            assert count == peak(program, column)
+
+
+def peak(program: Program, pool: str) -> int:
+    """The most values of a pool that any rank holds between two slots, found slot by slot."""
+    columns = ["stash"] if pool == "stash" else ["operand", "gradient"]
+    trash = program.num_stashes if pool == "stash" else program.num_buffers
+    most, width = 0, len(program.slots)
+    for rank in range(program.schedule.num_ranks):
+        births: list[tuple[int, int]] = []
+        uses: list[tuple[int, int]] = []
+        for time in range(program.num_ticks * width):
+            at = (*divmod(time, width), rank)
+            uses += [
+                (time, place) for c in columns if (place := int(getattr(program, c)[at])) < trash
+            ]
+            if pool == "buffer":
+                births += [(time, place) for place in program.arrival[at].tolist() if place < trash]
+            elif program.op[at] and program.stash[at] < trash:
+                op = program.slots[at[1]].ops[program.op[at] - 1]
+                births += [(time, int(program.stash[at]))] if op.kind == "F" else []
+        live = np.zeros(program.num_ticks * width + 1, int)
+        for born, place in births:
+            again = min((b for b, p in births if p == place and b > born), default=10**9)
+            last = max(time for time, p in uses if p == place and born <= time <= again)
+            live[born + 1 : last + 1] += 1
+        most = max(most, int(live.max()))
+    return most
+
+
+def test_residuals_replace_the_input_in_the_backward():
+    program = lower(from_orders(TWO), keep="residuals", pattern="single")
+    assert program.num_stashes == 2
+    assert program.stash[:, 0].tolist() == [[0, 2], [1, 0], [2, 0], [0, 0], [2, 0], [1, 2]]
+    # The last stage's output goes to its own rank: its backward takes the loss.
+    assert program.slots[0].channels == (
+        Channel(0, ((1, 1),)),
+        Channel(1, ((0, 1), (1, 0))),
+    )
+
+
+def test_a_schedule_without_messages_has_no_channels():
+    program = lower(build("gpipe", num_ranks=1, num_microbatches=2))
+    assert program.slots[0].channels == ()
+    assert program.arrival.shape == (4, 1, 1, 0)
+
+
+def test_inference_needs_no_stash_and_one_buffer():
+    schedule = build("1f1b", num_ranks=4, num_microbatches=8).forward()
+    program = lower(schedule, keep="residuals")
+    assert (program.num_buffers, program.num_stashes) == (1, 0)
+    assert program.num_ticks == 8 + 4 - 1
+
+
+def refusal(schedule: Schedule, **options) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        lower(schedule, **options)
+    return str(caught.value)
+
+
+def test_what_cannot_be_lowered():
+    assert refusal(from_orders(TWO), pattern="triple") == (
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'single'], or leave it "
+        "out for the fastest"
+    )
+    deadlock = from_orders([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
+    assert "deadlock" in refusal(deadlock)

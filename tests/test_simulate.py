@@ -1,0 +1,125 @@
+"""Clocks against published figures, small cases by hand, and what the errors say."""
+
+from __future__ import annotations
+
+import pytest
+
+from schedules import Costs, Report, ScheduleError, build, from_orders, simulate
+
+# Zero-bubble paper, tables 9 and 5: S, M, Costs(f, i, w, comm), bubble rate of 1F1B.
+ZERO_BUBBLE_1F1B = [
+    (8, 24, Costs(18.522, 18.086, 9.337, 0.601), 0.2431),
+    (8, 32, Costs(18.513, 18.086, 9.331, 0.626), 0.1985),
+    (8, 64, Costs(18.546, 18.097, 9.321, 0.762), 0.1240),
+    (16, 48, Costs(11.347, 11.248, 8.132, 0.377), 0.2552),
+    (16, 64, Costs(11.307, 11.254, 8.101, 0.379), 0.2082),
+    (16, 128, Costs(11.325, 11.308, 8.109, 0.378), 0.1251),
+]
+LOCKSTEP = [  # S=8, M=32, F=I=W: family, pattern, efficiency on the event clock and in lockstep
+    ("gpipe", "single", 0.821, 0.821),
+    ("1f1b", "single", 0.821, 0.649),
+    ("eager_1f1b", "paired", 0.821, 0.821),
+]
+
+
+def efficiency(report: Report) -> float:
+    return report.work[0] / report.makespan
+
+
+@pytest.mark.parametrize(("S", "M", "costs", "bubble_rate"), ZERO_BUBBLE_1F1B)
+def test_bubble_rates_of_the_zero_bubble_paper(S, M, costs, bubble_rate):
+    report = simulate(build("1f1b", num_ranks=S, num_microbatches=M), costs)
+    assert round(report.bubble_rate, 4) == bubble_rate
+
+
+@pytest.mark.parametrize(("name", "pattern", "event", "lockstep"), LOCKSTEP)
+def test_what_lockstep_costs(name, pattern, event, lockstep):
+    schedule = build(name, num_ranks=8, num_microbatches=32)
+    report = simulate(schedule, clock="lockstep")
+    assert report.pattern == pattern
+    assert round(efficiency(report), 3) == lockstep
+    assert round(efficiency(simulate(schedule)), 3) == event
+
+
+def test_1f1b_runs_at_half_rate_in_paired_ticks():
+    schedule = build("1f1b", num_ranks=8, num_microbatches=32)
+    paired = simulate(schedule, clock="lockstep", pattern="paired")
+    assert (paired.pattern, round(efficiency(paired), 3)) == ("paired", 0.485)
+
+
+def test_a_message_costs_only_between_ranks_and_occupies_nobody():
+    schedule = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    report = simulate(schedule, Costs(f=2, i=3, w=1, comm=10))
+    assert report.starts == ((0, 2, 28, 34), (12, 14, 18, 20))
+    assert report.ends == ((2, 4, 32, 38), (14, 18, 20, 24))
+    assert report.makespan == 38
+    assert report.span == (38, 12)
+    assert report.work == (12, 12)
+    assert report.idle == (26, 0)
+    assert report.bubble_rate == 26 / 38
+    own = from_orders([["0F0", "1F0", "1B0", "0B0"]])
+    assert simulate(own, Costs(f=2, i=3, w=1, comm=10)).makespan == 12
+
+
+def test_lockstep_waits_for_the_slowest_and_pays_for_used_exchanges():
+    schedule = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    report = simulate(schedule, Costs(f=2, i=3, w=1, comm=10), "lockstep", pattern="single")
+    # Slots: 0F0 | 0F1 1F0 | 1B0 | 0B0 1F1 | 1B1 | 0B1; nothing is sent in the fourth.
+    assert report.starts == ((0, 12, 38, 56), (12, 24, 38, 42))
+    assert report.makespan == 60
+    assert (report.clock, report.pattern) == ("lockstep", "single")
+
+
+def test_an_activation_is_held_to_the_end_of_its_weight_gradient():
+    split = from_orders([["0F0", "0F1", "0I0", "0I1", "0F2", "0I2", "0W0", "0W1", "0W2"]])
+    assert simulate(split).peak_activations == (3,)
+    assert simulate(from_orders([["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]])).peak_activations == (
+        2,
+    )
+    assert simulate(split.forward()).peak_activations == (1,)
+
+
+def test_the_bubble_is_that_of_the_longest_span():
+    schedule = from_orders([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    report = simulate(schedule)
+    assert report.span == (5, 3)
+    assert report.bubble_rate == 2 / 5
+
+
+def test_nothing_that_takes_time_has_no_bubble():
+    report = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(0, 0, 0))
+    assert (report.makespan, report.bubble_rate) == (0, 0)
+
+
+def test_lockstep_is_never_faster():
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
+        schedule = build(name, num_ranks=3, num_microbatches=5, num_stages=6)
+        costs = Costs(1, 1.5, 0.5, 0.25)
+        event = simulate(schedule, costs).makespan
+        assert event <= simulate(schedule, costs, clock="lockstep").makespan
+
+
+def refusal(*args, **options) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        simulate(*args, **options)
+    return str(caught.value)
+
+
+def test_an_unknown_clock_or_pattern():
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    assert refusal(schedule, clock="measured") == (
+        "clock='measured' is not a clock; choose one of 'event', 'lockstep'"
+    )
+    assert refusal(schedule, pattern="single") == (
+        "pattern='single' with clock='event': only the slots of a lockstep tick have a pattern; "
+        "leave it out, or choose clock='lockstep'"
+    )
+    assert refusal(schedule, clock="lockstep", pattern="triple") == (
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'single'], or leave it "
+        "out for the fastest"
+    )
+
+
+def test_an_illegal_schedule_is_not_timed():
+    message = refusal(from_orders([["0F0", "0F0", "0B0"]]))
+    assert message.startswith("schedule 'custom' (S=1 ranks, K=1 stages, M=1 microbatches) has 1")
