@@ -10,6 +10,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# An environment that exists keeps its interpreter; asking for another must not pass unnoticed.
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(shell $(PYTHON) --version 2>&1),$(shell $(BIN)/python --version 2>&1))
+$(error $(VENV) holds $(shell $(BIN)/python --version), PYTHON=$(PYTHON) is another: name a new folder with VENV=, or run `make clean` first)
+endif
+endif
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow bench lint format types hooks ci clean
 

@@ -68,9 +68,9 @@ class Timing:
         Where devices share cores, a step takes no less than all work divided by the cores.
         """
         cores = min(cores, self.devices)
+        parts = f"F {self.forward:.2f}, B {self.backward:.2f}, head and loss {self.head:.2f}"
         lines = [
-            f"one microbatch on one device: F {self.forward:.2f} ms, B {self.backward:.2f} ms, "
-            f"head and loss {self.head:.2f} ms",
+            f"one microbatch on one device, in ms: {parts}",
             f"{'clock':<10} {'a core per device':>18} {f'{cores} cores for {self.devices}':>18}",
         ]
         lines += [

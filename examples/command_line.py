@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatches", type=_whole(1), default=16, help="parts of each batch")
     families = ", ".join(schedules.names())
     add("--schedule", help=f"{families}, or a CSV timetable; None: Pipeline chooses")
-    add("--remat", choices=("none", "stage"), default="none", help="what to recompute")
-    add("--steps", type=_whole(1), default=300, help="training steps")
+    add("--remat", type=_remat, default="stage", help="stage: recompute it in B; none: keep all")
+    add("--steps", type=_whole(1), default=240, help="training steps")
     add("--device-count", type=_whole(1), help="devices to use; None: stages x data")
     add("--out", type=Path, default=Path("out"), help="folder for pictures and state")
     add("--seed", type=_whole(0), default=0, help="of weights, batches and sample")
@@ -93,6 +93,12 @@ def _whole(least: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def _remat(text: str) -> str:
+    if text not in ("stage", "none"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'stage' nor 'none'; choose one")
+    return text
 
 
 def _positive(text: str) -> float:

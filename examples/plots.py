@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-
 COLOURS = ("#C8500A", "#555555", "#999999")  # of the levels, the model's first
 
 

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.parse(argv)
     console = Console(highlight=False, markup=False)
     model = make_model(options)
-    optimizer = nnx.Optimizer(model, make_optimizer(options), wrt=nnx.Param)
+    optimizer = make_optimizer(model, options)
     text = corpus.read()
     console.print(
         f"{text.files} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held "
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     timing = None
     if isinstance(model, Pipeline):
-        console.print(model.describe())
+        console.print(model.describe(), soft_wrap=True)
         timing = clocks.Timing.of(model, (rows_of(options), options.context, options.width))
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(model, optimizer, text.train, options, log, console, timing)
     except KeyboardInterrupt:
-        return stop(options, log, console, f"interrupted in step {len(log.losses) + 1}", 130)
+        return stop(options, log, f"interrupted in step {len(log.losses) + 1}", 130)
     except DivergedError as error:
         good = state.save(options.out / "state-good", log.good)
         remedy = f"{good} holds the last state with a finite loss; try a lower --learning-rate"
-        return stop(options, log, console, f"{error}; {remedy}", 1)
+        return stop(options, log, f"{error}; {remedy}", 1)
 
     state.save(options.out / "state", state.snapshot(options.steps, model, optimizer))
     evaluate(model, text, options, log, console)
@@ -133,14 +133,14 @@ def rows_of(options: argparse.Namespace) -> int:
     return options.batch_size // (options.microbatches * options.data)
 
 
-def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
+def make_optimizer(model: Model, options: argparse.Namespace) -> nnx.Optimizer:
     """AdamW with warm-up, cosine decay and a clipped global norm."""
-    warm_up = max(1, options.steps // 10)
-    peak = options.learning_rate
+    warm_up, peak = max(1, options.steps // 10), options.learning_rate
     rate = optax.warmup_cosine_decay_schedule(
         peak / warm_up, peak, warm_up, max(options.steps, warm_up + 1), end_value=peak / 20
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
+    adam = optax.adamw(rate, b2=0.95, weight_decay=0.1)
+    return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
 
 
 @nnx.jit
@@ -173,17 +173,12 @@ def train(
     Raises:
       DivergedError: a loss is not finite.
     """
-    bubble = f"bubble {timing.bubble:.1%} predicted" if timing else "plain"
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f} · {task.fields[rate]:,.0f} tokens/s · " + bubble),
-        TimeRemainingColumn(),
-    )
+    bubble = f" · predicted bubble {timing.bubble:.1%}" if timing else ""
+    text_column = TextColumn("{task.fields[status]}")
+    columns = MofNCompleteColumn(), BarColumn(20), text_column, TimeRemainingColumn()
     shape = {"size": options.batch_size, "context": options.context}
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("train", total=options.steps, loss=math.nan, rate=0)
+        bar = progress.add_task("train", total=options.steps, status="compiling")
         for step in range(options.steps):
             log.before = state.snapshot(step, model, optimizer)
             log.good = log.good or log.before
@@ -196,14 +191,17 @@ def train(
                 raise DivergedError(f"loss is {loss} in step {step + 1} of {options.steps}")
             log.good = log.before
             rate = options.batch_size * options.context / log.step_seconds()
-            progress.update(bar, advance=1, loss=loss, rate=rate)
+            status = f"loss {loss:.3f} · {rate:,.0f} tokens/s{bubble}"
+            progress.update(bar, advance=1, status=status)
+            if not console.is_terminal and (step + 1) % max(1, options.steps // 10) == 0:
+                console.print(f"step {step + 1}/{options.steps} · {status}")
 
 
-def stop(options: argparse.Namespace, log: Log, console: Console, why: str, status: int) -> int:
+def stop(options: argparse.Namespace, log: Log, why: str, status: int) -> int:
     """Save what there is and say so."""
     saved = state.save(options.out / "state", log.before)
     save_losses(options, log)
-    console.print(f"stopped: {why}; saved the state before that step in {saved}", soft_wrap=True)
+    print(f"stopped: {why}; {saved} holds the state before that step", file=sys.stderr)
     return status
 
 

@@ -46,7 +46,7 @@ class Facts:
         )
 
 
-def run_slot(actions: Actions, slot: Slot, row: Row) -> Tree:
+def run_masked(actions: Actions, slot: Slot, row: Row) -> Tree:
     """Compute every kind of action the slot may hold, keep what is real; returns the message."""
     facts = Facts(slot, row)
     x = _operand(actions, facts, row)

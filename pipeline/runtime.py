@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
-from pipeline.masked import run_slot
+from pipeline.masked import run_masked
 from pipeline.plan import Plan
 from pipeline.tree import Tree
-from schedules.program import Program, Slot
+from schedules.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "arrival")
 MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
@@ -136,32 +136,21 @@ def _unsplit(x: jax.Array) -> jax.Array:
 
 def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    run = _masked if plan.bubbles == "masked" else _switched
+    masked = plan.bubbles == "masked"
 
     def tick(used: tuple[int, ...], carry: None, rows: Row) -> tuple[None, None]:
         for index in used:
             slot, row = program.slots[index], {name: rows[name][index] for name in FIELDS}
-            message = run(actions, slot, row)
+            message = run_masked(actions, slot, row) if masked else actions.run_slot(slot, row)
             for column, channel in enumerate(slot.channels):
                 arrived = exchange(message, channel.edges, STAGE) if channel.shift else message
                 actions.buffers[row["arrival"][column]] = arrived
         return carry, None
 
     local = {name: table[0] for name, table in tables.items()}
-    for start, stop, used in _segments(program, split=plan.bubbles == "masked"):
+    for start, stop, used in _segments(program, split=masked):
         part = {name: table[start:stop] for name, table in local.items()}
         jax.lax.scan(functools.partial(tick, used), None, part)
-
-
-def _switched(actions: Actions, slot: Slot, row: Row) -> Tree:
-    """One action, by branching on the table."""
-    branches = [actions.idle, *(functools.partial(actions.run, op) for op in slot.ops)]
-    return jax.lax.switch(row["op"], branches, row)
-
-
-def _masked(actions: Actions, slot: Slot, row: Row) -> Tree:
-    """One action, by computing all that the slot may hold."""
-    return run_slot(actions, slot, row)
 
 
 def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -73,7 +73,7 @@ V_SHAPED = [
     ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2B1", "1B1", "1W0", "2W0"],
 ]
 SMALL = {
-    "loop": from_orders(V_SHAPED),
+    "v": from_orders(V_SHAPED),
     "1f1b": build("1f1b", num_ranks=2, num_microbatches=3),
     "one rank": build("1f1b", num_ranks=1, num_microbatches=2, num_stages=2),
     "three ranks": build("eager_1f1b", num_ranks=3, num_microbatches=2),
