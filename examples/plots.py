@@ -23,7 +23,7 @@ def save_losses(path: Path, losses: Sequence[float], levels: Mapping[str, float]
     if window > 1:
         means = np.convolve(losses, np.ones(window) / window, mode="valid")
         label = f"training, mean of {window} steps"
-        axes.plot(steps[window - 1 :], means, color="#0B3C5D", label=label)
+        axes.plot(steps[window // 2 :][: len(means)], means, color="#0B3C5D", label=label)
     for (name, level), colour in zip(levels.items(), COLOURS, strict=True):
         axes.axhline(level, color=colour, linestyle="--", linewidth=1)
         axes.annotate(

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from pipeline.tree import Leaves
 
@@ -106,7 +107,7 @@ def _sliced_operands(eqn: Any) -> list[Any]:
     not so, every operand counts.
     """
     hits: list[Any] = []
-    for body in jax.core.jaxprs_in_params(eqn.params):
+    for body in jaxprs_in_params(eqn.params):
         inner = _sliced_inputs(body)
         if any(inner):
             tail = eqn.invars[-len(inner) :]

@@ -1,0 +1,452 @@
+"""A pipeline computes what the model computes without one, whatever the schedule.
+
+Stages and head divide by the norm of their input, so that anything computed from a bubble's zeros
+is NaN: were it read by anyone, every number here would be NaN.
+
+Letters: S ranks, K stages, M microbatches, D data shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import schedules
+from collectives import make_mesh
+from pipeline import Pipeline, actions, memory, runtime
+from schedules import from_orders
+from tests import models
+from tests.models import Block, Hostile, Layered, Readout, Sliced, Tree, Words
+
+RANKS, MICROBATCHES = (1, 2, 4, 8), (1, 2, 3, 8, 17)
+FAMILIES = ("gpipe", "1f1b", "eager_1f1b")
+REMATS, BUBBLES = ("stage", None), ("skip", "masked")
+
+FACTORS = (RANKS, MICROBATCHES, FAMILIES, REMATS, BUBBLES)
+GRID = list(itertools.product(*FACTORS))
+
+
+def pairs(case) -> set:
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+@functools.cache
+def covering() -> frozenset:
+    """Few cases of the grid in which every two values of different factors meet."""
+    chosen, missing = set(), set().union(*map(pairs, GRID))
+    while missing:
+        best = max(GRID, key=lambda case: len(pairs(case) & missing))
+        chosen.add(best)
+        missing -= pairs(best)
+    return frozenset(chosen)
+
+
+def cases() -> list:
+    return [
+        pytest.param(
+            *case,
+            id="-".join(map(str, case)),
+            marks=[] if case in covering() else pytest.mark.slow,
+        )
+        for case in GRID
+    ]
+
+
+def batch(M: int, D: int = 1) -> tuple:
+    """Two rows per microbatch and data shard: words and labels."""
+    count = 2 * M * D
+    return models.words(count), models.words(count, most=models.CLASSES, seed=4)
+
+
+def ends() -> dict:
+    return {"embed": Words(nnx.Rngs(501)), "head": Readout(nnx.Rngs(502))}
+
+
+@functools.cache
+def wanted(K: int, M: int, D: int = 1, kind=Hostile):
+    """What the model computes without a pipeline."""
+    stages = models.build(kind, K)
+    return models.reference(stages, *batch(M, D), models.cross_entropy, **ends())
+
+
+@functools.cache
+def run(S: int, M: int, family: str, remat, bubbles: str):
+    """One case of the grid: the pipeline, and its loss and gradients."""
+    pipe = Pipeline(
+        models.build(Hostile, S),
+        M,
+        schedule=family,
+        mesh=make_mesh(stage=S),
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        bubbles=bubbles,
+        **ends(),
+    )
+    return pipe, jax.device_get(pipe.value_and_grad(*batch(M)))
+
+
+def check(pipe: Pipeline, *, D: int = 1, kind=Hostile) -> None:
+    """A pipeline of `Hostile` stages and the `ends` against the unpipelined model."""
+    M, K = pipe.num_microbatches, pipe.schedule.num_stages
+    models.assert_matches(pipe, pipe.value_and_grad(*batch(M, D)), wanted(K, M, D, kind))
+
+
+def test_the_models_are_hostile():
+    (stage,) = models.build(Hostile, 1)
+    assert np.isnan(stage(jnp.zeros((1, models.WIDTH)))).all()
+    assert np.isnan(ends()["head"](jnp.zeros((1, models.WIDTH)))).all()
+
+
+def test_the_fast_cases_hold_every_pair_of_values():
+    assert set().union(*map(pairs, covering())) == set().union(*map(pairs, GRID))
+    assert len(GRID) == 240
+    assert len(covering()) <= 30
+
+
+@pytest.mark.parametrize(("S", "M", "family", "remat", "bubbles"), cases())
+def test_the_grid(S, M, family, remat, bubbles):
+    pipe, found = run(S, M, family, remat, bubbles)
+    assert (pipe.schedule.name, pipe.schedule.num_ranks) == (family, S)
+    models.assert_matches(pipe, found, wanted(S, M))
+
+
+@pytest.mark.parametrize("bubbles", BUBBLES)
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(
+    ("S", "M"),
+    [
+        pytest.param(S, M, marks=[] if (S, M) == (4, 3) else pytest.mark.slow)
+        for S in RANKS
+        for M in MICROBATCHES
+    ],
+)
+def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
+    losses = [run(S, M, family, remat, bubbles)[1][0] for family in FAMILIES]
+    assert len({loss.tobytes() for loss in losses}) == 1, losses
+
+
+# --- stages, ranks and devices ---
+
+
+@pytest.mark.parametrize(
+    ("S", "V", "M", "family", "remat", "bubbles"),
+    [
+        (2, 2, 3, "1f1b", "stage", "skip"),
+        (2, 3, 4, "eager_1f1b", None, "skip"),
+        (4, 2, 5, "gpipe", None, "skip"),
+        (2, 2, 3, "eager_1f1b", "stage", "masked"),
+        (2, 3, 2, "1f1b", None, "masked"),
+        (1, 3, 4, "1f1b", "stage", "skip"),
+        (1, 2, 3, "gpipe", None, "masked"),
+    ],
+)
+def test_several_stages_per_rank(S, V, M, family, remat, bubbles):
+    pipe = Pipeline(
+        models.build(Hostile, V * S),
+        M,
+        schedule=family,
+        mesh=make_mesh(stage=S),
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        bubbles=bubbles,
+        **ends(),
+    )
+    assert pipe.schedule.num_stages == V * S
+    check(pipe)
+
+
+@pytest.mark.parametrize(
+    ("S", "D", "M", "family", "remat", "bubbles"),
+    [
+        (2, 2, 3, "1f1b", "stage", "skip"),
+        (4, 2, 8, "eager_1f1b", None, "skip"),
+        (2, 4, 2, "gpipe", "stage", "masked"),
+        (1, 8, 2, "1f1b", None, "skip"),
+    ],
+)
+def test_data_shards(S, D, M, family, remat, bubbles):
+    pipe = Pipeline(
+        models.build(Hostile, S),
+        M,
+        schedule=family,
+        mesh=make_mesh(stage=S, data=D),
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        bubbles=bubbles,
+        **ends(),
+    )
+    check(pipe, D=D)
+
+
+@pytest.mark.parametrize(("K", "S"), [(3, 3), (16, 8)])
+def test_without_a_mesh_as_many_devices_as_share_the_stages(K, S):
+    pipe = Pipeline(models.build(Hostile, K), 3, loss_fn=models.cross_entropy, **ends())
+    assert dict(pipe.mesh.shape) == {"data": 1, "stage": S}
+    check(pipe)
+
+
+def test_a_mesh_of_one_axis():
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("stage",))
+    pipe = Pipeline(
+        models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends()
+    )
+    check(pipe)
+
+
+def test_an_axis_that_a_pipeline_does_not_use():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("stage", "data", "other"))
+    pipe = Pipeline(
+        models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends()
+    )
+    check(pipe, D=2)
+
+
+def test_a_stacked_module_is_the_list_of_its_stages():
+    stages = models.build(Hostile, 4)
+    graphdef, _ = nnx.split(stages[0])
+    stacked = nnx.merge(
+        graphdef, jax.tree.map(lambda *xs: jnp.stack(xs), *(nnx.state(s) for s in stages))
+    )
+    found = [
+        Pipeline(
+            given, 3, schedule="1f1b", mesh=make_mesh(stage=2), loss_fn=models.cross_entropy, **ends()
+        ).value_and_grad(*batch(3))
+        for given in (stages, stacked)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.isfinite(found[0][0])
+
+
+# --- what a stage keeps ---
+
+
+@pytest.mark.parametrize("bubbles", BUBBLES)
+@pytest.mark.parametrize(
+    "policy",
+    ["dots_saveable", "nothing_saveable", "everything_saveable"],
+)
+def test_checkpoint_policies(policy, bubbles):
+    pipe = Pipeline(
+        models.build(Hostile, 2),
+        3,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.cross_entropy,
+        remat=getattr(jax.checkpoint_policies, policy),
+        bubbles=bubbles,
+        **ends(),
+    )
+    check(pipe)
+
+
+@pytest.mark.parametrize("remat", [*REMATS, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize("kind", [Block, Layered, Sliced])
+def test_kinds_of_stages(kind, remat):
+    """A plain MLP, a scan over layers, weights taken by static slices."""
+    pipe = Pipeline(
+        models.build(kind, 4),
+        3,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        **ends(),
+    )
+    check(pipe, kind=kind)
+
+
+@pytest.mark.parametrize("bubbles", BUBBLES)
+@pytest.mark.parametrize("remat", REMATS)
+def test_activations_that_are_trees(remat, bubbles):
+    M, K = 3, 4
+    x = {
+        "row": models.rows(2 * M),
+        "gate": models.rows(2 * M, seed=1),
+        "kind": models.words(2 * M, most=3),
+    }
+    t = models.rows(2 * M, seed=2)
+
+    def loss_fn(outputs, targets):
+        return models.squares(outputs["row"], targets) + jnp.mean(outputs["kind"] * 1.0)
+
+    stages = models.build(Tree, K)
+    want = models.reference(stages, x, t, loss_fn)
+    pipe = Pipeline(
+        stages,
+        M,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=loss_fn,
+        remat=remat,
+        bubbles=bubbles,
+    )
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
+# --- timetables that nobody has a name for ---
+
+
+def any_schedule(seed: int, *, S: int, K: int, M: int, split: float) -> schedules.Schedule:
+    """A legal schedule picked at random: actions run as soon as a die says so.
+
+    Args:
+      split: the probability that a backward is I and W.
+    """
+    rng = random.Random(seed)  # noqa: S311
+    placement = [k % S for k in range(K)]
+    rng.shuffle(placement)
+    ready, orders = [(0, "F", m) for m in range(M)], [[] for _ in range(S)]
+    while ready:
+        k, kind, m = ready.pop(rng.randrange(len(ready)))
+        orders[placement[k]].append(f"{k}{kind}{m}")
+        if kind == "F" and k + 1 < K:
+            ready.append((k + 1, "F", m))
+        if kind == "F" and k + 1 == K:
+            ready.append((k, "I" if rng.random() < split else "B", m))
+        if kind in "BI" and k > 0:
+            ready.append((k - 1, "I" if rng.random() < split else "B", m))
+        if kind == "I":
+            ready.append((k, "W", m))
+    return from_orders(orders, name=f"any {seed}")
+
+
+@pytest.mark.parametrize(
+    ("seed", "S", "K", "M", "split", "remat", "bubbles"),
+    [
+        (1, 3, 3, 4, 0.0, "stage", "skip"),
+        (2, 2, 6, 3, 0.0, None, "skip"),
+        (3, 3, 3, 4, 1.0, "stage", "skip"),
+        (4, 2, 4, 3, 0.5, None, "skip"),
+        (5, 3, 6, 3, 0.5, "stage", "masked"),
+        (6, 2, 4, 4, 1.0, None, "masked"),
+        *(
+            pytest.param(
+                100 + n, S, K, M, split, remat, bubbles, marks=pytest.mark.slow, id=f"more-{n}"
+            )
+            for n, ((S, K, M), split, remat, bubbles) in enumerate(
+                itertools.product(
+                    [(4, 8, 5), (3, 9, 4), (5, 5, 7), (1, 3, 4)], (0.0, 0.5, 1.0), REMATS, BUBBLES
+                )
+            )
+        ),
+    ],
+)
+def test_any_legal_schedule(seed, S, K, M, split, remat, bubbles):
+    schedule = any_schedule(seed, S=S, K=K, M=M, split=split)
+    kinds = {action.kind for order in schedule.orders for action in order}
+    assert kinds == {0.0: {"F", "B"}, 0.5: {"F", "B", "I", "W"}, 1.0: {"F", "I", "W"}}[split]
+    pipe = Pipeline(
+        models.build(Hostile, K),
+        M,
+        schedule=schedule,
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        bubbles=bubbles,
+        **ends(),
+    )
+    assert pipe.schedule is schedule
+    assert pipe.mesh.shape["stage"] == S
+    check(pipe)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_timetable_from_a_file(tmp_path, as_text):
+    path = tmp_path / "mine.csv"
+    any_schedule(8, S=2, K=4, M=3, split=0.5).to_csv(path)
+    pipe = Pipeline(
+        models.build(Hostile, 4),
+        3,
+        schedule=str(path) if as_text else path,
+        mesh=make_mesh(stage=2),
+        loss_fn=models.cross_entropy,
+        **ends(),
+    )
+    assert pipe.schedule.name == "mine"
+    assert "I" in {action.kind for order in pipe.schedule.orders for action in order}
+    check(pipe)
+
+
+# --- leaks ---
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """NaN in all memory that the kernel has not written, and in every message nobody sent."""
+
+    def spoilt(x):
+        return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    zeros, blank, exchange = memory.zeros, actions.blank, runtime.exchange
+    counted = {"memory": 0, "messages": 0, "edges": 0}
+
+    def nan_memory(leaf, *, lead=()):
+        counted["memory"] += 1
+        return spoilt(zeros(leaf, lead=lead))
+
+    def nan_message(types, axes):
+        counted["messages"] += 1
+        return jax.tree.map(spoilt, blank(types, axes))
+
+    def nan_exchange(tree, edges, axis):
+        counted["edges"] += 1
+        to = jnp.array([destination for _, destination in edges])
+        arrives = (jax.lax.axis_index(axis) == to).any()
+        return jax.tree.map(
+            lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis)
+        )
+
+    monkeypatch.setattr(memory, "zeros", nan_memory)
+    monkeypatch.setattr(actions, "blank", nan_message)
+    monkeypatch.setattr(runtime, "exchange", nan_exchange)
+    yield
+    assert all(counted.values()), counted
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("bubbles", BUBBLES)
+@pytest.mark.parametrize("remat", REMATS)
+def test_nobody_reads_what_nobody_wrote(remat, bubbles):
+    pipe = Pipeline(
+        models.build(Hostile, 4),
+        3,
+        schedule=any_schedule(9, S=2, K=4, M=3, split=0.5),
+        loss_fn=models.cross_entropy,
+        remat=remat,
+        bubbles=bubbles,
+        **ends(),
+    )
+    check(pipe)
+
+
+@pytest.mark.parametrize("bubbles", BUBBLES)
+def test_a_poisoned_microbatch_stays_in_its_rows(bubbles):
+    """NaN in one microbatch: outputs and input gradients of all others do not change by a bit."""
+    M = 4
+    pipe = Pipeline(
+        models.build(Hostile, 4),
+        M,
+        schedule="1f1b",
+        mesh=make_mesh(stage=4),
+        bubbles=bubbles,
+    )
+    clean = models.rows(2 * M)
+    poisoned = clean.at[2:4].set(jnp.nan)  # microbatch 1
+
+    def outputs_and_gradient(x):
+        y, pullback = jax.vjp(pipe, x)
+        return y, *pullback(jnp.ones_like(y))
+
+    others = np.array([0, 1, 4, 5, 6, 7])
+    for a, b in zip(outputs_and_gradient(clean), outputs_and_gradient(poisoned), strict=True):
+        assert np.isnan(b[2:4]).all()
+        assert np.isfinite(a).all()
+        np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
