@@ -50,7 +50,8 @@ class Pullback:
         With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
         are not.
         """
-        want, skip = jax.ad.GradValue(), jax.ad.DontWant()
+        ad: Any = jax.ad
+        want, skip = ad.GradValue(), ad.DontWant()
         pairs = [] if refs is None else list(zip(refs, self.by_value, strict=True))
         targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
         _, x_tree = self.vjp.in_tree.children()[:2]

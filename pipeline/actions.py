@@ -67,9 +67,7 @@ class Actions:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         self.training = not program.schedule.is_forward
         axes, num_microbatches = cell.axes, program.schedule.num_microbatches
-        self.residuals = (
-            cell.residuals() if self.training and program.keep == "residuals" else None
-        )
+        self.residuals = cell.residuals() if self.training and program.keep == "residuals" else None
         self.buffers = Pool(cell.activation, program.num_buffers + 1, axes)
         stashed = self.residuals.stashed if self.residuals else []
         self.stashes = Pool(stashed, program.num_stashes + 1, axes)

@@ -8,7 +8,7 @@ uses, so that no gradient is reduced before the end of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ class Weights:
       chunks_rest, ends_rest: all other state of the same modules.
     """
 
-    chunks: tuple[Tree, ...]
+    chunks: Tree
     ends: Tree
-    chunks_rest: tuple[Tree, ...]
+    chunks_rest: Tree
     ends_rest: Tree
 
 
@@ -47,7 +47,7 @@ class Batch:
 
     inputs: Tree
     targets: Tree
-    extras: dict[str, Tree]
+    extras: Tree
 
 
 for _record in (Weights, Batch):
@@ -75,7 +75,8 @@ class Model:
     Attributes:
       chunk: definition of a stage; ends: definition of `Ends`.
       has_embed, has_head: whether the ends do anything.
-      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight).
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
+        no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
     """
 
@@ -152,10 +153,10 @@ class Cell:
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
         """(sum, weight) of one microbatch, float32 scalars."""
-        assert self.model.loss_fn is not None  # `Pipeline` has checked
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
-        return vary(as_sum_and_weight(self.model.loss_fn, outputs, targets), self.axes)
+        loss_fn = cast("LossFn", self.model.loss_fn)
+        return vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes)
 
     def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
         params = jax.tree.unflatten(self._ends_tree, weights)
@@ -204,10 +205,11 @@ class Cell:
         inputs = at(self.batch.inputs, 0)
         x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
         y = jax.eval_shape(lambda x: self.stage(*self.stage_arguments(0, 0), x), x)
-        if jax.tree.structure(x) != jax.tree.structure(y):
+        structures: list[Any] = [jax.tree.structure(x), jax.tree.structure(y)]
+        if structures[0] != structures[1]:
             raise ValueError(
-                f"a stage turns an activation of structure {jax.tree.structure(x)} into "
-                f"{jax.tree.structure(y)}; every stage returns what it receives, so that any "
+                f"a stage turns an activation of structure {structures[0]} into "
+                f"{structures[1]}; every stage returns what it receives, so that any "
                 f"stage can follow any other: move the change into embed or head"
             )
         given = jax.tree_util.tree_leaves_with_path(x)

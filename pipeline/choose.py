@@ -15,8 +15,6 @@ from jax.sharding import Mesh
 from collectives import STAGE, check_mesh, make_mesh
 from schedules import Schedule, ScheduleError, build, check, names
 
-DEFAULT = "eager_1f1b"
-
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     """The user's mesh, checked; or as many devices as K stages can share equally.
@@ -42,7 +40,12 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
 
 
 def choose_schedule(
-    schedule: Any, *, num_ranks: int, num_stages: int, num_microbatches: int
+    schedule: Any,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    default: str = "eager_1f1b",
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
 
@@ -55,7 +58,7 @@ def choose_schedule(
         "num_stages": num_stages,
     }
     if schedule is None:
-        built = build(DEFAULT, **sizes)
+        built = build(default, **sizes)
         return built, (
             "the default: its paired ticks lose nothing where every exchange is a barrier"
         )
@@ -72,7 +75,7 @@ def choose_schedule(
 
 
 def _is_path(text: str) -> bool:
-    return text not in names() and (text.endswith(".csv") or os.path.basename(text) != text)
+    return text not in names() and (text.endswith(".csv") or Path(text).name != text)
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:

@@ -10,16 +10,22 @@ def describe(plan: Plan) -> str:
     """A few lines: sizes, schedule and why, ticks, places, predicted bubbles."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
-    event, lockstep = (simulate(schedule, clock=clock).bubble_rate for clock in ("event", "lockstep"))
+    event, lockstep = (
+        simulate(schedule, clock=clock).bubble_rate for clock in ("event", "lockstep")
+    )
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     lines = [
-        f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per rank, "
-        f"{schedule.num_microbatches} microbatches",
+        (
+            f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
+            f"rank, {schedule.num_microbatches} microbatches"
+        ),
         f"mesh {axes}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}",
         f"per rank {program.num_buffers} message buffers, {program.num_stashes} residual stashes",
-        f"predicted bubble at F = I = W: {event:.1%} if ranks wait only for data, "
-        f"{lockstep:.1%} in lockstep",
+        (
+            f"predicted bubble at F = I = W: {event:.1%} if ranks wait only for data, "
+            f"{lockstep:.1%} in lockstep"
+        ),
     ]
     return "\n".join(lines)

@@ -11,12 +11,18 @@ Var = Any
 Eqn = Any
 
 # Elementwise arithmetic and changes of layout: XLA fuses them into what reads them.
+# fmt: off
 _CHEAP = frozenset(
-    """abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p div eq
-    exp exp2 expand_dims floor ge gt integer_pow iota is_finite le logistic lt max min mul ne neg
-    not or pad pvary reduce_precision reshape rev round rsqrt select_n sign slice split sqrt square
-    squeeze stop_gradient sub tanh transpose unstack xor""".split()
+    (
+        "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
+        "convert_element_type", "copy", "copy_p", "div", "eq", "exp", "exp2", "expand_dims",
+        "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "logistic", "lt",
+        "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pvary", "reduce_precision",
+        "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice", "split", "sqrt",
+        "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "unstack", "xor",
+    )
 )
+# fmt: on
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
 
 
@@ -38,15 +44,22 @@ def operands(eqn: Eqn) -> list[Var]:
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
-def evaluate(jaxpr: Any, known: dict[Var, Any], wanted: Iterable[Any]) -> list[Any]:
+def evaluate(
+    jaxpr: Any, known: dict[Var, Any], wanted: Iterable[Any], *, effects: bool = False
+) -> list[Any]:
     """Values of some variables of a jaxpr, running only the equations they need.
 
     ``known`` gives enough values to start from; an equation whose results are known is not run.
+    With ``effects`` every equation that has one (a print) is run too.
     """
     env, wanted = dict(known), list(wanted)
     made_by = producers(jaxpr)
     needed: set[int] = set()
     frontier = [v for v in wanted if not isinstance(v, Literal)]
+    for eqn in jaxpr.eqns:
+        if effects and eqn.effects:
+            needed.add(id(eqn))
+            frontier += operands(eqn)
     while frontier:
         var = frontier.pop()
         if var not in env and id(made_by[var]) not in needed:

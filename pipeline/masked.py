@@ -76,9 +76,7 @@ def _operand(actions: Actions, facts: Facts, row: Row) -> Tree:
     if facts.first is False:
         return received
     inputs = at(cell.batch.inputs, row["microbatch"])
-    return _select(
-        facts.first, cell.embed(cell.ends_weights, inputs, row["microbatch"]), received
-    )
+    return _select(facts.first, cell.embed(cell.ends_weights, inputs, row["microbatch"]), received)
 
 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:

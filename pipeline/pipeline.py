@@ -112,7 +112,9 @@ class Pipeline(nnx.Module):
         """
         return differentiable.outputs(self.plan, *self._operands(inputs, (), extras))
 
-    def loss(self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None) -> jax.Array:
+    def loss(
+        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+    ) -> jax.Array:
         """The mean loss, a float32 scalar on every rank.
 
         Differentiated, it runs the whole schedule once; otherwise forward actions alone.
@@ -122,7 +124,7 @@ class Pipeline(nnx.Module):
 
     def value_and_grad(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
-    ) -> tuple[jax.Array, nnx.State]:
+    ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
         self._require_loss("value_and_grad")
         operands = self._operands(inputs, targets, extras)

@@ -61,8 +61,8 @@ class Residuals:
         self._jaxpr = jaxpr = closed.jaxpr
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._y_tree = jax.tree.structure(y)
-        self._y = jaxpr.outvars[: self._y_tree.num_leaves]
-        self._residuals = jaxpr.outvars[self._y_tree.num_leaves :]
+        num_y = len(jax.tree.leaves(y))
+        self._y, self._residuals = jaxpr.outvars[:num_y], jaxpr.outvars[num_y:]
         same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
         self._again = jaxpr.invars[: len(jax.tree.leaves((weights, fixed, side)))]
         free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
@@ -74,7 +74,7 @@ class Residuals:
         """The stage's output, and what to stash."""
         arguments = jax.tree.leaves((weights, fixed, side, x))
         known = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
-        found = evaluate(self._jaxpr, known, [*self._y, *self._kept])
+        found = evaluate(self._jaxpr, known, [*self._y, *self._kept], effects=True)
         return jax.tree.unflatten(self._y_tree, found[: len(self._y)]), found[len(self._y) :]
 
     def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:

@@ -42,7 +42,8 @@ def train(
     """Run a schedule, forward and backward.
 
     Args:
-      plan, model: static.
+      plan: the options of the pipeline, static.
+      model: the user's model, static.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
       want_inputs: whether to return gradients for the inputs.

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import STAGE
-from pipeline.tree import Tree, path_text, shape_text
+from pipeline.tree import Leaves, Tree, path_text, shape_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Definition:
 
 def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
     """Split a module into its definition, its `nnx.Param` state and all other state."""
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, params, rest = parts
     return Definition(graphdef, label), params, rest
 
 
@@ -97,9 +98,7 @@ def count_stages(stages: Any) -> int:
     )
 
 
-def make_chunks(
-    stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]
-) -> list[nnx.Module]:
+def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> list[nnx.Module]:
     """The V chunks of K equal stages, with every leaf placed on the rank that runs it.
 
     Args:
@@ -131,16 +130,17 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
     if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
         return jax.device_put(jax.numpy.stack(leaves), sharding)
 
-    def rows(index: tuple[slice, ...]) -> Any:
+    def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
 
     return jax.make_array_from_callback(shape, sharding, rows)
 
 
-def _split_equal(stages: Sequence[nnx.Module]) -> tuple[Any, list[list[Any]], Any]:
+def _split_equal(stages: Sequence[nnx.Module]) -> tuple[Any, list[Leaves], Any]:
     """Split stages that must be alike; the first difference is an error."""
     graphdef, state = nnx.split(stages[0])
-    leaves, treedef = jax.tree.flatten(state)
+    leaves: Leaves = jax.tree.leaves(state)
+    treedef: Any = jax.tree.structure(state)
     want = _types(state)
     flats = [leaves]
     for k, stage in enumerate(stages[1:], start=1):
@@ -194,5 +194,5 @@ def _static_difference(a: Any, b: Any) -> str:
 def _same(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # objects whose == is not a bool, such as arrays
+    except (TypeError, ValueError):  # objects whose == is not a bool, such as arrays
         return False

@@ -19,7 +19,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -72,13 +72,13 @@ class Schedule:
     """A timetable. It says in which order each rank works, not when: a clock says when.
 
     Attributes:
-      name: the family it came from, or what the author called it.
+      name: the family it came from, or what the author called it; no part of equality.
       num_microbatches: M.
       orders: [S] tuples of Action, the order of each rank.
       placement: [K] ranks, the rank that holds each stage.
     """
 
-    name: str
+    name: str = field(compare=False)
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]

@@ -36,8 +36,10 @@ def lower(
       costs: durations for that choice; by default F = I = W.
 
     Raises:
-      ScheduleError: unknown pattern, or the schedule deadlocks.
+      ScheduleError: unknown keep or pattern, or the schedule deadlocks.
     """
+    if keep not in ("input", "residuals"):
+        raise ScheduleError(f"keep={keep!r}: must be 'input' or 'residuals'")
     return allocate(best_ticks(schedule, pattern, costs or Costs()), keep)
 
 

@@ -196,7 +196,8 @@ def reference(
 
     def f(params, inputs):
         merged = [
-            nnx.merge(graphdef, p, rest) for (graphdef, _, rest), p in zip(split, params, strict=True)
+            nnx.merge(graphdef, p, rest)
+            for (graphdef, _, rest), p in zip(split, params, strict=True)
         ]
         ends = merged[-1]
         found = loss_fn(compose(merged[:-1], ends.embed, ends.head, inputs, extras), targets)
@@ -233,8 +234,8 @@ def distance(found: Any, wanted: Any) -> float:
     found, wanted = jax.tree.leaves(found), jax.tree.leaves(wanted)
     assert [x.shape for x in found] == [x.shape for x in wanted]
     errors = [0.0]
-    for a, b in zip(found, wanted, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    for x, y in zip(found, wanted, strict=True):
+        a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert b.any(), "a gradient of zeros proves nothing"
         errors.append(float(np.abs(a - b).max() / np.abs(b).max()))
     return float(np.max(errors))

@@ -34,6 +34,9 @@ FACTORS = (RANKS, MICROBATCHES, FAMILIES, REMATS, BUBBLES)
 GRID = list(itertools.product(*FACTORS))
 
 
+FAST_TRIPLES = ((4, 3, "stage", "skip"), (2, 8, None, "masked"))
+
+
 def pairs(case) -> set:
     return set(itertools.combinations(enumerate(case), 2))
 
@@ -60,10 +63,10 @@ def cases() -> list:
     ]
 
 
-def batch(M: int, D: int = 1) -> tuple:
-    """Two rows per microbatch and data shard: words and labels."""
-    count = 2 * M * D
-    return models.words(count), models.words(count, most=models.CLASSES, seed=4)
+@functools.cache
+def batch() -> tuple:
+    """Words and labels. 816 rows are a multiple of M * D in every case, so one reference serves."""
+    return models.words(816), models.words(816, most=models.CLASSES, seed=4)
 
 
 def ends() -> dict:
@@ -71,10 +74,10 @@ def ends() -> dict:
 
 
 @functools.cache
-def wanted(K: int, M: int, D: int = 1, kind=Hostile):
+def wanted(K: int, kind=Hostile):
     """What the model computes without a pipeline."""
     stages = models.build(kind, K)
-    return models.reference(stages, *batch(M, D), models.cross_entropy, **ends())
+    return models.reference(stages, *batch(), models.cross_entropy, **ends())
 
 
 @functools.cache
@@ -90,13 +93,13 @@ def run(S: int, M: int, family: str, remat, bubbles: str):
         bubbles=bubbles,
         **ends(),
     )
-    return pipe, jax.device_get(pipe.value_and_grad(*batch(M)))
+    return pipe, jax.device_get(pipe.value_and_grad(*batch()))
 
 
-def check(pipe: Pipeline, *, D: int = 1, kind=Hostile) -> None:
-    """A pipeline of `Hostile` stages and the `ends` against the unpipelined model."""
-    M, K = pipe.num_microbatches, pipe.schedule.num_stages
-    models.assert_matches(pipe, pipe.value_and_grad(*batch(M, D)), wanted(K, M, D, kind))
+def check(pipe: Pipeline, *, kind=Hostile) -> None:
+    """A pipeline of stages and the `ends` against the unpipelined model."""
+    want = wanted(pipe.schedule.num_stages, kind)
+    models.assert_matches(pipe, pipe.value_and_grad(*batch()), want)
 
 
 def test_the_models_are_hostile():
@@ -115,17 +118,14 @@ def test_the_fast_cases_hold_every_pair_of_values():
 def test_the_grid(S, M, family, remat, bubbles):
     pipe, found = run(S, M, family, remat, bubbles)
     assert (pipe.schedule.name, pipe.schedule.num_ranks) == (family, S)
-    models.assert_matches(pipe, found, wanted(S, M))
+    models.assert_matches(pipe, found, wanted(S))
 
 
-@pytest.mark.parametrize("bubbles", BUBBLES)
-@pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize(
-    ("S", "M"),
+    ("S", "M", "remat", "bubbles"),
     [
-        pytest.param(S, M, marks=[] if (S, M) == (4, 3) else pytest.mark.slow)
-        for S in RANKS
-        for M in MICROBATCHES
+        pytest.param(*case, marks=[] if case in FAST_TRIPLES else pytest.mark.slow)
+        for case in itertools.product(RANKS, MICROBATCHES, REMATS, BUBBLES)
     ],
 )
 def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
@@ -141,7 +141,7 @@ def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
     [
         (2, 2, 3, "1f1b", "stage", "skip"),
         (2, 3, 4, "eager_1f1b", None, "skip"),
-        (4, 2, 5, "gpipe", None, "skip"),
+        (4, 2, 6, "gpipe", None, "skip"),
         (2, 2, 3, "eager_1f1b", "stage", "masked"),
         (2, 3, 2, "1f1b", None, "masked"),
         (1, 3, 4, "1f1b", "stage", "skip"),
@@ -183,7 +183,7 @@ def test_data_shards(S, D, M, family, remat, bubbles):
         bubbles=bubbles,
         **ends(),
     )
-    check(pipe, D=D)
+    check(pipe)
 
 
 @pytest.mark.parametrize(("K", "S"), [(3, 3), (16, 8)])
@@ -195,18 +195,14 @@ def test_without_a_mesh_as_many_devices_as_share_the_stages(K, S):
 
 def test_a_mesh_of_one_axis():
     mesh = Mesh(np.array(jax.devices()[2:4]), ("stage",))
-    pipe = Pipeline(
-        models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends()
-    )
+    pipe = Pipeline(models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends())
     check(pipe)
 
 
 def test_an_axis_that_a_pipeline_does_not_use():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("stage", "data", "other"))
-    pipe = Pipeline(
-        models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends()
-    )
-    check(pipe, D=2)
+    pipe = Pipeline(models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends())
+    check(pipe)
 
 
 def test_a_stacked_module_is_the_list_of_its_stages():
@@ -217,8 +213,13 @@ def test_a_stacked_module_is_the_list_of_its_stages():
     )
     found = [
         Pipeline(
-            given, 3, schedule="1f1b", mesh=make_mesh(stage=2), loss_fn=models.cross_entropy, **ends()
-        ).value_and_grad(*batch(3))
+            given,
+            3,
+            schedule="1f1b",
+            mesh=make_mesh(stage=2),
+            loss_fn=models.cross_entropy,
+            **ends(),
+        ).value_and_grad(*batch())
         for given in (stages, stacked)
     ]
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
@@ -276,7 +277,9 @@ def test_activations_that_are_trees(remat, bubbles):
     t = models.rows(2 * M, seed=2)
 
     def loss_fn(outputs, targets):
-        return models.squares(outputs["row"], targets) + jnp.mean(outputs["kind"] * 1.0)
+        return models.squares(outputs["row"], targets) + jnp.mean(
+            outputs["kind"].astype(jnp.float32)
+        )
 
     stages = models.build(Tree, K)
     want = models.reference(stages, x, t, loss_fn)
@@ -301,7 +304,7 @@ def any_schedule(seed: int, *, S: int, K: int, M: int, split: float) -> schedule
     Args:
       split: the probability that a backward is I and W.
     """
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     placement = [k % S for k in range(K)]
     rng.shuffle(placement)
     ready, orders = [(0, "F", m) for m in range(M)], [[] for _ in range(S)]
@@ -334,7 +337,7 @@ def any_schedule(seed: int, *, S: int, K: int, M: int, split: float) -> schedule
             )
             for n, ((S, K, M), split, remat, bubbles) in enumerate(
                 itertools.product(
-                    [(4, 8, 5), (3, 9, 4), (5, 5, 7), (1, 3, 4)], (0.0, 0.5, 1.0), REMATS, BUBBLES
+                    [(4, 8, 3), (3, 9, 4), (5, 5, 8), (1, 3, 4)], (0.0, 0.5, 1.0), REMATS, BUBBLES
                 )
             )
         ),
@@ -400,9 +403,7 @@ def poison(monkeypatch):
         counted["edges"] += 1
         to = jnp.array([destination for _, destination in edges])
         arrives = (jax.lax.axis_index(axis) == to).any()
-        return jax.tree.map(
-            lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis)
-        )
+        return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
 
     monkeypatch.setattr(memory, "zeros", nan_memory)
     monkeypatch.setattr(actions, "blank", nan_message)
