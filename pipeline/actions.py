@@ -52,6 +52,7 @@ class Actions:
       program: what will run; a program without backward is an inference.
       take_loss: whether a forward's results are losses rather than outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
+      spare_stash: whether stashes need a trash place, for whoever writes them unconditionally.
 
     Attributes:
       buffers: messages, by place.
@@ -62,7 +63,13 @@ class Actions:
     """
 
     def __init__(
-        self, cell: Cell, program: Program, *, take_loss: bool, want_inputs: bool = False
+        self,
+        cell: Cell,
+        program: Program,
+        *,
+        take_loss: bool,
+        want_inputs: bool = False,
+        spare_stash: bool = False,
     ) -> None:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         self.training = not program.schedule.is_forward
@@ -70,7 +77,7 @@ class Actions:
         self.residuals = cell.residuals() if self.training and program.keep == "residuals" else None
         self.buffers = Pool(cell.activation, program.num_buffers + 1, axes)
         stashed = self.residuals.stashed if self.residuals else []
-        self.stashes = Pool(stashed, program.num_stashes + 1, axes)
+        self.stashes = Pool(stashed, program.num_stashes + spare_stash, axes)
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
         self.chunk_grads = [Total(wide(w) if self.training else [], axes) for w in cell.weights]
         self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)

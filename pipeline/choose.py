@@ -23,6 +23,8 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
       ValueError: no ``stage`` axis, or K is not a multiple of its size.
     """
     if mesh is None:
+        if _is_path(schedule):
+            schedule = Schedule.from_csv(schedule)
         if isinstance(schedule, Schedule):
             return make_mesh(stage=schedule.num_ranks)
         devices = len(jax.devices())
@@ -64,18 +66,22 @@ def choose_schedule(
         )
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), "given as a Schedule"
-    if isinstance(schedule, Path) or (isinstance(schedule, str) and _is_path(schedule)):
+    if _is_path(schedule):
         return _fitting(Schedule.from_csv(schedule), sizes), f"read from {os.fspath(schedule)}"
     if isinstance(schedule, str):
         return build(schedule, **sizes), "asked for by name"
     raise ScheduleError(
-        f"schedule={schedule!r} is a {type(schedule).__name__}; give a name out of "
+        f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
 
 
-def _is_path(text: str) -> bool:
-    return text not in names() and (text.endswith(".csv") or Path(text).name != text)
+def _is_path(schedule: Any) -> bool:
+    if not isinstance(schedule, str):
+        return isinstance(schedule, os.PathLike)
+    return schedule not in names() and (
+        schedule.endswith(".csv") or os.sep in schedule or "/" in schedule
+    )
 
 
 def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pipeline.tree import partition, shape_text
 
@@ -21,11 +22,10 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
     """
     result = loss_fn(outputs, targets)
     pair = result if isinstance(result, (tuple, list)) else (result, jnp.ones(()))
-    if len(pair) != 2 or any(jnp.shape(x) != () for x in pair) or not _is_float(pair[0]):
-        given = jax.tree.map(lambda x: shape_text(jnp.asarray(x)), result)
+    if len(pair) != 2 or not all(map(_is_scalar, pair)) or not _is_float(pair[0]):
         raise ValueError(
-            f"loss_fn returned {given}; it returns a float scalar, the mean over the microbatch, "
-            f"or a pair of scalars (sum, weight): reduce the loss, for example with .mean()"
+            f"loss_fn returned {_describe(result)}; it returns a float scalar, the mean over the "
+            f"microbatch, or a pair of scalars (sum, weight): reduce it, for example with .mean()"
         )
     total, weight = (jnp.asarray(x).astype(jnp.float32) for x in pair)
     return total, jax.lax.stop_gradient(weight)
@@ -44,5 +44,22 @@ def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:
     return total, jnp.zeros(())
 
 
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float))
+
+
+def _is_scalar(x: Any) -> bool:
+    return _is_array(x) and jnp.shape(x) == ()
+
+
 def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _describe(result: Any) -> str:
+    """``float32[8]``, ``(float32[], int32[])``, or the type of what is no array."""
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(map(_describe, result))})"
+    if _is_array(result):
+        return shape_text(jnp.asarray(result))
+    return f"a value of type {type(result).__name__}"

@@ -27,17 +27,17 @@ def make_batch(
         extras = {}
     if not isinstance(extras, dict):
         raise ValueError(
-            f"extras is a {type(extras).__name__}; give a dict from the stage's keyword to a tree "
-            f"of arrays with the batch as their leading axis, such as extras=dict(mask=mask)"
+            f"extras is of type {type(extras).__name__}; give a dict from the stage's keyword to "
+            f"a tree of arrays with the batch as their leading axis, such as "
+            f"extras=dict(mask=mask)"
         )
-    batch = jax.tree.map(jnp.asarray, Batch(inputs, targets, extras))
-    names = {"inputs": batch.inputs, "targets": batch.targets, "extras": batch.extras}
+    batch = Batch(*map(_arrays, _NAMES, (inputs, targets, extras)))
     leaves = [
         (name + jax.tree_util.keystr(path), leaf)
-        for name, tree in names.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for name in _NAMES
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
     ]
-    if not leaves or not jax.tree.leaves(batch.inputs):
+    if not jax.tree.leaves(batch.inputs):
         raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
     for name, leaf in leaves:
         if leaf.ndim == 0:
@@ -55,6 +55,24 @@ def make_batch(
             )
     _check_rows(rows, num_microbatches, data_size)
     return batch
+
+
+_NAMES = ("inputs", "targets", "extras")
+
+
+def _arrays(name: str, tree: Tree) -> Tree:
+    """The tree with every leaf as an array."""
+
+    def one(path: Any, leaf: Any) -> jax.Array:
+        try:
+            return jnp.asarray(leaf)
+        except TypeError:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; every leaf "
+                f"is an array with the batch as its leading axis: leave out what is not"
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:

@@ -67,7 +67,8 @@ class Pipeline(nnx.Module):
         bubbles: Bubbles = "skip",
     ) -> None:
         num_stages = count_stages(stages)
-        _check_options(remat, bubbles, loss_fn, {"embed": embed, "head": head})
+        _check_options(num_microbatches, remat, bubbles)
+        _check_functions(loss_fn=loss_fn, embed=embed, head=head)
         mesh = choose_mesh(mesh, num_stages, schedule)
         timetable, why = choose_schedule(
             schedule,
@@ -191,7 +192,13 @@ def _replicate(ends: Ends, mesh: Mesh) -> Ends:
     return nnx.merge(graphdef, jax.tree.map(place, state))
 
 
-def _check_options(remat: Any, bubbles: Any, loss_fn: Any, ends: dict[str, Any]) -> None:
+def _check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
+    is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
+    if not is_integer or num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
+            f"parts into which each data shard's rows are split"
+        )
     if not (remat in ("stage", None) or callable(remat)):
         raise ValueError(
             f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
@@ -199,6 +206,9 @@ def _check_options(remat: Any, bubbles: Any, loss_fn: Any, ends: dict[str, Any])
         )
     if bubbles not in ("skip", "masked"):
         raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")
-    for name, value in {"loss_fn": loss_fn, **ends}.items():
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")

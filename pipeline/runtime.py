@@ -56,7 +56,13 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
         cell = _cell(plan, model, weights, batch)
-        actions = Actions(cell, plan.training, take_loss=True, want_inputs=want_inputs)
+        actions = Actions(
+            cell,
+            plan.training,
+            take_loss=True,
+            want_inputs=want_inputs,
+            spare_stash=plan.bubbles == "masked",
+        )
         _scan(actions, plan, plan.training, tables)
         total, weight = sum_over(actions.loss.all(), plan.axes)
         scale = 1 / weight if normalise else jnp.ones(())

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import STAGE
-from pipeline.tree import Leaves, Tree, path_text, shape_text
+from pipeline.tree import Leaves, Tree, shape_text
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,10 @@ class Definition:
         Raises:
           ValueError: the module wrote to its own state.
         """
-        module = nnx.merge(self.graphdef, params, rest)
+        module = nnx.merge(self.graphdef, params, rest, copy=True)
         result = method(module)
-        kept = nnx.to_flat_state(rest)
-        now = dict(nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))))
-        for path, variable in kept:
+        now = dict(nnx.to_flat_state(nnx.state(module)))
+        for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest)):
             if isinstance(variable, nnx.RngState):
                 continue
             if now[path].get_value() is not variable.get_value():
@@ -66,36 +65,50 @@ class Ends(nnx.Module):
 
 def count_stages(stages: Any) -> int:
     """K: the length of a list of stages, or of the leading axis of a stacked module."""
-    if isinstance(stages, nnx.Module):
-        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(stages))
-        if not leaves:
-            raise ValueError(
-                "stages is one module without any arrays, so its number of stages is unknown; "
-                "give a list of K modules"
-            )
-        lengths = {path: (leaf.shape[0] if leaf.shape else None) for path, leaf in leaves}
-        first_path, first = next(iter(lengths.items()))
-        for path, length in lengths.items():
-            if length is None or length != first:
-                raise ValueError(
-                    f"stages is one stacked module, whose leaves all have a leading axis of "
-                    f"length K; {path_text(first_path)} has {first}, {path_text(path)} has "
-                    f"{'no axis' if length is None else length}; stack every leaf, or give a "
-                    f"list of K modules"
-                )
-        return int(first or 0)
-    if isinstance(stages, (list, tuple, nnx.List)) and len(stages):
+    if _is_stacked(stages):
+        return _stacked_length(stages)
+    if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
             if not isinstance(stage, nnx.Module):
                 raise ValueError(
-                    f"stages[{index}] is a {type(stage).__name__}; every stage is an nnx.Module "
-                    f"(wrap a function in one whose __call__ is the function)"
+                    f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
+                    f"nnx.Module (wrap a function in one whose __call__ is the function)"
                 )
         return len(stages)
     raise ValueError(
         f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
         f"leading axis of length K"
     )
+
+
+_LISTS = (list, tuple, nnx.List)  # the last is a module too
+
+
+def _is_stacked(stages: Any) -> bool:
+    return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
+
+
+def _stacked_length(stages: nnx.Module) -> int:
+    """The length of the leading axis that all leaves of a module share."""
+    shapes = {
+        ".".join(map(str, path)): variable.shape
+        for path, variable in nnx.to_flat_state(nnx.state(stages))
+    }
+    if not shapes:
+        raise ValueError(
+            "stages is one module without any arrays, so its number of stages is unknown; "
+            "give a list of K modules"
+        )
+    lengths = {path: shape[0] if shape else "no axis" for path, shape in shapes.items()}
+    (first_path, first), *others = lengths.items()
+    for path, length in [(first_path, first), *others]:
+        if length in ("no axis", 0) or length != first:
+            also = f", {path} has {length}" if path != first_path else ""
+            raise ValueError(
+                f"stages is one stacked module, whose leaves all have a leading axis of length K; "
+                f"{first_path} has {first}{also}; stack every leaf, or give a list of K modules"
+            )
+    return int(first)
 
 
 def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> list[nnx.Module]:
@@ -106,7 +119,7 @@ def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> 
       mesh: the mesh with its ``stage`` axis.
       stages_of: [S] lists of the V stages on each rank.
     """
-    if isinstance(stages, nnx.Module):
+    if _is_stacked(stages):
         graphdef, state = nnx.split(stages)
         flat, treedef = jax.tree.flatten(state)
         picks = [[leaf[k] for leaf in flat] for k in range(flat[0].shape[0])]

@@ -145,3 +145,18 @@ def test_what_cannot_be_lowered():
     )
     deadlock = from_orders([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
     assert "deadlock" in refusal(deadlock)
+
+
+BUFFERS = {  # what the README says, for S > 2 and M >= 2 S, without the trash buffer
+    "gpipe": lambda S, M: M + 1,  # noqa: ARG005
+    "1f1b": lambda S, M: S + 1,  # noqa: ARG005
+    "eager_1f1b": lambda S, M: 2 * S - 1,  # noqa: ARG005
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_the_readmes_memory_formulas_hold(name: str) -> None:
+    for S in range(3, 9):
+        for M in (2 * S, 2 * S + 3, 8 * S):
+            schedule = schedules.build(name, num_ranks=S, num_microbatches=M)
+            assert schedules.lower(schedule).num_buffers == BUFFERS[name](S, M), (S, M)
