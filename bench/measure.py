@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
-import jax
-
-Variant = Callable[[], Any]
+Name = TypeVar("Name", bound=Hashable)
+Variant = Callable[[], Any]  # runs the thing, returns its results
+Timer = Callable[[], float]  # runs the thing, returns seconds
 
 
 def seconds(variant: Variant) -> float:
     """One run, until its results are there."""
+    import jax  # noqa: PLC0415  (not before `bench.pinned` has chosen a core)
+
     start = time.perf_counter()
     jax.block_until_ready(variant())
     return time.perf_counter() - start
 
 
-def interleaved(variants: Mapping[str, Variant], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run, after one unmeasured run each; a round runs each variant once.
+def interleaved(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, float]:
+    """The median of each timer, in seconds, after one unmeasured run.
 
-    Whatever slows the machine for a while slows all variants alike, so their medians compare.
+    A round runs each timer once: whatever slows the machine for a while slows all alike.
     """
-    for variant in variants.values():
-        seconds(variant)
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for timer in timers.values():
+        timer()
+    taken: dict[Name, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
-        for name, variant in variants.items():
-            taken[name].append(seconds(variant))
-    return taken
-
-
-def medians(taken: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each variant, in seconds."""
+        for name, timer in timers.items():
+            taken[name].append(timer())
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

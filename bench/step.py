@@ -1,8 +1,10 @@
 """How close a step comes to the ideal: ``python -m bench.step``.
 
-Ideal is (M + S - 1) / M times the work of one rank: what its own stage takes for M microbatches
-on one core, unpipelined, with the same remat. Anything above 1 is what the kernel costs: waiting
-at exchanges, copies, dispatch. Letters: S ranks, M microbatches.
+Ideal is (M + S - 1) / M times the work of one rank: what one stage takes for M microbatches,
+unpipelined, in a process of one core. With ``remat=None`` that is a forward and a backward pass;
+with ``remat="stage"`` it is one forward pass more, since XLA's CPU backend merges the forward that
+`jax.checkpoint` runs again with the first. Anything above 1 is what the kernel costs: waiting at
+exchanges, copies, dispatch. Letters: S ranks, M microbatches.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import argparse
 import functools
 import platform
-from collections.abc import Callable
 from typing import Any
 
-from bench.measure import Variant, interleaved, medians, table
+import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+from bench.measure import Timer, Variant, interleaved, seconds, table
+from bench.pinned import Builders, Pinned
 
-import jax  # isort: skip  (after bench, which sets XLA_FLAGS)
+import jax  # isort: skip
 import jax.numpy as jnp
 from flax import nnx
 
@@ -27,6 +30,8 @@ RANKS = 2
 MICROBATCHES = 16
 SIZES = Sizes(layers=4, width=256, heads=4, context=128)
 ROWS = 4  # sequences per microbatch
+SCHEDULES = ("gpipe", "eager_1f1b", "1f1b")
+REMATS = (None, "stage")
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -35,7 +40,7 @@ def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def make_stages() -> list[Stage]:
-    """Equal stages, two blocks each."""
+    """Equal stages of GPT blocks."""
     rngs = nnx.Rngs(0)
     return [Stage(SIZES, SIZES.layers // RANKS, rngs) for _ in range(RANKS)]
 
@@ -57,56 +62,74 @@ def pipelined(schedule: str, remat: Any) -> Variant:
     return functools.partial(pipe.value_and_grad, inputs, targets)
 
 
-def one_rank(remat: Any) -> Variant:
-    """One stage's forward and backward for every microbatch, accumulated, on one device."""
+def one_rank(*, gradient: bool) -> Variant:
+    """One stage for every microbatch on one device: forward, or both passes, accumulated."""
     graphdef, params = nnx.split(make_stages()[0])
 
     def loss(params: Any, x: jax.Array, t: jax.Array) -> jax.Array:
         return mean_square(nnx.merge(graphdef, params)(x), t)
 
-    if remat == "stage":
-        loss = jax.checkpoint(loss)
-
     @jax.jit
     def work(params: Any, inputs: jax.Array, targets: jax.Array) -> Any:
         def body(total: Any, batch: Any) -> tuple[Any, jax.Array]:
+            if not gradient:
+                return total, loss(params, *batch)
             value, grads = jax.value_and_grad(loss)(params, *batch)
             return jax.tree.map(jnp.add, total, grads), value
 
-        split = lambda x: x.reshape(MICROBATCHES, ROWS, *x.shape[1:])  # noqa: E731
+        def split(x: jax.Array) -> jax.Array:
+            return x.reshape(MICROBATCHES, ROWS, *x.shape[1:])
+
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(body, zeros, (split(inputs), split(targets)))
 
     return functools.partial(work, params, *data())
 
 
-def variants() -> dict[str, Callable[[], Variant]]:
-    """Builders of everything that is compared."""
-    found: dict[str, Callable[[], Variant]] = {}
-    for remat in (None, "stage"):
-        found[f"one rank, remat={remat}"] = functools.partial(one_rank, remat)
-        for schedule in ("gpipe", "eager_1f1b", "1f1b"):
-            found[f"{schedule}, remat={remat}"] = functools.partial(pipelined, schedule, remat)
-    return found
+def baselines() -> Builders:
+    """What runs on one core."""
+    return {
+        "one rank, forward": functools.partial(one_rank, gradient=False),
+        "one rank, forward and backward": functools.partial(one_rank, gradient=True),
+    }
+
+
+def measure(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of everything, and step / ideal of every pipeline."""
+    with Pinned(baselines) as pinned:
+        timers: dict[str, Timer] = {
+            name: functools.partial(pinned.seconds, name) for name in baselines()
+        }
+        for remat in REMATS:
+            for schedule in SCHEDULES:
+                variant = pipelined(schedule, remat)
+                timers[f"{schedule}, remat={remat}"] = functools.partial(seconds, variant)
+        taken = interleaved(timers, rounds)
+    forward, both = (taken[name] for name in baselines())
+    work = {None: both, "stage": both + forward}
+    factor = (MICROBATCHES + RANKS - 1) / MICROBATCHES
+    ratios = {
+        f"{schedule}, remat={remat}": taken[f"{schedule}, remat={remat}"] / (factor * work[remat])
+        for remat in REMATS
+        for schedule in SCHEDULES
+    }
+    return taken, ratios
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="runs per variant (7)")
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="runs per variant (9)")
     rounds = parser.parse_args().rounds
-    taken = medians(interleaved({name: build() for name, build in variants().items()}, rounds))
-    factor = (MICROBATCHES + RANKS - 1) / MICROBATCHES
-    rows = []
-    for name, value in taken.items():
-        ideal = factor * taken[f"one rank, {name.split(', ')[1]}"]
-        ratio = "" if name.startswith("one rank") else f"{value / ideal:.3f}"
-        rows.append([name, f"{1e3 * value:.0f}", ratio])
+    taken, ratios = measure(rounds)
+    rows = [
+        [name, f"{1e3 * value:.0f}", f"{ratios[name]:.3f}" if name in ratios else ""]
+        for name, value in taken.items()
+    ]
     print(
         f"S={RANKS}, M={MICROBATCHES}, {SIZES.layers // RANKS} GPT blocks a stage, "
         f"d={SIZES.width}, {ROWS} x {SIZES.context} tokens a microbatch, float32, "
-        f"jax {jax.__version__}, {platform.processor() or platform.machine()}, "
-        f"medians of {rounds} interleaved runs"
+        f"jax {jax.__version__}, {platform.machine()}, medians of {rounds} interleaved runs"
     )
     print(table(["variant", "ms", "step / ideal"], rows))
 

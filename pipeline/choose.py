@@ -6,7 +6,6 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax

@@ -63,7 +63,9 @@ _NAMES = ("inputs", "targets", "extras")
 def _arrays(name: str, tree: Tree) -> Tree:
     """The tree with every leaf as an array."""
 
-    def one(path: Any, leaf: Any) -> jax.Array:
+    def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf  # `Pipeline.lower` runs nothing
         try:
             return jnp.asarray(leaf)
         except TypeError:

@@ -133,6 +133,17 @@ class Pipeline(nnx.Module):
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
+    def lower(
+        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+    ) -> jax.stages.Lowered:
+        """The training step, traced and not yet compiled, to see its memory or its HLO.
+
+        Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run.
+        """
+        self._require_loss("lower")
+        operands = self._operands(inputs, targets, extras)
+        return runtime.train.lower(self.plan, *operands)
+
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""
         held = self.schedule.stages_of

@@ -38,7 +38,7 @@ class Definition:
         for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest)):
             if isinstance(variable, nnx.RngState):
                 continue
-            if now[path].get_value() is not variable.get_value():
+            if now[path].get_raw_value() is not variable.get_raw_value():
                 raise ValueError(
                     f"{self.label} writes to its {type(variable).__name__} "
                     f"{'.'.join(map(str, path))}: a pipeline runs a stage many times per step and "
@@ -189,18 +189,20 @@ def _static_difference(a: Any, b: Any) -> str:
     """Name an attribute in which two modules with equal arrays differ."""
     others = dict(nnx.iter_graph(b))
     for path, node in nnx.iter_graph(a):
-        twin = others.get(path)
-        where = ".".join(map(str, path)) or "the module"
-        if type(node) is not type(twin):
-            return f"{where}: {type(twin).__name__} against {type(node).__name__}"
         if not isinstance(node, nnx.Module):
             continue
-        for name, value in vars(node).items():
-            if isinstance(value, (nnx.Module, nnx.Variable)) or name.startswith("_"):
+        twin = others.get(path)
+        if type(node) is not type(twin):
+            where = ".".join(map(str, path)) or "the module"
+            return f"{where}: {type(twin).__name__} against {type(node).__name__}"
+        have, want = vars(twin), vars(node)
+        for name in sorted(have.keys() | want.keys()):
+            nested = isinstance(want.get(name), (nnx.Module, nnx.Variable))
+            if nested or name.startswith("_"):
                 continue
-            if name not in vars(twin) or not _same(vars(twin)[name], value):
-                given = vars(twin).get(name, "nothing")
-                return f"attribute {'.'.join([*map(str, path), name])}: {given!r} against {value!r}"
+            if name not in have or name not in want or not _same(have[name], want[name]):
+                found = [repr(of[name]) if name in of else "nothing" for of in (have, want)]
+                return f"attribute {'.'.join([*map(str, path), name])}: {' against '.join(found)}"
     return "static structure"
 
 

@@ -1,0 +1,58 @@
+"""A second process that computes on one core, for baselines a pipeline of one core a rank meets.
+
+XLA's CPU backend spreads elementwise loops over every core of its process whatever the flags say,
+so an unpipelined baseline in the process of the pipeline would have both cores. Linux only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+from bench.measure import Variant, seconds
+
+Builders = Mapping[str, Callable[[], Variant]]
+
+
+class Pinned:
+    """Runs variants elsewhere, on request; a context manager.
+
+    Args:
+      builders: a module-level function that returns name -> builder of a variant. It is called
+        in the other process, after that has been pinned to one core.
+    """
+
+    def __init__(self, builders: Callable[[], Builders]) -> None:
+        self._here, there = multiprocessing.Pipe()
+        context: Any = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_serve, args=(there, builders), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._here.send(None)
+        self._process.join()
+
+    def seconds(self, name: str) -> float:
+        """One run of a variant, timed there."""
+        self._here.send(name)
+        return float(self._here.recv())
+
+
+def _serve(channel: Connection, builders: Callable[[], Builders]) -> None:
+    # Before jax makes its threads, which inherit it.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    variants = {name: build() for name, build in builders().items()}
+    while (name := channel.recv()) is not None:
+        channel.send(seconds(variants[name]))
