@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from collectives import DATA
 from pipeline.cell import Batch
 from pipeline.tree import Tree
 
@@ -55,6 +57,23 @@ def make_batch(
             )
     _check_rows(rows, num_microbatches, data_size)
     return batch
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """Move what lies elsewhere to the mesh, its rows over ``data``.
+
+    A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
+    """
+    rows = PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec()
+    sharding = NamedSharding(mesh, rows)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            return leaf
+        here = leaf.sharding.device_set == sharding.device_set
+        return leaf if here else jax.device_put(leaf, sharding)
+
+    return jax.tree.map(move, batch)
 
 
 _NAMES = ("inputs", "targets", "extras")

@@ -14,7 +14,7 @@ from pipeline.cell import Batch, Model, Weights
 from pipeline.choose import choose_mesh, choose_schedule
 from pipeline.describe import describe
 from pipeline.loss import LossFn
-from pipeline.microbatch import make_batch
+from pipeline.microbatch import make_batch, place
 from pipeline.plan import Bubbles, Plan, Remat
 from pipeline.randomness import advance
 from pipeline.stage import Ends, count_stages, define, make_chunks
@@ -111,7 +111,9 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        return differentiable.outputs(self.plan, *self._operands(inputs, (), extras))
+        operands = self._operands(inputs, (), extras)
+        advance(self)
+        return differentiable.outputs(self.plan, *operands)
 
     def loss(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
@@ -121,7 +123,9 @@ class Pipeline(nnx.Module):
         Differentiated, it runs the whole schedule once; otherwise forward actions alone.
         """
         self._require_loss("loss")
-        return differentiable.loss(self.plan, *self._operands(inputs, targets, extras))
+        operands = self._operands(inputs, targets, extras)
+        advance(self)
+        return differentiable.loss(self.plan, *operands)
 
     def value_and_grad(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
@@ -129,6 +133,7 @@ class Pipeline(nnx.Module):
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
         self._require_loss("value_and_grad")
         operands = self._operands(inputs, targets, extras)
+        advance(self)
         value, grads, _ = runtime.train(self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
@@ -166,6 +171,7 @@ class Pipeline(nnx.Module):
             num_microbatches=self.num_microbatches,
             data_size=self.plan.data_size,
         )
+        batch = place(batch, self.mesh)
         definitions, params, rests = zip(
             *(define(chunk, "a stage") for chunk in self.chunks), strict=True
         )
@@ -178,9 +184,7 @@ class Pipeline(nnx.Module):
             loss_fn=self.plan.loss_fn,
             policy=self.plan.remat if callable(self.plan.remat) else None,
         )
-        weights = Weights(params, ends_params, rests, ends_rest)
-        advance(self)  # after the state of this call was taken
-        return model, weights, batch
+        return model, Weights(params, ends_params, rests, ends_rest), batch
 
     def _require_loss(self, method: str) -> None:
         if self.plan.loss_fn is None:
