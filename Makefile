@@ -31,8 +31,8 @@ train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual
 test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.dev ## the slow tests, one at a time
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(VENV)/.dev ## the slow tests: the whole parity grid, long runs
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow $(ARGS)
 
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
 	$(BIN)/python -m pytest bench $(ARGS)

@@ -29,7 +29,13 @@ _SLICE_CRASHES = jax.__version_info__ < (0, 12)
 
 def wide(weights: Leaves) -> Leaves:
     """Weights in the dtype in which their gradients are summed."""
-    return [w.astype(jnp.promote_types(w.dtype, jnp.float32)) for w in weights]
+    return [w.astype(_wide(w.dtype)) for w in weights]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype itself, float32 where it has fewer bits; not by promotion, which may be strict."""
+    keeps = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return dtype if keeps else jnp.float32
 
 
 @dataclass(frozen=True)

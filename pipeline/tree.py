@@ -48,7 +48,7 @@ def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
 
 def shape_text(leaf: Any) -> str:
     """``float32[4,8]``."""
-    return f"{jnp.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
 
 
 def path_text(path: Any) -> str:

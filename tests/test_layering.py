@@ -18,7 +18,7 @@ import schedules
 ALLOWED = {
     "schedules": {"numpy", "schedules"},
     "collectives": {"jax", "numpy", "collectives"},
-    "pipeline": {"jax", "numpy", "flax", "optax", "schedules", "collectives", "pipeline"},
+    "pipeline": {"jax", "numpy", "scipy", "flax", "optax", "schedules", "collectives", "pipeline"},
 }
 
 # Drawing is optional: loaded by the function that draws, as the fresh process below proves.

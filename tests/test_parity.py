@@ -52,12 +52,17 @@ def covering() -> frozenset:
     return frozenset(chosen)
 
 
+def together(S, M, _family, remat, bubbles) -> pytest.MarkDecorator:
+    """Cases that share their runs go to the same process, where `run` remembers them."""
+    return pytest.mark.xdist_group(f"{S}-{M}-{remat}-{bubbles}")
+
+
 def cases() -> list:
     return [
         pytest.param(
             *case,
             id="-".join(map(str, case)),
-            marks=[] if case in covering() else pytest.mark.slow,
+            marks=[together(*case), *([] if case in covering() else [pytest.mark.slow])],
         )
         for case in GRID
     ]
@@ -124,7 +129,13 @@ def test_the_grid(S, M, family, remat, bubbles):
 @pytest.mark.parametrize(
     ("S", "M", "remat", "bubbles"),
     [
-        pytest.param(*case, marks=[] if case in FAST_TRIPLES else pytest.mark.slow)
+        pytest.param(
+            *case,
+            marks=[
+                together(*case[:2], None, *case[2:]),
+                *([] if case in FAST_TRIPLES else [pytest.mark.slow]),
+            ],
+        )
         for case in itertools.product(RANKS, MICROBATCHES, REMATS, BUBBLES)
     ],
 )
