@@ -34,7 +34,7 @@ def wide(weights: Leaves) -> Leaves:
 
 def _wide(dtype: Any) -> Any:
     """The dtype itself, float32 where it has fewer bits; not by promotion, which may be strict."""
-    keeps = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
     return dtype if keeps else jnp.float32
 
 

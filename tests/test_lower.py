@@ -148,9 +148,9 @@ def test_what_cannot_be_lowered():
 
 
 BUFFERS = {  # what the README says, for S > 2 and M >= 2 S, without the trash buffer
-    "gpipe": lambda S, M: M + 1,  # noqa: ARG005
-    "1f1b": lambda S, M: S + 1,  # noqa: ARG005
-    "eager_1f1b": lambda S, M: 2 * S - 1,  # noqa: ARG005
+    "gpipe": lambda S, M: M + 1,
+    "1f1b": lambda S, M: S + 1,
+    "eager_1f1b": lambda S, M: 2 * S - 1,
 }
 
 
