@@ -17,9 +17,10 @@ _CHEAP = frozenset(
         "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
         "convert_element_type", "copy", "copy_p", "div", "eq", "exp", "exp2", "expand_dims",
         "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "logistic", "lt",
-        "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pvary", "reduce_precision",
-        "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice", "split", "sqrt",
-        "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose", "unstack", "xor",
+        "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pvary",
+        "reduce_precision", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice",
+        "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose",
+        "unstack", "xor",
     )
 )
 # fmt: on
