@@ -10,9 +10,10 @@ import pytest
 import schedules
 from schedules import Costs, ScheduleError, build, check, simulate
 from schedules.grid import grid
+from tests.sizes import MICROBATCHES, RANKS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
-SIZES = list(itertools.product(range(1, 9), range(1, 17)))
+SIZES = list(itertools.product(RANKS, MICROBATCHES))
 COSTS = Costs(f=3.0, i=4.0, w=2.5)
 F, B = 3.0, 6.5
 
@@ -21,23 +22,37 @@ PEAK = {
     "1f1b": lambda S, M, r: min(S - r, M),
     "eager_1f1b": lambda S, M, r: min(2 * (S - 1 - r) + 1, M),
 }
+LOOPED_PEAK = {
+    "looped_bfs": lambda S, M, V, r: M * V,
+}
+V_SHAPED = ()
 
 
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_legal_at_every_size(name, num_chunks):
-    for S, M in SIZES:
+    for S, M in sizes(name, num_chunks):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
         assert check(schedule) is schedule
         assert check(schedule.forward()).is_forward
         assert (schedule.name, schedule.num_microbatches) == (name, M)
-        assert schedule.placement == tuple(k % S for k in range(num_chunks * S))
+        if name in V_SHAPED:
+            assert schedule.placement == (*range(S), *reversed(range(S)))
+        else:
+            assert schedule.placement == tuple(k % S for k in range(num_chunks * S))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_other_sizes_are_refused_and_legal_ones_never(name):
+    for (S, M), V in itertools.product(SIZES, (1, 2, 3)):
+        if not is_legal(name, S, M, V):
+            refusal(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
 
 
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):
-    for S, M in SIZES:
+    for S, M in sizes(name, num_chunks):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
         for stage, rank in enumerate(schedule.placement):
             mine = [a for a in schedule.orders[rank] if a.stage == stage and a.kind in ("B", "W")]
@@ -51,6 +66,23 @@ def test_idle_and_peak_activations(name):
         assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (F + B))
         assert report.makespan == pytest.approx((M + S - 1) * (F + B))
         assert report.peak_activations == tuple(PEAK[name](S, M, r) for r in range(S))
+
+
+@pytest.mark.parametrize("name", LOOPED_PEAK)
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
+    """Neither costs anything in lockstep, and chunks divide what their F and B take."""
+    for S, M in sizes(name, num_chunks):
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        report = simulate(schedule, COSTS)
+        bubble = (S - 1 + (num_chunks - 1) * max(0, S - M)) * (F + B)
+        assert report.idle[0] == max(report.idle) == pytest.approx(bubble)
+        assert report.makespan == pytest.approx(M * num_chunks * (F + B) + bubble)
+        assert report.peak_activations == tuple(
+            LOOPED_PEAK[name](S, M, num_chunks, r) for r in range(S)
+        )
+        lockstep = simulate(schedule, COSTS, clock="lockstep")
+        assert lockstep.makespan == pytest.approx(report.makespan)
 
 
 def test_eager_1f1b_takes_no_longer_in_lockstep():
@@ -76,8 +108,15 @@ def test_1f1b_warms_up_alternates_and_drains():
             assert "".join(action.kind for action in order) == expected
 
 
-@pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize(("S", "K", "M"), [(4, 4, 6), (2, 4, 4)])
+@pytest.mark.parametrize(
+    ("name", "S", "K", "M"),
+    [
+        (name, S, K, M)
+        for name in schedules.names()
+        for S, K, M in [(4, 4, 6), (2, 4, 4)]
+        if is_legal(name, S, M, K // S)
+    ],
+)
 def test_the_grid_is_the_one_on_file(name, S, K, M):
     schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=K)
     file = GOLDEN / f"{name}_S{S}_K{K}_M{M}.txt"

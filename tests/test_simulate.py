@@ -15,10 +15,11 @@ ZERO_BUBBLE_1F1B = [
     (16, 64, Costs(11.307, 11.254, 8.101, 0.379), 0.2082),
     (16, 128, Costs(11.325, 11.308, 8.109, 0.378), 0.1251),
 ]
-LOCKSTEP = [  # S=8, M=32, F=I=W: family, pattern, efficiency on the event clock and in lockstep
-    ("gpipe", "single", 0.821, 0.821),
-    ("1f1b", "single", 0.821, 0.649),
-    ("eager_1f1b", "paired", 0.821, 0.821),
+LOCKSTEP = [  # S=8, M=32, F=I=W: family, V, pattern, efficiency on the event clock and in lockstep
+    ("gpipe", 1, "single", 0.821, 0.821),
+    ("1f1b", 1, "single", 0.821, 0.649),
+    ("eager_1f1b", 1, "paired", 0.821, 0.821),
+    ("looped_bfs", 2, "single", 0.901, 0.901),
 ]
 
 
@@ -32,9 +33,9 @@ def test_bubble_rates_of_the_zero_bubble_paper(S, M, costs, bubble_rate):
     assert round(report.bubble_rate, 4) == bubble_rate
 
 
-@pytest.mark.parametrize(("name", "pattern", "event", "lockstep"), LOCKSTEP)
-def test_what_lockstep_costs(name, pattern, event, lockstep):
-    schedule = build(name, num_ranks=8, num_microbatches=32)
+@pytest.mark.parametrize(("name", "V", "pattern", "event", "lockstep"), LOCKSTEP)
+def test_what_lockstep_costs(name, V, pattern, event, lockstep):
+    schedule = build(name, num_ranks=8, num_microbatches=32, num_stages=8 * V)
     report = simulate(schedule, clock="lockstep")
     assert report.pattern == pattern
     assert round(efficiency(report), 3) == lockstep
