@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from schedules.eager_1f1b import eager_1f1b
 from schedules.gpipe import gpipe
+from schedules.interleaved_1f1b import interleaved_1f1b
 from schedules.ir import Schedule, ScheduleError
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
@@ -17,6 +18,7 @@ _FAMILIES: dict[str, Family] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager_1f1b": eager_1f1b,
+    "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
 }
 

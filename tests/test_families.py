@@ -10,7 +10,7 @@ import pytest
 import schedules
 from schedules import Costs, ScheduleError, build, check, simulate
 from schedules.grid import grid
-from tests.sizes import MICROBATCHES, RANKS, is_legal, sizes
+from tests.sizes import MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(itertools.product(RANKS, MICROBATCHES))
@@ -23,6 +23,9 @@ PEAK = {
     "eager_1f1b": lambda S, M, r: min(2 * (S - 1 - r) + 1, M),
 }
 LOOPED_PEAK = {
+    "interleaved_1f1b": lambda S, M, V, r: min(
+        2 * (S - 1 - r) + (V - 1) * (M // max(1, M // S)) + 1, M * V
+    ),
     "looped_bfs": lambda S, M, V, r: M * V,
 }
 V_SHAPED = ()
@@ -83,6 +86,22 @@ def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
         )
         lockstep = simulate(schedule, COSTS, clock="lockstep")
         assert lockstep.makespan == pytest.approx(report.makespan)
+
+
+def test_interleaved_1f1b_runs_a_group_through_each_chunk_in_turn():
+    for S, M, group in [(4, 8, 4), (4, 10, 5), (4, 3, 3), (8, 12, 12)]:
+        orders = build("interleaved_1f1b", num_ranks=S, num_microbatches=M, num_stages=2 * S).orders
+        for rank, order in enumerate(orders):
+            turns = [(a.stage, a.microbatch) for a in order if a.kind == "F"]
+            assert turns == [
+                (stage, m)
+                for first in range(0, M, group)
+                for stage in (rank, rank + S)
+                for m in range(first, first + group)
+            ]
+            ahead = min(2 * (S - 1 - rank) + group, 2 * M)
+            kinds = "".join(action.kind for action in order)
+            assert kinds == "F" * ahead + "FB" * (2 * M - ahead) + "B" * ahead
 
 
 def test_eager_1f1b_takes_no_longer_in_lockstep():
@@ -154,3 +173,23 @@ def test_every_rank_holds_as_many_stages():
         "num_stages=2 is not a multiple of num_ranks=4: every rank holds the same number of "
         "stages; use num_stages=4, or another number of ranks"
     )
+
+
+ROUNDS_RULE = (
+    "runs max(1, num_microbatches // num_ranks) = {rounds} rounds, all of the same number of "
+    "microbatches; use num_microbatches={fewer} or {more}"
+)
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+@pytest.mark.parametrize(
+    ("S", "M", "rounds", "fewer", "more"),
+    [(4, 9, 2, 8, 10), (4, 11, 2, 10, 12), (4, 13, 3, 12, 15), (8, 31, 3, 30, 32)],
+)
+def test_rounds_are_of_equal_size(name, S, M, rounds, fewer, more):
+    rule = ROUNDS_RULE.format(rounds=rounds, fewer=fewer, more=more)
+    assert refusal(name, num_ranks=S, num_microbatches=M) == (
+        f"num_microbatches={M} with num_ranks={S}: {name} {rule}"
+    )
+    for legal in (fewer, more):
+        check(build(name, num_ranks=S, num_microbatches=legal))

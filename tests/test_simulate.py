@@ -20,6 +20,7 @@ LOCKSTEP = [  # S=8, M=32, F=I=W: family, V, pattern, efficiency on the event cl
     ("1f1b", 1, "single", 0.821, 0.649),
     ("eager_1f1b", 1, "paired", 0.821, 0.821),
     ("looped_bfs", 2, "single", 0.901, 0.901),
+    ("interleaved_1f1b", 2, "paired", 0.901, 0.901),
 ]
 
 
@@ -40,6 +41,12 @@ def test_what_lockstep_costs(name, V, pattern, event, lockstep):
     assert report.pattern == pattern
     assert round(efficiency(report), 3) == lockstep
     assert round(efficiency(simulate(schedule)), 3) == event
+
+
+def test_interleaved_1f1b_waits_in_single_slots_and_not_in_paired_ones():
+    schedule = build("interleaved_1f1b", num_ranks=8, num_microbatches=32, num_stages=16)
+    single = simulate(schedule, clock="lockstep", pattern="single")
+    assert round(efficiency(single), 3) == 0.716
 
 
 def test_1f1b_runs_at_half_rate_in_paired_ticks():
