@@ -11,6 +11,7 @@ from schedules.interleaved_1f1b import interleaved_1f1b
 from schedules.ir import Schedule, ScheduleError
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
+from schedules.zb_h1 import zb_h1
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 
@@ -20,6 +21,7 @@ _FAMILIES: dict[str, Family] = {
     "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import schedules
 from schedules import Costs, ScheduleError, build, check, simulate
 from schedules.grid import grid
-from tests.sizes import MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
+from tests.sizes import CHUNKS, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(itertools.product(RANKS, MICROBATCHES))
@@ -29,6 +29,9 @@ LOOPED_PEAK = {
     "looped_bfs": lambda S, M, V, r: M * V,
 }
 V_SHAPED = ()
+SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak activations
+    "zb_h1": (lambda S: S - 1, lambda S, M, r: min(S, M)),
+}
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -86,6 +89,40 @@ def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
         )
         lockstep = simulate(schedule, COSTS, clock="lockstep")
         assert lockstep.makespan == pytest.approx(report.makespan)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("costs", [COSTS, Costs(f=4, i=3, w=1), Costs()])
+def test_weight_gradients_fill_the_bubble(name, costs):
+    most, peak = SPLIT[name]
+    for S, M in SIZES:
+        schedule = build(name, num_ranks=S, num_microbatches=M)
+        report = simulate(schedule, costs)
+        bubble = (S - 1) * (costs.f + costs.i) - min(most(S), M - 1) * costs.w
+        assert max(report.idle) == pytest.approx(bubble)
+        assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
+
+
+@pytest.mark.parametrize("name", [*SPLIT])
+def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
+    V = CHUNKS.get(name, 2)
+    for S, M in sizes(name, V):
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        lockstep = simulate(schedule, clock="lockstep")
+        assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
+
+
+def test_zb_h1_holds_what_1f1b_does_and_as_many_as_wait_for_their_weight_gradient():
+    for S, M in SIZES:
+        for rank, order in enumerate(build("zb_h1", num_ranks=S, num_microbatches=M).orders):
+            held = {"I": 0, "W": 0}
+            most = {"I": 0, "W": 0}
+            for action in order:
+                held["I"] += {"F": 1, "I": -1, "W": 0}[action.kind]
+                held["W"] += {"F": 0, "I": 1, "W": -1}[action.kind]
+                most = {kind: max(most[kind], held[kind]) for kind in held}
+            assert most["I"] == min(S - rank, M)
+            assert most["W"] == min(rank + 1, M)  # one of them runs in that moment
 
 
 def test_interleaved_1f1b_runs_a_group_through_each_chunk_in_turn():
@@ -193,3 +230,13 @@ def test_rounds_are_of_equal_size(name, S, M, rounds, fewer, more):
     )
     for legal in (fewer, more):
         check(build(name, num_ranks=S, num_microbatches=legal))
+
+
+@pytest.mark.parametrize("name", sorted(CHUNKS))
+def test_stages_per_rank_that_a_family_is_not_defined_for(name):
+    V = CHUNKS[name]
+    each = "one stage" if V == 1 else f"{V} stages"
+    assert refusal(name, num_ranks=4, num_stages=12) == (
+        f"num_stages=12 with num_ranks=4: {name} is defined for {each} per rank; "
+        f"use num_stages={4 * V}, or another family"
+    )
