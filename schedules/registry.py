@@ -12,6 +12,7 @@ from schedules.ir import Schedule, ScheduleError
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
 from schedules.zb_h1 import zb_h1
+from schedules.zb_h2 import zb_h2
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 
@@ -22,6 +23,7 @@ _FAMILIES: dict[str, Family] = {
     "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
 }
 
 

@@ -62,7 +62,7 @@ def test_every_program(name, keep, pattern, num_chunks):
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_programs_of_some_sizes(name, keep, pattern, num_chunks):
-    some = {"ranks": (1, 2, 3, 5, 8), "microbatches": (1, 4, 7, 10, 16)}
+    some = {"ranks": (2, 3, 8), "microbatches": (1, 4, 7, 16)}
     for S, M in sizes(name, num_chunks, **some):
         prove(name, keep, pattern, S, M, num_chunks)
 
