@@ -8,6 +8,7 @@ from collections.abc import Callable
 from schedules.eager_1f1b import eager_1f1b
 from schedules.gpipe import gpipe
 from schedules.interleaved_1f1b import interleaved_1f1b
+from schedules.interleaved_zb import interleaved_zb
 from schedules.ir import Schedule, ScheduleError
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
@@ -24,6 +25,7 @@ _FAMILIES: dict[str, Family] = {
     "looped_bfs": looped_bfs,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zb,
 }
 
 

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
 CHUNKS = {"zb_h1": 1, "zb_h2": 1}  # families that are defined for one V only
-ROUNDS = {"interleaved_1f1b"}  # families that run max(1, M // S) rounds of equal size
+ROUNDS = {
+    "interleaved_1f1b",
+    "interleaved_zb",
+}  # families that run max(1, M // S) rounds of equal size
 
 
 def is_legal(name: str, S: int, M: int, V: int) -> bool:

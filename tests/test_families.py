@@ -104,13 +104,35 @@ def test_weight_gradients_fill_the_bubble(name, costs):
         assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
 
 
-@pytest.mark.parametrize("name", [*SPLIT])
+@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb"])
 def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
     V = CHUNKS.get(name, 2)
     for S, M in sizes(name, V, ranks=(1, 2, 3, 5, 8), microbatches=(1, 2, 6, 8, 16)):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
         lockstep = simulate(schedule, clock="lockstep")
         assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
+    for S, M in sizes("interleaved_zb", num_chunks):
+        schedule = build(
+            "interleaved_zb", num_ranks=S, num_microbatches=M, num_stages=num_chunks * S
+        )
+        report = simulate(schedule, COSTS)
+        if M >= S:
+            assert max(report.idle) == pytest.approx((S - 1) * (COSTS.f + COSTS.i - COSTS.w))
+        group = M // max(1, M // S)
+        peak = min((num_chunks - 1) * group + S, num_chunks * M)
+        assert report.peak_activations == (peak,) * S
+
+
+def test_interleaved_zb_of_one_stage_per_rank_is_zb_h1():
+    for S, M in sizes("interleaved_zb", 1):
+        one, other = (
+            build(name, num_ranks=S, num_microbatches=M) for name in ("zb_h1", "interleaved_zb")
+        )
+        assert one == other
 
 
 def test_zb_h2_ends_with_zb_h1_where_ranks_wait_for_each_other():
