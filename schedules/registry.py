@@ -14,6 +14,7 @@ from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
 from schedules.zb_h1 import zb_h1
 from schedules.zb_h2 import zb_h2
+from schedules.zb_v import zb_v
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 
@@ -26,6 +27,7 @@ _FAMILIES: dict[str, Family] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
 }
 
 

@@ -14,6 +14,7 @@ from tests.sizes import CHUNKS, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(itertools.product(RANKS, MICROBATCHES))
+MORE_CHUNKS = [pytest.param(V, marks=pytest.mark.slow) for V in (3, 4)]
 COSTS = Costs(f=3.0, i=4.0, w=2.5)
 F, B = 3.0, 6.5
 
@@ -28,7 +29,7 @@ LOOPED_PEAK = {
     ),
     "looped_bfs": lambda S, M, V, r: M * V,
 }
-V_SHAPED = ()
+V_SHAPED = ("zb_v",)
 SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak activations
     "zb_h1": (lambda S: S - 1, lambda S, M, r: min(S, M)),
     "zb_h2": (lambda S: 2 * (S - 1), lambda S, M, r: min(2 * S - 1, M)),
@@ -76,7 +77,7 @@ def test_idle_and_peak_activations(name):
 
 
 @pytest.mark.parametrize("name", LOOPED_PEAK)
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
     """Neither costs anything in lockstep, and chunks divide what their F and B take."""
     for S, M in sizes(name, num_chunks):
@@ -104,7 +105,7 @@ def test_weight_gradients_fill_the_bubble(name, costs):
         assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
 
 
-@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb"])
+@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb", "zb_v"])
 def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
     V = CHUNKS.get(name, 2)
     for S, M in sizes(name, V, ranks=(1, 2, 3, 5, 8), microbatches=(1, 2, 6, 8, 16)):
@@ -113,7 +114,7 @@ def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
         assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
     for S, M in sizes("interleaved_zb", num_chunks):
         schedule = build(
@@ -133,6 +134,18 @@ def test_interleaved_zb_of_one_stage_per_rank_is_zb_h1():
             build(name, num_ranks=S, num_microbatches=M) for name in ("zb_h1", "interleaved_zb")
         )
         assert one == other
+
+
+@pytest.mark.parametrize("costs", [COSTS, Costs(f=3, i=4, w=1), Costs()])
+def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
+    for S, M in sizes("zb_v", 2):
+        schedule = build("zb_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        report = simulate(schedule, costs)
+        assert report.peak_activations == tuple(min(2 * S, M + 1 + r, 2 * M) for r in range(S))
+        if M >= 2 * S - 1:
+            assert max(report.idle) == pytest.approx(2 * (S - 1) * (costs.i - costs.w))
+            if costs == Costs():
+                assert report.makespan == 6 * M + (S - 1)
 
 
 def test_zb_h2_ends_with_zb_h1_where_ranks_wait_for_each_other():
