@@ -7,8 +7,14 @@ from collections.abc import Callable
 
 from schedules.eager_1f1b import eager_1f1b
 from schedules.gpipe import gpipe
+from schedules.interleaved_1f1b import interleaved_1f1b
+from schedules.interleaved_zb import interleaved_zb
 from schedules.ir import Schedule, ScheduleError
+from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
+from schedules.zb_h1 import zb_h1
+from schedules.zb_h2 import zb_h2
+from schedules.zb_v import zb_v
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 
@@ -16,6 +22,12 @@ _FAMILIES: dict[str, Family] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager_1f1b": eager_1f1b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
 }
 
 

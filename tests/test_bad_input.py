@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from schedules import ScheduleError, build
+from schedules import ScheduleError, build, names
 from tests import models
 from tests.models import Block
 
@@ -460,22 +460,22 @@ refused_schedule = functools.partial(refusal, make, error=ScheduleError)
     [
         ("1f1p", "did you mean '1f1b' or 'eager_1f1b'? "),
         ("gpip", "did you mean 'gpipe'? "),
-        ("eager_1f1", "did you mean 'eager_1f1b' or '1f1b'? "),
+        ("eager_1f1", "did you mean 'eager_1f1b' or 'interleaved_1f1b' or '1f1b'? "),
         ("zzz", ""),
         ("", ""),
     ],
 )
 def test_an_unknown_schedule(name, hint):
     assert refused_schedule(schedule=name) == (
-        f"schedule={name!r} is not a known family; {hint}known: gpipe, 1f1b, eager_1f1b"
+        f"schedule={name!r} is not a known family; {hint}known: {', '.join(names())}"
     )
 
 
 @pytest.mark.parametrize(("given", "kind"), [(3, "int"), (build, "function"), (["1f1b"], "list")])
 def test_something_else_for_a_schedule(given, kind):
     assert refused_schedule(schedule=given) == (
-        f"schedule={given!r} is of type {kind}; give a name out of gpipe, 1f1b, eager_1f1b, a "
-        f"Schedule, or the path of a CSV timetable"
+        f"schedule={given!r} is of type {kind}; give a name out of "
+        f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
 
 

@@ -10,9 +10,11 @@ import pytest
 import schedules
 from schedules import Costs, ScheduleError, build, check, simulate
 from schedules.grid import grid
+from tests.sizes import CHUNKS, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
-SIZES = list(itertools.product(range(1, 9), range(1, 17)))
+SIZES = list(itertools.product(RANKS, MICROBATCHES))
+MORE_CHUNKS = [pytest.param(V, marks=pytest.mark.slow) for V in (3, 4)]
 COSTS = Costs(f=3.0, i=4.0, w=2.5)
 F, B = 3.0, 6.5
 
@@ -21,23 +23,44 @@ PEAK = {
     "1f1b": lambda S, M, r: min(S - r, M),
     "eager_1f1b": lambda S, M, r: min(2 * (S - 1 - r) + 1, M),
 }
+LOOPED_PEAK = {
+    "interleaved_1f1b": lambda S, M, V, r: min(
+        2 * (S - 1 - r) + (V - 1) * (M // max(1, M // S)) + 1, M * V
+    ),
+    "looped_bfs": lambda S, M, V, r: M * V,
+}
+V_SHAPED = ("zb_v",)
+SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak activations
+    "zb_h1": (lambda S: S - 1, lambda S, M, r: min(S, M)),
+    "zb_h2": (lambda S: 2 * (S - 1), lambda S, M, r: min(2 * S - 1, M)),
+}
 
 
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_legal_at_every_size(name, num_chunks):
-    for S, M in SIZES:
+    for S, M in sizes(name, num_chunks):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
         assert check(schedule) is schedule
         assert check(schedule.forward()).is_forward
         assert (schedule.name, schedule.num_microbatches) == (name, M)
-        assert schedule.placement == tuple(k % S for k in range(num_chunks * S))
+        if name in V_SHAPED:
+            assert schedule.placement == (*range(S), *reversed(range(S)))
+        else:
+            assert schedule.placement == tuple(k % S for k in range(num_chunks * S))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_other_sizes_are_refused_and_legal_ones_never(name):
+    for (S, M), V in itertools.product(SIZES, (1, 2, 3)):
+        if not is_legal(name, S, M, V):
+            refusal(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
 
 
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):
-    for S, M in SIZES:
+    for S, M in sizes(name, num_chunks):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
         for stage, rank in enumerate(schedule.placement):
             mine = [a for a in schedule.orders[rank] if a.stage == stage and a.kind in ("B", "W")]
@@ -51,6 +74,117 @@ def test_idle_and_peak_activations(name):
         assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (F + B))
         assert report.makespan == pytest.approx((M + S - 1) * (F + B))
         assert report.peak_activations == tuple(PEAK[name](S, M, r) for r in range(S))
+
+
+@pytest.mark.parametrize("name", LOOPED_PEAK)
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
+def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
+    """Neither costs anything in lockstep, and chunks divide what their F and B take."""
+    for S, M in sizes(name, num_chunks):
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        report = simulate(schedule, COSTS)
+        bubble = (S - 1 + (num_chunks - 1) * max(0, S - M)) * (F + B)
+        assert report.idle[0] == max(report.idle) == pytest.approx(bubble)
+        assert report.makespan == pytest.approx(M * num_chunks * (F + B) + bubble)
+        assert report.peak_activations == tuple(
+            LOOPED_PEAK[name](S, M, num_chunks, r) for r in range(S)
+        )
+        lockstep = simulate(schedule, COSTS, clock="lockstep")
+        assert lockstep.makespan == pytest.approx(report.makespan)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("costs", [COSTS, Costs(f=4, i=3, w=1)])
+def test_weight_gradients_fill_the_bubble(name, costs):
+    most, peak = SPLIT[name]
+    for S, M in SIZES:
+        schedule = build(name, num_ranks=S, num_microbatches=M)
+        report = simulate(schedule, costs)
+        bubble = (S - 1) * (costs.f + costs.i) - min(most(S), M - 1) * costs.w
+        assert max(report.idle) == pytest.approx(bubble)
+        assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb", "zb_v"])
+def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
+    V = CHUNKS.get(name, 2)
+    for S, M in sizes(name, V, ranks=(1, 2, 3, 5, 8), microbatches=(1, 2, 6, 8, 16)):
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        lockstep = simulate(schedule, clock="lockstep")
+        assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
+def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
+    for S, M in sizes("interleaved_zb", num_chunks):
+        schedule = build(
+            "interleaved_zb", num_ranks=S, num_microbatches=M, num_stages=num_chunks * S
+        )
+        report = simulate(schedule, COSTS)
+        if M >= S:
+            assert max(report.idle) == pytest.approx((S - 1) * (COSTS.f + COSTS.i - COSTS.w))
+        group = M // max(1, M // S)
+        peak = min((num_chunks - 1) * group + S, num_chunks * M)
+        assert report.peak_activations == (peak,) * S
+
+
+def test_interleaved_zb_of_one_stage_per_rank_is_zb_h1():
+    for S, M in sizes("interleaved_zb", 1):
+        one, other = (
+            build(name, num_ranks=S, num_microbatches=M) for name in ("zb_h1", "interleaved_zb")
+        )
+        assert one == other
+
+
+@pytest.mark.parametrize("costs", [COSTS, Costs(f=3, i=4, w=1), Costs()])
+def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
+    for S, M in sizes("zb_v", 2):
+        schedule = build("zb_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        report = simulate(schedule, costs)
+        assert report.peak_activations == tuple(min(2 * S, M + 1 + r, 2 * M) for r in range(S))
+        if M >= 2 * S - 1:
+            assert max(report.idle) == pytest.approx(2 * (S - 1) * (costs.i - costs.w))
+            if costs == Costs():
+                assert report.makespan == 6 * M + (S - 1)
+
+
+def test_zb_h2_ends_with_zb_h1_where_ranks_wait_for_each_other():
+    """No rank of it idles between its first and its last action, and yet no step ends sooner."""
+    for S, M in [(2, 3), (4, 8), (8, 16)]:
+        one, two = (
+            simulate(build(name, num_ranks=S, num_microbatches=M)) for name in ("zb_h1", "zb_h2")
+        )
+        assert max(two.idle) == 0 < max(one.idle)
+        assert one.makespan == two.makespan == 3 * M + S - 1
+
+
+def test_zb_h1_holds_what_1f1b_does_and_as_many_as_wait_for_their_weight_gradient():
+    for S, M in SIZES:
+        for rank, order in enumerate(build("zb_h1", num_ranks=S, num_microbatches=M).orders):
+            held = {"I": 0, "W": 0}
+            most = {"I": 0, "W": 0}
+            for action in order:
+                held["I"] += {"F": 1, "I": -1, "W": 0}[action.kind]
+                held["W"] += {"F": 0, "I": 1, "W": -1}[action.kind]
+                most = {kind: max(most[kind], held[kind]) for kind in held}
+            assert most["I"] == min(S - rank, M)
+            assert most["W"] == min(rank + 1, M)  # one of them runs in that moment
+
+
+def test_interleaved_1f1b_runs_a_group_through_each_chunk_in_turn():
+    for S, M, group in [(4, 8, 4), (4, 10, 5), (4, 3, 3), (8, 12, 12)]:
+        orders = build("interleaved_1f1b", num_ranks=S, num_microbatches=M, num_stages=2 * S).orders
+        for rank, order in enumerate(orders):
+            turns = [(a.stage, a.microbatch) for a in order if a.kind == "F"]
+            assert turns == [
+                (stage, m)
+                for first in range(0, M, group)
+                for stage in (rank, rank + S)
+                for m in range(first, first + group)
+            ]
+            ahead = min(2 * (S - 1 - rank) + group, 2 * M)
+            kinds = "".join(action.kind for action in order)
+            assert kinds == "F" * ahead + "FB" * (2 * M - ahead) + "B" * ahead
 
 
 def test_eager_1f1b_takes_no_longer_in_lockstep():
@@ -76,8 +210,15 @@ def test_1f1b_warms_up_alternates_and_drains():
             assert "".join(action.kind for action in order) == expected
 
 
-@pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize(("S", "K", "M"), [(4, 4, 6), (2, 4, 4)])
+@pytest.mark.parametrize(
+    ("name", "S", "K", "M"),
+    [
+        (name, S, K, M)
+        for name in schedules.names()
+        for S, K, M in [(4, 4, 6), (2, 4, 4)]
+        if is_legal(name, S, M, K // S)
+    ],
+)
 def test_the_grid_is_the_one_on_file(name, S, K, M):
     schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=K)
     file = GOLDEN / f"{name}_S{S}_K{K}_M{M}.txt"
@@ -114,4 +255,34 @@ def test_every_rank_holds_as_many_stages():
     assert refusal(num_ranks=4, num_stages=2) == (
         "num_stages=2 is not a multiple of num_ranks=4: every rank holds the same number of "
         "stages; use num_stages=4, or another number of ranks"
+    )
+
+
+ROUNDS_RULE = (
+    "runs max(1, num_microbatches // num_ranks) = {rounds} rounds, all of the same number of "
+    "microbatches; use num_microbatches={fewer} or {more}"
+)
+
+
+@pytest.mark.parametrize("name", sorted(ROUNDS))
+@pytest.mark.parametrize(
+    ("S", "M", "rounds", "fewer", "more"),
+    [(4, 9, 2, 8, 10), (4, 11, 2, 10, 12), (4, 13, 3, 12, 15), (8, 31, 3, 30, 32)],
+)
+def test_rounds_are_of_equal_size(name, S, M, rounds, fewer, more):
+    rule = ROUNDS_RULE.format(rounds=rounds, fewer=fewer, more=more)
+    assert refusal(name, num_ranks=S, num_microbatches=M) == (
+        f"num_microbatches={M} with num_ranks={S}: {name} {rule}"
+    )
+    for legal in (fewer, more):
+        check(build(name, num_ranks=S, num_microbatches=legal))
+
+
+@pytest.mark.parametrize("name", sorted(CHUNKS))
+def test_stages_per_rank_that_a_family_is_not_defined_for(name):
+    V = CHUNKS[name]
+    each = "one stage" if V == 1 else f"{V} stages"
+    assert refusal(name, num_ranks=4, num_stages=12) == (
+        f"num_stages=12 with num_ranks=4: {name} is defined for {each} per rank; "
+        f"use num_stages={4 * V}, or another family"
     )

@@ -6,19 +6,58 @@ import pytest
 
 from schedules import Costs, Report, ScheduleError, build, from_orders, simulate
 
-# Zero-bubble paper, tables 9 and 5: S, M, Costs(f, i, w, comm), bubble rate of 1F1B.
-ZERO_BUBBLE_1F1B = [
-    (8, 24, Costs(18.522, 18.086, 9.337, 0.601), 0.2431),
-    (8, 32, Costs(18.513, 18.086, 9.331, 0.626), 0.1985),
-    (8, 64, Costs(18.546, 18.097, 9.321, 0.762), 0.1240),
-    (16, 48, Costs(11.347, 11.248, 8.132, 0.377), 0.2552),
-    (16, 64, Costs(11.307, 11.254, 8.101, 0.379), 0.2082),
-    (16, 128, Costs(11.325, 11.308, 8.109, 0.378), 0.1251),
+# Zero-bubble paper, tables 9 and 5: S, M, Costs(f, i, w, comm), bubble rate of each family.
+ZERO_BUBBLE = [
+    (
+        8,
+        24,
+        Costs(18.522, 18.086, 9.337, 0.601),
+        {"1f1b": 0.2431, "zb_h1": 0.1585, "zb_h2": 0.1083},
+    ),
+    (
+        8,
+        32,
+        Costs(18.513, 18.086, 9.331, 0.626),
+        {"1f1b": 0.1985, "zb_h1": 0.1242, "zb_h2": 0.0837},
+    ),
+    (
+        8,
+        64,
+        Costs(18.546, 18.097, 9.321, 0.762),
+        {"1f1b": 0.1240, "zb_h1": 0.0674, "zb_h2": 0.0444},
+    ),
+    (
+        16,
+        48,
+        Costs(11.347, 11.248, 8.132, 0.377),
+        {"1f1b": 0.2552, "zb_h1": 0.1397, "zb_h2": 0.0672},
+    ),
+    (
+        16,
+        64,
+        Costs(11.307, 11.254, 8.101, 0.379),
+        {"1f1b": 0.2082, "zb_h1": 0.1088, "zb_h2": 0.0516},
+    ),
+    (
+        16,
+        128,
+        Costs(11.325, 11.308, 8.109, 0.378),
+        {"1f1b": 0.1251, "zb_h1": 0.0576, "zb_h2": 0.0266},
+    ),
 ]
-LOCKSTEP = [  # S=8, M=32, F=I=W: family, pattern, efficiency on the event clock and in lockstep
-    ("gpipe", "single", 0.821, 0.821),
-    ("1f1b", "single", 0.821, 0.649),
-    ("eager_1f1b", "paired", 0.821, 0.821),
+LOCKSTEP = [  # S=8, M=32, F=I=W: family, V, pattern, efficiency on the event clock and in lockstep
+    ("gpipe", 1, "single", 0.821, 0.821),
+    ("1f1b", 1, "single", 0.821, 0.649),
+    ("eager_1f1b", 1, "paired", 0.821, 0.821),
+    ("looped_bfs", 2, "single", 0.901, 0.901),
+    ("interleaved_1f1b", 2, "paired", 0.901, 0.901),
+    ("zb_h1", 1, "single", 0.932, 0.932),
+    ("interleaved_zb", 2, "single", 0.965, 0.965),
+    ("zb_v", 2, "single", 0.965, 0.965),
+]
+UNEQUAL = [  # the same at I=1.2, W=.8: family, V, the two efficiencies
+    ("zb_h1", 1, 0.907, 0.789),
+    ("zb_v", 2, 0.958, 0.826),
 ]
 
 
@@ -26,19 +65,34 @@ def efficiency(report: Report) -> float:
     return report.work[0] / report.makespan
 
 
-@pytest.mark.parametrize(("S", "M", "costs", "bubble_rate"), ZERO_BUBBLE_1F1B)
-def test_bubble_rates_of_the_zero_bubble_paper(S, M, costs, bubble_rate):
-    report = simulate(build("1f1b", num_ranks=S, num_microbatches=M), costs)
-    assert round(report.bubble_rate, 4) == bubble_rate
+@pytest.mark.parametrize(("S", "M", "costs", "bubble_rates"), ZERO_BUBBLE)
+def test_bubble_rates_of_the_zero_bubble_paper(S, M, costs, bubble_rates):
+    for name, bubble_rate in bubble_rates.items():
+        report = simulate(build(name, num_ranks=S, num_microbatches=M), costs)
+        assert round(report.bubble_rate, 4) == bubble_rate
 
 
-@pytest.mark.parametrize(("name", "pattern", "event", "lockstep"), LOCKSTEP)
-def test_what_lockstep_costs(name, pattern, event, lockstep):
-    schedule = build(name, num_ranks=8, num_microbatches=32)
+@pytest.mark.parametrize(("name", "V", "pattern", "event", "lockstep"), LOCKSTEP)
+def test_what_lockstep_costs(name, V, pattern, event, lockstep):
+    schedule = build(name, num_ranks=8, num_microbatches=32, num_stages=8 * V)
     report = simulate(schedule, clock="lockstep")
     assert report.pattern == pattern
     assert round(efficiency(report), 3) == lockstep
     assert round(efficiency(simulate(schedule)), 3) == event
+
+
+@pytest.mark.parametrize(("name", "V", "event", "lockstep"), UNEQUAL)
+def test_what_lockstep_costs_where_actions_are_unequal(name, V, event, lockstep):
+    schedule = build(name, num_ranks=8, num_microbatches=32, num_stages=8 * V)
+    costs = Costs(1, 1.2, 0.8)
+    assert round(efficiency(simulate(schedule, costs)), 3) == event
+    assert round(efficiency(simulate(schedule, costs, clock="lockstep")), 3) == lockstep
+
+
+def test_interleaved_1f1b_waits_in_single_slots_and_not_in_paired_ones():
+    schedule = build("interleaved_1f1b", num_ranks=8, num_microbatches=32, num_stages=16)
+    single = simulate(schedule, clock="lockstep", pattern="single")
+    assert round(efficiency(single), 3) == 0.716
 
 
 def test_1f1b_runs_at_half_rate_in_paired_ticks():

@@ -1,0 +1,25 @@
+"""Looped breadth-first: all microbatches through one chunk of a rank, then through the next.
+
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. Letters as in
+`schedules.ir`; F and B are the times of one stage, a V-th of a rank's layers.
+
+    idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
+                                else (S - 1 + (V - 1)(S - M))(F + B)
+    peak activations            M V
+"""
+
+from __future__ import annotations
+
+from schedules.ir import Action, Schedule, loop_placement
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+    """Build it; stages ascend for F and descend for B, microbatches always ascend."""
+    microbatches, orders = range(num_microbatches), []
+    for rank in range(num_ranks):
+        held = range(rank, num_stages, num_ranks)
+        forward = (Action(stage, "F", m) for stage in held for m in microbatches)
+        backward = (Action(stage, "B", m) for stage in held[::-1] for m in microbatches)
+        orders.append((*forward, *backward))
+    placement = loop_placement(num_stages, num_ranks)
+    return Schedule("looped_bfs", num_microbatches, tuple(orders), placement)

@@ -1,0 +1,36 @@
+"""Which sizes each family is defined for: stated once, so that a sweep leaves out no legal one.
+
+`test_families` proves that `build` accepts these sizes and refuses all others. Letters as in
+`schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+RANKS, MICROBATCHES = range(1, 9), range(1, 17)
+
+CHUNKS = {"zb_h1": 1, "zb_h2": 1, "zb_v": 2}  # families that are defined for one V only
+ROUNDS = {
+    "interleaved_1f1b",
+    "interleaved_zb",
+}  # families that run max(1, M // S) rounds of equal size
+
+
+def is_legal(name: str, S: int, M: int, V: int) -> bool:
+    """Whether `build` accepts the sizes; families named nowhere above take any."""
+    return CHUNKS.get(name, V) == V and (name not in ROUNDS or M % max(1, M // S) == 0)
+
+
+def sizes(
+    name: str,
+    V: int,
+    *,
+    ranks: Iterable[int] = RANKS,
+    microbatches: Iterable[int] = MICROBATCHES,
+) -> Iterator[tuple[int, int]]:
+    """Every legal (S, M) with V stages per rank."""
+    for S, M in itertools.product(ranks, microbatches):
+        if is_legal(name, S, M, V):
+            yield S, M
