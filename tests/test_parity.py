@@ -34,7 +34,7 @@ FACTORS = (RANKS, MICROBATCHES, FAMILIES, REMATS, BUBBLES)
 GRID = list(itertools.product(*FACTORS))
 
 
-FAST_TRIPLES = ((4, 3, "stage", "skip"), (2, 8, None, "masked"))
+FAST_TRIPLES = ((4, 3, "stage", "skip"),)
 
 
 def pairs(case) -> set:
@@ -155,7 +155,6 @@ def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
         (4, 2, 6, "gpipe", None, "skip"),
         (2, 2, 3, "eager_1f1b", "stage", "masked"),
         (2, 3, 2, "1f1b", None, "masked"),
-        (1, 3, 4, "1f1b", "stage", "skip"),
         (1, 2, 3, "gpipe", None, "masked"),
     ],
 )
@@ -179,8 +178,7 @@ def test_several_stages_per_rank(S, V, M, family, remat, bubbles):
     [
         (2, 2, 3, "1f1b", "stage", "skip"),
         (4, 2, 8, "eager_1f1b", None, "skip"),
-        (2, 4, 2, "gpipe", "stage", "masked"),
-        (1, 8, 2, "1f1b", None, "skip"),
+        (1, 8, 2, "gpipe", "stage", "masked"),
     ],
 )
 def test_data_shards(S, D, M, family, remat, bubbles):
@@ -222,20 +220,14 @@ def test_a_stacked_module_is_the_list_of_its_stages():
     stacked = nnx.merge(
         graphdef, jax.tree.map(lambda *xs: jnp.stack(xs), *(nnx.state(s) for s in stages))
     )
-    found = [
-        Pipeline(
-            given,
-            3,
-            schedule="1f1b",
-            mesh=make_mesh(stage=2),
-            loss_fn=models.cross_entropy,
-            **ends(),
-        ).value_and_grad(*batch())
+    a, b = (
+        Pipeline(given, 3, schedule="1f1b", mesh=make_mesh(stage=2), loss_fn=models.cross_entropy)
         for given in (stages, stacked)
-    ]
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert np.isfinite(found[0][0])
+    )
+    assert nnx.graphdef(a.chunks) == nnx.graphdef(b.chunks)
+    for x, y in zip(*(jax.tree.leaves(nnx.state(pipe)) for pipe in (a, b)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding == y.sharding
 
 
 # --- what a stage keeps ---
@@ -288,8 +280,7 @@ def test_kinds_of_stages(kind, remat):
     check(pipe, kind=kind)
 
 
-@pytest.mark.parametrize("bubbles", BUBBLES)
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(("remat", "bubbles"), [("stage", "masked"), (None, "skip")])
 def test_activations_that_are_trees(remat, bubbles):
     M, K = 3, 4
     x = {
@@ -349,8 +340,8 @@ def any_schedule(seed: int, *, S: int, K: int, M: int, split: float) -> schedule
     ("seed", "S", "K", "M", "split", "remat", "bubbles"),
     [
         (1, 3, 3, 4, 0.0, "stage", "skip"),
-        (2, 2, 6, 3, 0.0, None, "skip"),
-        (3, 3, 3, 4, 1.0, "stage", "skip"),
+        pytest.param(2, 2, 6, 3, 0.0, None, "skip", marks=pytest.mark.slow),
+        pytest.param(3, 3, 3, 4, 1.0, "stage", "skip", marks=pytest.mark.slow),
         (4, 2, 4, 3, 0.5, None, "skip"),
         (5, 3, 6, 3, 0.5, "stage", "masked"),
         (6, 2, 4, 4, 1.0, None, "masked"),
@@ -384,21 +375,27 @@ def test_any_legal_schedule(seed, S, K, M, split, remat, bubbles):
     check(pipe)
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_a_timetable_from_a_file(tmp_path, as_text):
+def test_a_timetable_from_a_file(tmp_path):
+    """It says how many ranks there are, where no mesh does."""
     path = tmp_path / "mine.csv"
-    any_schedule(8, S=2, K=4, M=3, split=0.5).to_csv(path)
-    pipe = Pipeline(
-        models.build(Hostile, 4),
-        3,
-        schedule=str(path) if as_text else path,
-        mesh=make_mesh(stage=2),
-        loss_fn=models.cross_entropy,
-        **ends(),
-    )
-    assert pipe.schedule.name == "mine"
-    assert "I" in {action.kind for order in pipe.schedule.orders for action in order}
-    check(pipe)
+    schedule = any_schedule(8, S=2, K=4, M=3, split=0.5)
+    schedule.to_csv(path)
+    pipes = [
+        Pipeline(
+            models.build(Hostile, 4),
+            3,
+            schedule=given,
+            mesh=mesh,
+            loss_fn=models.cross_entropy,
+            **ends(),
+        )
+        for given, mesh in ((path, make_mesh(stage=2)), (str(path), None))
+    ]
+    for pipe in pipes:
+        assert pipe.schedule.name == "mine"
+        assert pipe.schedule.orders == schedule.orders
+        assert pipe.mesh.shape["stage"] == 2
+    check(pipes[1])
 
 
 # --- leaks ---
@@ -436,8 +433,15 @@ def poison(monkeypatch):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("bubbles", BUBBLES)
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(
+    ("remat", "bubbles"),
+    [
+        ("stage", "skip"),
+        (None, "masked"),
+        pytest.param("stage", "masked", marks=pytest.mark.slow),
+        pytest.param(None, "skip", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_reads_what_nobody_wrote(remat, bubbles):
     pipe = Pipeline(
         models.build(Hostile, 4),
