@@ -8,6 +8,8 @@ JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
+# Tests compile much and run little: without LLVM's optimisations they take a third less.
+QUICK := "$$XLA_FLAGS --xla_backend_optimization_level=0"
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # An environment that exists keeps its interpreter; asking for another must not pass unnoticed.
@@ -29,12 +31,10 @@ train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-# The grid compiles much and runs little: without LLVM's optimisations it takes a third less.
 test-slow: $(VENV)/.dev ## the slow tests: the whole parity grid, long runs
-	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" $(BIN)/python -m pytest \
-	  -n $(JOBS) --dist loadgroup -m slow --ignore tests/test_train_gpt.py $(ARGS)
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow --ignore tests/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/test_train_gpt.py
 
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
