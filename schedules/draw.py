@@ -96,7 +96,11 @@ def _draw(reports: Sequence[Report], title: str | None) -> Figure:
 
 def _units(report: Report) -> float:
     """How many of its shortest actions fit in the makespan."""
-    lengths = [report.costs.of(kind) for kind in _kinds([report])]
+    lengths = (
+        end - start
+        for row in zip(report.starts, report.ends, strict=True)
+        for start, end in zip(*row, strict=True)
+    )
     shortest = min((length for length in lengths if length > 0), default=1.0)
     return report.makespan / shortest
 

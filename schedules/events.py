@@ -6,15 +6,13 @@ Letters as in `schedules.ir`, A as in `schedules.flat`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from schedules.costs import Times
 from schedules.flat import B, F, Flat, I, Ints
-from schedules.ir import KINDS, Kind, Schedule
-
-UNIT: Mapping[Kind, int] = dict.fromkeys(KINDS, 1)
+from schedules.ir import Schedule
 
 
 class Links(NamedTuple):
@@ -23,12 +21,12 @@ class Links(NamedTuple):
     Attributes:
       awaited: [A] the message that an action cannot start without.
       sent: [A] the message that its end releases.
-      crosses: [A] 1 where the message that it sends leaves its rank.
+      target: [A] the rank that reads what it sends; its own if it sends nothing.
     """
 
     awaited: Ints
     sent: Ints
-    crosses: Ints
+    target: Ints
 
 
 def links(schedule: Schedule, flat: Flat) -> Links:
@@ -44,7 +42,7 @@ def links(schedule: Schedule, flat: Flat) -> Links:
     sent = np.where(gradient & (flat.stage > 0), 2 * index + 1, sent)
     neighbour = np.clip(flat.stage + np.where(forward, 1, -1), 0, last)
     placement = np.array(schedule.placement, np.int64)
-    return Links(awaited, sent, (placement[neighbour] != flat.rank).astype(np.int64))
+    return Links(awaited, sent, np.where(sent >= 0, placement[neighbour], flat.rank))
 
 
 def run(
@@ -52,8 +50,8 @@ def run(
     flat: Flat,
     wires: Links,
     *,
-    durations: Mapping[Kind, float] = UNIT,
-    comm: float = 0.0,
+    durations: Times | None = None,
+    lag: Times | None = None,
 ) -> list[list[float]]:
     """[S] lists of start times; a list shorter than its order stops where the rank waits forever.
 
@@ -61,13 +59,13 @@ def run(
       schedule: legal or not, but `is_dense`.
       flat: its actions.
       wires: its messages.
-      durations: how long each kind takes.
-      comm: how long a message takes that leaves its rank.
+      durations: [A] how long each action takes; 1 by default.
+      lag: [A] how long the message takes that it sends; 0 by default.
     """
     first = flat.first.tolist()
     awaited, sent = wires.awaited.tolist(), wires.sent.tolist()
-    cost = np.array([durations[kind] for kind in KINDS])[flat.kind].tolist()
-    lag = (wires.crosses * comm).tolist()
+    cost = [1.0] * len(awaited) if durations is None else durations.tolist()
+    delay = [0.0] * len(awaited) if lag is None else lag.tolist()
     arrival = [-1.0] * (2 * schedule.num_stages * schedule.num_microbatches)
     waiting: dict[int, list[int]] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
@@ -87,7 +85,7 @@ def run(
             now += cost[n]
             message = sent[n]
             if message >= 0 and arrival[message] < 0:
-                arrival[message] = now + lag[n]
+                arrival[message] = now + delay[n]
                 todo.extend(waiting.pop(message, ()))
         free[rank] = now
     return starts

@@ -16,7 +16,7 @@ import numpy as np
 from schedules.costs import Costs
 from schedules.ir import Action, Schedule, ScheduleError
 from schedules.program import Channel, Keep, Op, Program, Slot, Table
-from schedules.ticks import PATTERNS, Ticks, lay_out, makespan
+from schedules.ticks import Ticks, best_ticks
 
 
 def lower(
@@ -25,36 +25,26 @@ def lower(
     keep: Keep = "input",
     pattern: str | None = None,
     costs: Costs | None = None,
+    partners: bool = False,
 ) -> Program:
     """Compile a schedule; no rank's order changes.
 
     Args:
       schedule: a legal schedule (`check`).
       keep: what F leaves for its backward, the stage's input or its residuals.
-      pattern: "single" (one action of any kind per tick) or "paired" (an F slot, then a
-        backward slot); by default the one with the smaller lockstep makespan.
+      pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then
+        a backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one
+        parity run F while those of the other run backwards, so that classic 1F1B exchanges
+        between disjoint pairs); by default the one with the smallest lockstep makespan.
       costs: durations for that choice; by default F = I = W.
+      partners: exchanges make only those ranks meet that they join, not all; for that choice.
 
     Raises:
       ScheduleError: unknown keep or pattern, or the schedule deadlocks.
     """
     if keep not in ("input", "residuals"):
         raise ScheduleError(f"keep={keep!r}: must be 'input' or 'residuals'")
-    return allocate(best_ticks(schedule, pattern, costs or Costs()), keep)
-
-
-def best_ticks(schedule: Schedule, pattern: str | None, costs: Costs) -> Ticks:
-    """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest."""
-    if pattern is not None and pattern not in PATTERNS:
-        raise ScheduleError(
-            f"pattern={pattern!r} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
-            f"or leave it out for the fastest"
-        )
-    names = list(PATTERNS) if pattern is None else [pattern]
-    return min(
-        (lay_out(schedule, PATTERNS[name]) for name in names),
-        key=lambda ticks: makespan(ticks, costs),
-    )
+    return allocate(best_ticks(schedule, pattern, costs or Costs(), partners=partners), keep)
 
 
 class _Value(NamedTuple):
@@ -69,7 +59,7 @@ class _Value(NamedTuple):
 
 def allocate(ticks: Ticks, keep: Keep) -> Program:
     """Give every value of a layout its place and write the tables."""
-    schedule, width = ticks.schedule, len(ticks.pattern)
+    schedule, width = ticks.schedule, ticks.width
     messages, residuals = _values(ticks, keep)
     num_buffers, buffer_of = _colour(messages)
     num_stashes, stash_of = _colour(residuals)
@@ -110,10 +100,10 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
 
 def _timeline(ticks: Ticks) -> Iterator[tuple[int, int, Action]]:
     """Every (time, rank, action) of a layout."""
-    orders = zip(ticks.schedule.orders, ticks.times, strict=True)
-    for rank, (order, times) in enumerate(orders):
-        for action, time in zip(order, times, strict=True):
-            yield time, rank, action
+    times = iter(ticks.times.tolist())
+    for rank, order in enumerate(ticks.schedule.orders):
+        for action in order:
+            yield next(times), rank, action
 
 
 def _values(ticks: Ticks, keep: Keep) -> tuple[list[_Value], list[_Value]]:
@@ -177,7 +167,7 @@ def _colour(values: Iterable[_Value]) -> tuple[int, list[int]]:
 
 def _slots(ticks: Ticks, messages: Iterable[_Value]) -> tuple[Slot, ...]:
     """The ops and the static permutations that each slot of the pattern needs."""
-    schedule, width = ticks.schedule, len(ticks.pattern)
+    schedule, width = ticks.schedule, ticks.width
     ops: list[set[Op]] = [set() for _ in range(width)]
     edges: list[dict[int, set[tuple[int, int]]]] = [{} for _ in range(width)]
     for time, _, action in _timeline(ticks):
@@ -191,7 +181,7 @@ def _slots(ticks: Ticks, messages: Iterable[_Value]) -> tuple[Slot, ...]:
             tuple(sorted(ops[s], key=lambda op: ("FBIW".index(op.kind), *op[1:]))),
             tuple(Channel(shift, tuple(sorted(edges[s][shift]))) for shift in sorted(edges[s])),
         )
-        for s, kinds in enumerate(ticks.pattern)
+        for s, kinds in enumerate(ticks.kinds)
     )
 
 

@@ -1,19 +1,27 @@
-"""How long a schedule takes, under a clock of your choice. Letters as in `schedules.ir`."""
+"""How long a schedule takes, under a clock of your choice.
+
+Letters as in `schedules.ir`, A as in `schedules.flat`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from schedules.check import check
-from schedules.costs import Costs
+from schedules.costs import Costs, Times
 from schedules.events import links, run
-from schedules.flat import activations, flatten
-from schedules.ir import KINDS, Schedule, ScheduleError
-from schedules.lower import best_ticks
-from schedules.ticks import PATTERNS, Ticks, spans
+from schedules.flat import Flat, activations, flatten
+from schedules.ir import Action, Schedule, ScheduleError, shorten
+from schedules.ticks import begins, best_ticks
 
-CLOCKS = ("event", "lockstep")
+if TYPE_CHECKING:
+    from schedules.explain import Explanation
+
+CLOCKS = ("event", "lockstep", "measured")
 
 
 @dataclass(frozen=True)
@@ -23,13 +31,16 @@ class Report:
     Attributes:
       schedule: what was timed.
       costs: the durations.
-      clock: "event" or "lockstep".
-      pattern: the slots of a tick, "single" or "paired"; None under the event clock.
+      clock: "event", "lockstep" or "measured".
+      pattern: the slots of a lockstep tick, as in `lower`; None under the other clocks.
+      partners: whether a lockstep exchange makes only those ranks meet that it joins.
       makespan: the end of the last action.
       span: [S] from the start of a rank's first action to the end of its last.
       work: [S] the sum of a rank's durations.
       idle: [S] the waiting inside the span, span - work.
-      bubble_rate: idle / span of the rank with the longest span.
+      bubble_rate: idle / span of the rank with the longest span. Ranks that start or end at
+        different times wait outside of their spans, so 0 here is no promise for a step that ends
+        in a synchronous optimiser: `step_bubble_rate` counts that waiting too.
       peak_activations: [S] the most stage inputs held at once, each from the start of its F to
         the end of its B or, split, of its W.
       starts: [S] tuples, aligned with ``schedule.orders``.
@@ -40,6 +51,7 @@ class Report:
     costs: Costs
     clock: str
     pattern: str | None
+    partners: bool
     makespan: float
     span: tuple[float, ...]
     work: tuple[float, ...]
@@ -49,6 +61,28 @@ class Report:
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
 
+    @property
+    def step_time(self) -> float:
+        """The makespan and the synchronous optimiser step after it."""
+        return self.makespan + self.costs.optimizer
+
+    @property
+    def step_bubble_rate(self) -> float:
+        """The share of all ranks' time, from 0 to the makespan, in which they do not work."""
+        whole = self.makespan * len(self.work)
+        return 1.0 - sum(self.work) / whole if whole else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """1 - step_bubble_rate."""
+        return 1.0 - self.step_bubble_rate
+
+    def explain(self) -> Explanation:
+        """Every rank's waiting from 0 to the makespan, split by cause."""
+        from schedules.explain import explain  # noqa: PLC0415  it imports this module
+
+        return explain(self)
+
 
 def simulate(
     schedule: Schedule,
@@ -56,6 +90,8 @@ def simulate(
     clock: str = "event",
     *,
     pattern: str | None = None,
+    partners: bool = False,
+    durations: Mapping[Action, float] | None = None,
 ) -> Report:
     """Time a schedule.
 
@@ -63,42 +99,75 @@ def simulate(
       schedule: a legal schedule.
       costs: durations; by default F = I = W = 1 and messages are free.
       clock: "event": an action starts when its rank is free and its message is there, and
-        sending occupies nobody. "lockstep": what `lower` makes of it, all ranks meet at the end
-        of every slot, and an action starts with its slot.
+        sending occupies nobody. "lockstep": what `lower` makes of it, ranks meet at the end of
+        every slot, and an action starts with its slot. "measured": the event clock with a
+        duration for each action, from a run.
       pattern: the slots of a lockstep tick, as in `lower`; by default the fastest.
+      partners: under lockstep, an exchange makes only those ranks meet that it joins (processes,
+        GPUs and TPUs), not all of them (virtual CPU devices of one process).
+      durations: for "measured", the time that each action took; messages and the optimiser are
+        as in ``costs``.
 
     Raises:
-      ScheduleError: an illegal schedule, an unknown clock, or a pattern that does not fit.
+      ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
+    _see_that_arguments_fit(clock, pattern, partners, durations)
+    check(schedule)
+    costs, flat = costs or Costs(), flatten(schedule)
+    lasting = _durations(schedule, flat, costs, durations)
+    if clock == "lockstep":
+        ticks = best_ticks(schedule, pattern, costs, partners=partners)
+        pattern = ticks.name
+        starts = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
+    else:
+        wires, lag = links(schedule, flat), costs.messages(schedule.num_ranks)
+        lags = lag[flat.rank, wires.target]
+        starts = np.concatenate(run(schedule, flat, wires, durations=lasting, lag=lags))
+    return _report(schedule, costs, clock, pattern, partners, flat, starts, lasting)
+
+
+def _see_that_arguments_fit(
+    clock: str, pattern: str | None, partners: bool, durations: Mapping[Action, float] | None
+) -> None:
     if clock not in CLOCKS:
         raise ScheduleError(
             f"clock={clock!r} is not a clock; choose one of {', '.join(map(repr, CLOCKS))}"
         )
-    if clock == "event" and pattern is not None:
+    if clock != "lockstep" and (pattern is not None or partners):
+        given = f"pattern={pattern!r}" if pattern is not None else f"partners={partners!r}"
         raise ScheduleError(
-            f"pattern={pattern!r} with clock='event': only the slots of a lockstep tick have a "
-            f"pattern; leave it out, or choose clock='lockstep'"
+            f"{given} with clock={clock!r}: only lockstep ticks have slots that end in exchanges; "
+            f"leave it out, or choose clock='lockstep'"
         )
-    check(schedule)
-    costs = costs or Costs()
-    if clock == "event":
-        starts = _event_starts(schedule, costs)
-    else:
-        ticks = best_ticks(schedule, pattern, costs)
-        pattern = next(name for name, slots in PATTERNS.items() if slots == ticks.pattern)
-        starts = _lockstep_starts(ticks, costs)
-    return _report(schedule, costs, clock, pattern, starts)
+    if (clock == "measured") != (durations is not None):
+        raise ScheduleError(
+            f"clock={clock!r} with{'out' if durations is None else ''} durations: the measured "
+            f"clock, and no other, takes the time of every action from a run; give "
+            f"durations={{action: time}} and clock='measured', or neither"
+        )
 
 
-def _event_starts(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
-    flat = flatten(schedule)
-    durations = {kind: costs.of(kind) for kind in KINDS}
-    return run(schedule, flat, links(schedule, flat), durations=durations, comm=costs.comm)
-
-
-def _lockstep_starts(ticks: Ticks, costs: Costs) -> Sequence[Sequence[float]]:
-    begin = [start for start, _ in spans(ticks, costs)]
-    return [[begin[time] for time in times] for times in ticks.times]
+def _durations(
+    schedule: Schedule, flat: Flat, costs: Costs, measured: Mapping[Action, float] | None
+) -> Times:
+    """[A] how long each action takes."""
+    if measured is None:
+        return costs.table(schedule.num_stages)[flat.kind, flat.stage]
+    actions = [action for order in schedule.orders for action in order]
+    missing = [action for action in actions if action not in measured]
+    if missing:
+        raise ScheduleError(
+            f"durations has no time for {missing[0]} ({len(missing)} of {len(actions)} actions "
+            f"are missing): the measured clock needs one for each; give {{action: time}} for all"
+        )
+    times = [measured[action] for action in actions]
+    for action, time in zip(actions, times, strict=True):
+        if not (isinstance(time, int | float) and 0 <= time < float("inf")):
+            raise ScheduleError(
+                f"durations[{action}]={shorten(time)}: a duration is a finite number >= 0; give "
+                f"the measured time, in the same unit for all"
+            )
+    return np.array(times, np.float64)
 
 
 def _report(
@@ -106,17 +175,17 @@ def _report(
     costs: Costs,
     clock: str,
     pattern: str | None,
-    starts: Sequence[Sequence[float]],
+    partners: bool,
+    flat: Flat,
+    starts: Times,
+    lasting: Times,
 ) -> Report:
     """Sum up what follows from the start times."""
-    durations = {kind: costs.of(kind) for kind in KINDS}
-    lasting = [[durations[kind] for _, kind, _ in order] for order in schedule.orders]
-    ends = [
-        [start + time for start, time in zip(*row, strict=True)]
-        for row in zip(starts, lasting, strict=True)
-    ]
-    span = [last[-1] - first[0] for first, last in zip(starts, ends, strict=True)]
-    work = list(map(sum, lasting))
+    ends = starts + lasting
+    cuts = flat.first[1:-1].tolist()
+    begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
+    span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
+    work = [float(part.sum()) for part in np.split(lasting, cuts)]
     idle = [whole - part for whole, part in zip(span, work, strict=True)]
     longest = max(range(len(span)), key=span.__getitem__)
     return Report(
@@ -124,12 +193,13 @@ def _report(
         costs=costs,
         clock=clock,
         pattern=pattern,
-        makespan=max(times[-1] for times in ends),
+        partners=partners,
+        makespan=max(times[-1] for times in ended),
         span=tuple(span),
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
         peak_activations=tuple(int(activations(order).max()) for order in schedule.orders),
-        starts=tuple(map(tuple, starts)),
-        ends=tuple(map(tuple, ends)),
+        starts=tuple(map(tuple, begun)),
+        ends=tuple(map(tuple, ended)),
     )

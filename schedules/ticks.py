@@ -1,101 +1,183 @@
 """When each action runs in lockstep: ticks of a few slots, every slot ended by an exchange.
 
-All ranks meet at the end of a slot, so it lasts as long as the slowest action in it, and a
-message sent in one slot can be used in the next. Letters as in `schedules.ir`.
+A message sent in one slot can be used in the next. Ranks meet in the exchange, all of them or
+only those that it joins, so a slot lasts as long as the slowest action of those who meet. Letters
+as in `schedules.ir`, A as in `schedules.flat`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedules.costs import Costs
-from schedules.ir import Action, Schedule
-from schedules.walk import Message, awaited, sent, walk
+import numpy as np
 
-Pattern = tuple[str, ...]  # the kinds each slot of a tick may run
+from schedules.costs import Costs, Times
+from schedules.flat import Ints, flatten
+from schedules.ir import KINDS, Kind, Schedule, ScheduleError
+from schedules.walk import Walk, follow
 
-SINGLE: Pattern = ("FBIW",)
-PAIRED: Pattern = ("F", "BIW")
-PATTERNS: dict[str, Pattern] = {"single": SINGLE, "paired": PAIRED}
+# What a slot permits: strings of kinds, taken in turn by rank modulo their number.
+Pattern = tuple[tuple[str, ...], ...]
+
+PATTERNS: dict[str, Pattern] = {
+    "single": (("FBIW",),),
+    "paired": (("F",), ("BIW",)),
+    "unit": (("F",), ("BI",), ("W",)),
+    "partner": (("FW", "BIW"), ("BIW", "FW")),
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ticks:
     """A schedule laid out in slots.
 
     Attributes:
       schedule: what was laid out; no rank's order has changed.
-      pattern: the kinds each slot of a tick may run.
-      times: [S] tuples, aligned with ``schedule.orders``: the time of each action, counted in
-        slots; time t is slot ``t % len(pattern)`` of tick ``t // len(pattern)``.
+      name: of its slot pattern.
+      times: [A] the time of each action, counted in slots; time t is slot ``t % width`` of tick
+        ``t // width``.
     """
 
     schedule: Schedule
-    pattern: Pattern
-    times: tuple[tuple[int, ...], ...]
+    name: str
+    times: Ints
+
+    @property
+    def pattern(self) -> Pattern:
+        """What each slot of a tick permits."""
+        return PATTERNS[self.name]
+
+    @property
+    def width(self) -> int:
+        """Slots per tick."""
+        return len(self.pattern)
 
     @property
     def num_ticks(self) -> int:
         """T."""
-        last = max((times[-1] for times in self.times if times), default=-1)
-        return last // len(self.pattern) + 1
+        return int(self.times.max(initial=-1)) // self.width + 1
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that some rank may run in each slot."""
+        return tuple("".join(k for k in KINDS if k in "".join(slot)) for slot in self.pattern)
 
 
-def lay_out(schedule: Schedule, pattern: Pattern) -> Ticks:
+def lay_out(schedule: Schedule, name: str) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message."""
-    width = len(pattern)
-    # wait[kind][t % width] is how many slots after t the next one for this kind comes.
-    wait = {
-        kind: [
-            next(d for d in range(width) if kind in pattern[(s + d) % width]) for s in range(width)
-        ]
-        for kind in "FBIW"
-    }
+    pattern, path = PATTERNS[name], follow(schedule)
+    width, turns = len(pattern), max(map(len, pattern))
+    flat = flatten(schedule)
+    # wait[turn * 4 + kind][t % width] is how many slots after t the next for this kind comes.
+    waits = [_waits(pattern, turn, kind) for turn in range(turns) for kind in KINDS]
+    wait = [waits[c] for c in (flat.rank % turns * len(KINDS) + flat.kind).tolist()]
+    rank, awaited, sent = flat.rank.tolist(), path.awaited.tolist(), path.sent.tolist()
     free = [0] * schedule.num_ranks
-    usable: dict[Message, int] = {}
-    times: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
-    for rank, action in walk(schedule):
-        message = awaited(action, schedule.num_stages)
-        start = free[rank] if message is None else max(free[rank], usable.pop(message))
-        start += wait[action.kind][start % width]
-        times[rank].append(start)
-        free[rank] = start + 1
-        released = sent(action, schedule.num_stages)
-        if released is not None:
-            usable[released] = start + 1
-    return Ticks(schedule, pattern, tuple(map(tuple, times)))
+    usable = [0] * (2 * schedule.num_stages * schedule.num_microbatches + 1)  # the last is no one's
+    times = [0] * len(rank)
+    for n in path.order.tolist():
+        here = rank[n]
+        start = max(free[here], usable[awaited[n]])
+        if width > 1:
+            start += wait[n][start % width]
+        times[n] = start
+        free[here] = start + 1
+        message = sent[n]
+        if message >= 0:
+            usable[message] = start + 1
+    return Ticks(schedule, name, np.array(times, np.int64))
 
 
-def spans(ticks: Ticks, costs: Costs) -> list[tuple[float, float]]:
-    """[T * slots] (start, end) of every slot: as long as its slowest action, then one exchange.
+def _waits(pattern: Pattern, turn: int, kind: Kind) -> list[int]:
+    width = len(pattern)
+    permits = [kind in slot[turn % len(slot)] for slot in pattern]
+    return [next(d for d in range(width) if permits[(s + d) % width]) for s in range(width)]
 
-    A slot that no rank uses takes no time; an exchange is paid after every slot in which some
-    rank sends to another.
+
+def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
+    """[T * slots + 1, S] when each rank begins each slot, and when it has ended the last.
+
+    A slot takes a rank as long as its action, then one exchange. Exchanges are static: one runs
+    at every tick, along every edge that its slot needs at any tick, and takes as long as the
+    slowest of them. Slots that no rank uses before an exchange cost only the exchange; ranks that
+    no edge joins do not wait for each other if ``partners``.
+
+    Args:
+      ticks: a layout.
+      costs: durations.
+      partners: an exchange makes only those ranks meet that it joins, not all.
     """
-    schedule = ticks.schedule
-    count = ticks.num_ticks * len(ticks.pattern)
-    work, exchange = [0.0] * count, [0.0] * count
-    for rank, (order, times) in enumerate(zip(schedule.orders, ticks.times, strict=True)):
-        for action, time in zip(order, times, strict=True):
-            work[time] = max(work[time], costs.of(action.kind))
-            if crosses(schedule, rank, action):
-                exchange[time] = costs.comm
-    result, now = [], 0.0
-    for busy, message in zip(work, exchange, strict=True):
-        result.append((now, now + busy))
-        now += busy + message
+    schedule, width, num_ranks = ticks.schedule, ticks.width, ticks.schedule.num_ranks
+    flat, path = flatten(schedule), follow(schedule)
+    count = ticks.num_ticks * width
+    work = np.zeros((count, num_ranks))
+    work[ticks.times, flat.rank] = costs.table(schedule.num_stages)[flat.kind, flat.stage]
+    joined = np.zeros((width, num_ranks, num_ranks), bool)  # slot, source, target
+    target = path.target[path.crosses]
+    joined[ticks.times[path.crosses] % width, flat.rank[path.crosses], target] = True
+    messages = costs.messages(num_ranks)
+    exchange = np.where(joined, messages, 0.0)
+    if not partners:
+        last = exchange.max(axis=(1, 2), initial=0.0)
+        ends = np.cumsum(work.max(axis=1, initial=0.0) + last[np.arange(count) % width])
+        return np.repeat(np.concatenate([[0.0], ends])[:, None], num_ranks, axis=1)
+    meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
+    pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
+    neighbours = [_neighbours(slot) for slot in meets]
+    result = np.zeros((count + 1, num_ranks))
+    for time in range(count):
+        slot = time % width
+        ended = result[time] + work[time]
+        result[time + 1] = ended[neighbours[slot]].max(axis=0) + pays[slot]
     return result
 
 
-def makespan(ticks: Ticks, costs: Costs) -> float:
-    """When the last slot ends."""
-    return max((end for _, end in spans(ticks, costs)), default=0.0)
+def _neighbours(meets: Ints) -> Ints:
+    """[most, S] the ranks that each rank meets, itself repeated where it meets fewer."""
+    lists = [np.flatnonzero(row) for row in meets]
+    most = max(map(len, lists))
+    return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in lists], axis=1)
 
 
-def crosses(schedule: Schedule, rank: int, action: Action) -> bool:
-    """Whether the action's message leaves its rank."""
-    message = sent(action, schedule.num_stages)
-    if message is None:
-        return False
-    neighbour = message.stage - 1 if message.is_gradient else message.stage + 1
-    return schedule.placement[neighbour] != rank
+def makespan(ticks: Ticks, costs: Costs, *, partners: bool = False) -> float:
+    """When the last action ends."""
+    flat, schedule = flatten(ticks.schedule), ticks.schedule
+    begin = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
+    lasting = costs.table(schedule.num_stages)[flat.kind, flat.stage]
+    return float((begin + lasting).max(initial=0.0))
+
+
+def best_ticks(
+    schedule: Schedule, pattern: str | None, costs: Costs, *, partners: bool = False
+) -> Ticks:
+    """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
+
+    Raises:
+      ScheduleError: no such pattern.
+    """
+    if pattern is not None and pattern not in PATTERNS:
+        raise ScheduleError(
+            f"pattern={pattern!r} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
+            f"or leave it out for the fastest"
+        )
+    names = _worth_trying(schedule, partners=partners) if pattern is None else [pattern]
+    if len(names) == 1:
+        return lay_out(schedule, names[0])
+    layouts = [lay_out(schedule, name) for name in names]
+    return min(layouts, key=lambda ticks: makespan(ticks, costs, partners=partners))
+
+
+def _worth_trying(schedule: Schedule, *, partners: bool) -> list[str]:
+    """Patterns that can be the fastest: W needs no slot where there is none of it."""
+    kinds = {action.kind for order in schedule.orders for action in order}
+    names = ["single"]
+    if kinds - {"F"}:
+        names.append("paired")
+        if "W" in kinds:
+            names.append("unit")
+        if partners:  # where everybody meets, it has all the limits and no gain
+            names.append("partner")
+    return names
+
+
+__all__ = ["PATTERNS", "Pattern", "Ticks", "Walk", "begins", "best_ticks", "lay_out", "makespan"]

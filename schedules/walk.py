@@ -1,75 +1,91 @@
-"""The order in which messages let actions run: one walk, shared by every clock and by lowering."""
+"""The order in which messages let actions run: one walk, shared by the ticks and by lowering.
+
+Letters as in `schedules.ir`, A as in `schedules.flat`. A message has a number: twice the position
+of its (stage, microbatch) for the output of a stage, one more for the gradient for its input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedules.ir import BACKWARD, Action, Schedule, ScheduleError
+import numpy as np
+
+from schedules.flat import F, Flat, Ints, Mask, W, flatten
+from schedules.ir import Schedule, ScheduleError
 
 
-class Message(NamedTuple):
-    """What an action sends: the output of ``stage``, or the gradient for its input."""
+class Walk(NamedTuple):
+    """How actions follow each other.
 
-    stage: int
-    is_gradient: bool
-    microbatch: int
+    Attributes:
+      order: [A] indices of the actions, none before what it waits for.
+      awaited: [A] the message that an action cannot start without, -1 for none.
+      sent: [A] the message that its end releases, -1 for none.
+      target: [A] the rank that reads what it sends, its own if it sends nothing.
+      crosses: [A] whether that is another rank.
+    """
 
-
-def awaited(action: Action, num_stages: int) -> Message | None:
-    """The message an action cannot start without; None if it needs only its own rank's work."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return Message(stage - 1, False, microbatch) if stage > 0 else None
-    if kind in BACKWARD and stage < num_stages - 1:
-        return Message(stage + 1, True, microbatch)
-    return None
-
-
-def sent(action: Action, num_stages: int) -> Message | None:
-    """The message that an action's end releases; None if nobody waits for it."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return Message(stage, False, microbatch) if stage < num_stages - 1 else None
-    if kind in BACKWARD and stage > 0:
-        return Message(stage, True, microbatch)
-    return None
+    order: Ints
+    awaited: Ints
+    sent: Ints
+    target: Ints
+    crosses: Mask
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action), each rank in its order and no action before what it waits for.
+def follow(schedule: Schedule) -> Walk:
+    """Walk through a schedule.
 
     Raises:
       ScheduleError: the ranks wait for each other in a circle (`check` shows which).
     """
-    num_stages = schedule.num_stages
-    position = [0] * schedule.num_ranks
-    done: set[Message] = set()
-    waiting: dict[Message, int] = {}
+    flat = flatten(schedule)
+    last = schedule.num_stages - 1
+    item = flat.stage * schedule.num_microbatches + flat.microbatch
+    is_forward, is_weights = flat.kind == F, flat.kind == W
+    step = np.where(is_forward, 1, -1)  # towards the stage that reads what is sent
+    reader, writer = flat.stage + step, flat.stage - step
+    sends = ~is_weights & (reader >= 0) & (reader <= last)
+    waits = ~is_weights & (writer >= 0) & (writer <= last)
+    code = 2 * item + ~is_forward
+    sent = np.where(sends, code, -1)
+    awaited = np.where(waits, code - 2 * step * schedule.num_microbatches, -1)
+    placement = np.array(schedule.placement, np.int64)
+    target = np.where(sends, placement[np.clip(reader, 0, last)], flat.rank)
+    order = _order(schedule, flat, awaited.tolist(), sent.tolist())
+    return Walk(order, awaited, sent, target, target != flat.rank)
+
+
+def _order(schedule: Schedule, flat: Flat, awaited: list[int], sent: list[int]) -> Ints:
+    first = flat.first.tolist()
+    position = first[:-1]
+    done = bytearray(2 * schedule.num_stages * schedule.num_microbatches)
+    waiting: dict[int, int] = {}
+    order: list[int] = []
     ready = list(reversed(range(schedule.num_ranks)))
     while ready:
         rank = ready.pop()
-        order = schedule.orders[rank]
-        while position[rank] < len(order):
-            action = order[position[rank]]
-            message = awaited(action, num_stages)
-            if message is not None and message not in done:
+        start, end = position[rank], first[rank + 1]
+        for n in range(start, end):
+            message = awaited[n]
+            if message >= 0 and not done[message]:
                 waiting[message] = rank
+                position[rank] = n
                 break
-            yield rank, action
-            position[rank] += 1
-            released = sent(action, num_stages)
-            if released is not None:
-                done.add(released)
-                woken = waiting.pop(released, None)
-                if woken is not None:
-                    ready.append(woken)
-    stuck = {
-        r: schedule.orders[r][n] for r, n in enumerate(position) if n < len(schedule.orders[r])
-    }
+            message = sent[n]
+            if message >= 0:
+                done[message] = 1
+                if message in waiting:
+                    ready.append(waiting.pop(message))
+        else:
+            position[rank] = end
+        order.extend(range(start, position[rank]))
+    stuck = {r: n for r, n in enumerate(position) if n < first[r + 1]}
     if stuck:
-        where = ", ".join(f"rank {r} at {action}" for r, action in stuck.items())
+        where = ", ".join(
+            f"rank {r} at {schedule.orders[r][n - first[r]]}" for r, n in stuck.items()
+        )
         raise ScheduleError(
             f"schedule {schedule.name!r} deadlocks: {where}; "
             f"schedules.check(schedule) shows the grid and the culprit"
         )
+    return np.array(order, np.int64)

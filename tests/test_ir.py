@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import Action, Costs, Schedule, ScheduleError, from_orders
+from schedules import Action, Schedule, ScheduleError, from_orders
 from schedules.ir import KINDS, fold, loop_placement
 
 NUMBERS = st.integers(0, 10**17)
@@ -123,17 +123,3 @@ def test_a_deadlock_prints_in_plain_order():
 
 def test_nothing_prints_as_nothing():
     assert str(from_orders([])) == "step"
-
-
-@pytest.mark.parametrize("name", ["f", "i", "w", "comm"])
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_costs_are_finite_and_not_negative(name, value):
-    assert refusal(Costs, **{name: value}) == (
-        f"Costs({name}={value!r}): a duration is a finite number >= 0; give the measured time, "
-        f"in the same unit for all"
-    )
-
-
-def test_a_full_backward_costs_both_halves():
-    costs = Costs(f=1, i=2, w=4, comm=8)
-    assert [costs.of(kind) for kind in KINDS] == [1, 6, 2, 4]

@@ -23,7 +23,15 @@ def timetable(program: Program) -> list[list[Action]]:
     return ranks
 
 
-@pytest.mark.parametrize("pattern", ["single", "paired"])
+SLOTS = {
+    "single": ("FBIW",),
+    "paired": ("F", "BIW"),
+    "unit": ("F", "BI", "W"),
+    "partner": ("FBIW", "FBIW"),
+}
+
+
+@pytest.mark.parametrize("pattern", SLOTS)
 @pytest.mark.parametrize("name", schedules.names())
 def test_no_order_changes(name, pattern):
     cases = [(1, 3, 1), (2, 5, 2), (4, 8, 1), (4, 3, 2), (8, 8, 1), (8, 8, 2)]
@@ -33,7 +41,7 @@ def test_no_order_changes(name, pattern):
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
         program = lower(schedule, pattern=pattern)
         assert tuple(map(tuple, timetable(program))) == schedule.orders
-        assert program.pattern == (("FBIW",) if pattern == "single" else ("F", "BIW"))
+        assert program.pattern == SLOTS[pattern]
 
 
 def test_the_tables_of_a_small_schedule():
@@ -66,6 +74,20 @@ def test_eager_1f1b_fills_paired_ticks():
         program = lower(build("eager_1f1b", num_ranks=S, num_microbatches=M))
         assert program.pattern == ("F", "BIW")
         assert program.num_ticks == M + 2 * (S - 1)
+
+
+def test_classic_1f1b_exchanges_between_disjoint_pairs_in_partner_ticks():
+    """Half-step r + 2m for F(m), 2S - 1 - r + 2m for B(m); each rank meets one other."""
+    for S, M in [(2, 4), (4, 8), (5, 7), (8, 32)]:
+        program = lower(build("1f1b", num_ranks=S, num_microbatches=M), pattern="partner")
+        ranks, op = np.arange(S), program.op.reshape(-1, S)
+        for m in range(M):
+            assert (op[ranks + 2 * m, ranks] > 0).all()
+            assert (op[2 * S - 1 - ranks + 2 * m, ranks] > 0).all()
+        assert (op > 0).sum() == 2 * S * M
+        for parity, slot in enumerate(program.slots):
+            pairs = {frozenset(edge) for channel in slot.channels for edge in channel.edges}
+            assert pairs == {frozenset((r, r + 1)) for r in range(parity, S - 1, 2)}
 
 
 def test_the_pattern_with_the_smaller_makespan_is_taken():
@@ -148,8 +170,8 @@ def refusal(schedule: Schedule, **options) -> str:
 
 def test_what_cannot_be_lowered():
     assert refusal(from_orders(TWO), pattern="triple") == (
-        "pattern='triple' is not a slot pattern; choose one of ['paired', 'single'], or leave it "
-        "out for the fastest"
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'partner', "
+        "'single', 'unit'], or leave it out for the fastest"
     )
     deadlock = from_orders([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
     assert "deadlock" in refusal(deadlock)

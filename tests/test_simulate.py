@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schedules import Costs, Report, ScheduleError, build, from_orders, simulate
+from schedules import Action, Costs, Report, ScheduleError, build, from_orders, simulate
 
 # Zero-bubble paper, tables 9 and 5: S, M, Costs(f, i, w, comm), bubble rate of each family.
 ZERO_BUBBLE = [
@@ -115,12 +115,13 @@ def test_a_message_costs_only_between_ranks_and_occupies_nobody():
     assert simulate(own, Costs(f=2, i=3, w=1, comm=10)).makespan == 12
 
 
-def test_lockstep_waits_for_the_slowest_and_pays_for_used_exchanges():
+def test_lockstep_waits_for_the_slowest_and_pays_an_exchange_every_tick():
     schedule = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
     report = simulate(schedule, Costs(f=2, i=3, w=1, comm=10), "lockstep", pattern="single")
-    # Slots: 0F0 | 0F1 1F0 | 1B0 | 0B0 1F1 | 1B1 | 0B1; nothing is sent in the fourth.
-    assert report.starts == ((0, 12, 38, 56), (12, 24, 38, 42))
-    assert report.makespan == 60
+    # Slots: 0F0 | 0F1 1F0 | 1B0 | 0B0 1F1 | 1B1 | 0B1; a slot that sends somewhere
+    # exchanges at every tick, as a scan over ticks does, though nothing is sent in the fourth.
+    assert report.starts == ((0, 12, 38, 66), (12, 24, 38, 52))
+    assert report.makespan == 70
     assert (report.clock, report.pattern) == ("lockstep", "single")
 
 
@@ -161,17 +162,72 @@ def refusal(*args, **options) -> str:
 
 def test_an_unknown_clock_or_pattern():
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
-    assert refusal(schedule, clock="measured") == (
-        "clock='measured' is not a clock; choose one of 'event', 'lockstep'"
+    assert refusal(schedule, clock="solar") == (
+        "clock='solar' is not a clock; choose one of 'event', 'lockstep', 'measured'"
     )
-    assert refusal(schedule, pattern="single") == (
-        "pattern='single' with clock='event': only the slots of a lockstep tick have a pattern; "
-        "leave it out, or choose clock='lockstep'"
+    rule = (
+        "only lockstep ticks have slots that end in exchanges; leave it out, or choose "
+        "clock='lockstep'"
     )
+    assert refusal(schedule, pattern="single") == f"pattern='single' with clock='event': {rule}"
+    assert refusal(schedule, partners=True) == f"partners=True with clock='event': {rule}"
     assert refusal(schedule, clock="lockstep", pattern="triple") == (
-        "pattern='triple' is not a slot pattern; choose one of ['paired', 'single'], or leave it "
-        "out for the fastest"
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'partner', 'single', "
+        "'unit'], or leave it out for the fastest"
     )
+
+
+def test_the_measured_clock_takes_the_time_of_every_action():
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    durations = {action: 1.0 for order in schedule.orders for action in order}
+    durations[Action(1, "B", 0)] = 5.0  # one action that was interrupted, say
+    report = simulate(schedule, Costs(comm=1), clock="measured", durations=durations)
+    assert report.starts == ((0, 1, 9, 11), (2, 3, 8, 9))
+    assert report.makespan == 12
+    rule = (
+        "the measured clock, and no other, takes the time of every action from a run; give "
+        "durations={action: time} and clock='measured', or neither"
+    )
+    assert refusal(schedule, clock="measured") == f"clock='measured' without durations: {rule}"
+    assert refusal(schedule, durations=durations) == f"clock='event' with durations: {rule}"
+    short = {action: time for action, time in durations.items() if action.kind != "B"}
+    assert refusal(schedule, clock="measured", durations=short) == (
+        "durations has no time for 0B0 (4 of 8 actions are missing): the measured clock needs one "
+        "for each; give {action: time} for all"
+    )
+    durations[Action(1, "B", 0)] = float("nan")
+    assert refusal(schedule, clock="measured", durations=durations) == (
+        "durations[1B0]=nan: a duration is a finite number >= 0; give the measured time, in the "
+        "same unit for all"
+    )
+
+
+def test_stages_may_differ():
+    """A head makes every rank wait for the last."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=4)
+    report = simulate(schedule, Costs(f=(1, 3), i=(1, 2), w=(0, 1), comm=[[0, 2], [5, 0]]))
+    assert report.starts == ((0, 1, 2, 3, 23, 26, 29, 32), (3, 6, 9, 12, 15, 18, 21, 24))
+    assert report.work == (8, 24)
+    assert report.step_time == report.makespan == 33
+    assert report.efficiency == pytest.approx(32 / 66)
+
+
+def test_an_exchange_between_partners_keeps_nobody_else():
+    """Classic 1F1B in half-steps takes no longer than on the event clock, but for messages."""
+    for S, M in [(2, 4), (4, 8), (8, 32), (5, 3)]:
+        schedule = build("1f1b", num_ranks=S, num_microbatches=M)
+        costs = Costs(f=2, i=3, w=1)
+        event = simulate(schedule, costs)
+        partner = simulate(schedule, costs, "lockstep", pattern="partner", partners=True)
+        assert partner.makespan == event.makespan == (M + S - 1) * 6
+        everybody = simulate(schedule, costs, "lockstep", pattern="partner")
+        assert everybody.makespan > partner.makespan
+        assert simulate(schedule, costs, "lockstep", partners=True).makespan == event.makespan
+
+
+def test_the_step_ends_with_the_optimizer():
+    report = simulate(build("gpipe", num_ranks=2, num_microbatches=2), Costs(optimizer=7))
+    assert (report.makespan, report.step_time) == (9, 16)
 
 
 def test_an_illegal_schedule_is_not_timed():

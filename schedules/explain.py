@@ -1,0 +1,156 @@
+"""Why ranks wait: every moment of idle time of a step, and its cause.
+
+A rank that waits for a message is idle because the action that sends it has not ended
+(*fill*, *drain* or *imbalance*, by phase), because the message is under way (*communication*), or
+because the exchange that brings it is not over for others (*lockstep*). Whoever has ended waits
+for the last rank: the *optimizer wait* of a synchronous step.
+
+The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and
+*imbalance* between. Letters as in `schedules.ir`, A as in `schedules.flat`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from schedules.costs import Times
+from schedules.events import links
+from schedules.flat import F, Flat, Ints, flatten
+from schedules.ir import Action
+
+if TYPE_CHECKING:
+    from schedules.simulate import Report
+
+Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
+CAUSES: tuple[Cause, ...] = (
+    "fill",
+    "drain",
+    "imbalance",
+    "communication",
+    "lockstep",
+    "optimizer wait",
+)
+_COMMUNICATION, _LOCKSTEP, _OPTIMIZER = 3, 4, 5
+
+
+class Wait(NamedTuple):
+    """An interval in which a rank idles for one cause.
+
+    Attributes:
+      start: when it begins, in the unit of the costs.
+      end: when it ends.
+      cause: one of `CAUSES`.
+      position: index in the rank's order of the action that waits; None after the last one.
+      behind: the action whose message it waits for; None if there is none.
+    """
+
+    start: float
+    end: float
+    cause: Cause
+    position: int | None
+    behind: Action | None
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """The idle time of a step, from 0 to the makespan.
+
+    Attributes:
+      report: what is explained.
+      waits: [S] tuples of Wait, in order of time, none empty.
+    """
+
+    report: Report
+    waits: tuple[tuple[Wait, ...], ...]
+
+    @functools.cached_property
+    def parts(self) -> tuple[dict[Cause, float], ...]:
+        """[S] idle time by cause."""
+        result: list[dict[Cause, float]] = []
+        for row in self.waits:
+            part: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+            for start, end, cause, *_ in row:
+                part[cause] += end - start
+            result.append(part)
+        return tuple(result)
+
+    @functools.cached_property
+    def total(self) -> tuple[float, ...]:
+        """[S] idle time, makespan - work: what the causes sum to."""
+        return tuple(sum(part.values()) for part in self.parts)
+
+    def __str__(self) -> str:
+        """A table, ranks as rows, causes as columns, in shares of the makespan."""
+        whole = self.report.makespan or 1.0
+        used = [cause for cause in CAUSES if any(part[cause] for part in self.parts)]
+        heads = ["work", *used, "idle"]
+        widths = [max(8, len(head) + 2) for head in heads]
+        lines = [" " * 8 + "".join(map(str.rjust, heads, widths))]
+        rows = zip(self.report.work, self.parts, self.total, strict=True)
+        for rank, (work, part, total) in enumerate(rows):
+            cells = [work, *(part[cause] for cause in used), total]
+            shares = [f"{cell / whole:.1%}" for cell in cells]
+            lines.append(f"rank {rank:<3}" + "".join(map(str.rjust, shares, widths)))
+        return "\n".join(lines)
+
+
+def explain(report: Report) -> Explanation:
+    """Find the cause of every wait in a report."""
+    schedule = report.schedule
+    flat = flatten(schedule)
+    starts = np.concatenate([np.array(row) for row in report.starts])
+    ends = np.concatenate([np.array(row) for row in report.ends])
+    free = np.zeros_like(ends)
+    free[1:] = ends[:-1]
+    free[flat.first[:-1]] = 0.0
+    sender, ready, arrival = _messages(report, flat, ends)
+    # free <= sent <= there <= start: waiting for another's work, for the wire, for the exchange.
+    sent = np.minimum(np.maximum(ready, free), starts)
+    there = np.minimum(np.maximum(arrival, sent), starts)
+    phase = _phases(flat)
+    waits: list[tuple[Wait, ...]] = []
+    bounds = (free, sent, there, starts)
+    causes = (phase, np.full_like(phase, _COMMUNICATION), np.full_like(phase, _LOCKSTEP))
+    actions = [action for order in schedule.orders for action in order]
+    for rank, (first, stop) in enumerate(zip(flat.first[:-1], flat.first[1:], strict=True)):
+        row = []
+        for n in (first + np.flatnonzero(starts[first:stop] > free[first:stop])).tolist():
+            behind = actions[sender[n]] if sender[n] >= 0 else None
+            for part, cause in enumerate(causes):
+                begin, end = float(bounds[part][n]), float(bounds[part + 1][n])
+                if end > begin:
+                    row.append(Wait(begin, end, CAUSES[cause[n]], int(n - first), behind))
+        if report.ends[rank][-1] < report.makespan:
+            row.append(Wait(report.ends[rank][-1], report.makespan, CAUSES[_OPTIMIZER], None, None))
+        waits.append(tuple(row))
+    return Explanation(report, tuple(waits))
+
+
+def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:
+    """[A] index of the action that each waits for (or -1), its end, its message's arrival."""
+    schedule = report.schedule
+    wires = links(schedule, flat)
+    sends = np.flatnonzero(wires.sent >= 0)
+    sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
+    sender_of[wires.sent[sends]] = sends
+    sender = sender_of[wires.awaited]  # -1 picks the last, which stays -1
+    lag = report.costs.messages(schedule.num_ranks)[flat.rank, wires.target]
+    ready = np.where(sender >= 0, ends[sender], 0.0)
+    return sender, ready, np.where(sender >= 0, ends[sender] + lag[sender], 0.0)
+
+
+def _phases(flat: Flat) -> Ints:
+    """[A] the position in `CAUSES` of the phase in which each action waits."""
+    phase = np.full(len(flat.kind), CAUSES.index("imbalance"))
+    for first, stop in zip(flat.first[:-1], flat.first[1:], strict=True):
+        kinds = flat.kind[first:stop]
+        is_forward = np.flatnonzero(kinds == F)
+        others = np.flatnonzero(kinds != F)
+        phase[first + is_forward[-1] + 1 : stop] = CAUSES.index("drain")
+        begun = others[0] + 1 if len(others) else len(kinds)
+        phase[first : first + begun] = CAUSES.index("fill")
+    return phase
