@@ -14,6 +14,8 @@ from schedules.costs import Times
 from schedules.flat import B, F, Flat, I, Ints
 from schedules.ir import Schedule
 
+Columns = tuple[Ints, Ints, Times, Times]  # awaited, sent, cost, lag of every step
+
 
 class Links(NamedTuple):
     """Who waits for what. A message is a number, -1 is none.
@@ -21,7 +23,7 @@ class Links(NamedTuple):
     Attributes:
       awaited: [A] the message that an action cannot start without.
       sent: [A] the message that its end releases.
-      target: [A] the rank that reads what it sends; its own if it sends nothing.
+      target: [A] the rank that the message goes to; its own where it sends none.
     """
 
     awaited: Ints
@@ -41,8 +43,8 @@ def links(schedule: Schedule, flat: Flat) -> Links:
     sent = np.where(forward & (flat.stage < last), 2 * index, -1)
     sent = np.where(gradient & (flat.stage > 0), 2 * index + 1, sent)
     neighbour = np.clip(flat.stage + np.where(forward, 1, -1), 0, last)
-    placement = np.array(schedule.placement, np.int64)
-    return Links(awaited, sent, np.where(sent >= 0, placement[neighbour], flat.rank))
+    there = np.array(schedule.placement, np.int64)[neighbour]
+    return Links(awaited, sent, np.where(sent < 0, flat.rank, there))
 
 
 def run(
@@ -52,6 +54,7 @@ def run(
     *,
     durations: Times | None = None,
     lag: Times | None = None,
+    pair: float | None = None,
 ) -> list[list[float]]:
     """[S] lists of start times; a list shorter than its order stops where the rank waits forever.
 
@@ -60,32 +63,75 @@ def run(
       flat: its actions.
       wires: its messages.
       durations: [A] how long each action takes; 1 by default.
-      lag: [A] how long the message takes that it sends; 0 by default.
+      lag: [A] how long the message is on its way that each action sends; 0 by default.
+      pair: how long the two actions of an overlapped pair take together: they start when both
+        messages are there, and send when both end. By default they run one after the other.
     """
-    first = flat.first.tolist()
-    awaited, sent = wires.awaited.tolist(), wires.sent.tolist()
-    cost = [1.0] * len(awaited) if durations is None else durations.tolist()
-    delay = [0.0] * len(awaited) if lag is None else lag.tolist()
-    arrival = [-1.0] * (2 * schedule.num_stages * schedule.num_microbatches)
+    cost = np.ones(len(flat.kind)) if durations is None else durations
+    delay = np.zeros(len(flat.kind)) if lag is None else lag
+    num_messages = 2 * schedule.num_stages * schedule.num_microbatches
+    columns = (wires.awaited, wires.sent, cost, delay)
+    pairs = getattr(schedule, "pairs", ())
+    if pair is None or not any(pairs):
+        return _starts(flat.first, columns, num_messages)
+    opening = [flat.first[rank] + np.array(at, int) for rank, at in enumerate(pairs)]
+    return _paired_starts(flat, columns, num_messages, np.concatenate(opening), pair)
+
+
+def _starts(first: Ints, columns: Columns, num_messages: int) -> list[list[float]]:
+    """[S] lists of the starts of steps; a rank's are ``first[rank]`` to ``first[rank + 1]``."""
+    bounds = first.tolist()
+    awaited, sent, cost, lag = (column.tolist() for column in columns)
+    arrival = [-1.0] * num_messages
     waiting: dict[int, list[int]] = {}
-    starts: list[list[float]] = [[] for _ in schedule.orders]
-    free = [0.0] * schedule.num_ranks
-    todo = list(range(schedule.num_ranks))
+    starts: list[list[float]] = [[] for _ in bounds[1:]]
+    free = [0.0] * len(starts)
+    todo = list(range(len(starts)))
     while todo:
         rank = todo.pop()
         mine, now = starts[rank], free[rank]
-        for n in range(first[rank] + len(mine), first[rank + 1]):
+        for n in range(bounds[rank] + len(mine), bounds[rank + 1]):
             message = awaited[n]
             if message >= 0:
-                if arrival[message] < 0:
+                there = arrival[message]
+                if there < 0:
                     waiting.setdefault(message, []).append(rank)
                     break
-                now = max(now, arrival[message])
+                if there > now:  # noqa: PLR1730  a call takes longer than all the rest
+                    now = there
             mine.append(now)
             now += cost[n]
             message = sent[n]
             if message >= 0 and arrival[message] < 0:
-                arrival[message] = now + delay[n]
-                todo.extend(waiting.pop(message, ()))
+                arrival[message] = now + lag[n]
+                if message in waiting:
+                    todo.extend(waiting.pop(message))
         free[rank] = now
     return starts
+
+
+def _paired_starts(
+    flat: Flat, columns: Columns, num_messages: int, opening: Ints, pair: float
+) -> list[list[float]]:
+    """Start times where each action at ``opening`` (ascending) overlaps with the one after it.
+
+    Such a pair is three steps: wait for the first message; wait for the second, take the time
+    of both and send the second message; send the first.
+    """
+    third = np.insert(np.zeros(len(flat.kind), bool), opening + 2, True)
+    step = np.flatnonzero(~third)  # [A] of each action
+    empty = (-1, -1, 0.0, 0.0)
+    awaited, sent, cost, lag = (np.full(len(third), fill) for fill in empty)
+    for column, values in zip((awaited, sent, cost, lag), columns, strict=True):
+        column[step] = values
+    first = step[opening]
+    sent[first + 2], lag[first + 2] = sent[first], lag[first]
+    sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
+    bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
+    rows = _starts(bounds, (awaited, sent, cost, lag), num_messages)
+    step[opening] += 1  # both start when the second message is there too
+    shown = np.split(step, flat.first[1:-1])
+    return [
+        [row[n] for n in (steps - begin).tolist() if n < len(row)]
+        for row, steps, begin in zip(rows, shown, bounds[:-1], strict=True)
+    ]

@@ -5,19 +5,44 @@ Letters as in `schedules.ir`; A is the number of actions of all ranks together, 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedules.ir import KINDS, Action, Schedule
 
+Result = TypeVar("Result")
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 F, B, I, W = range(4)  # noqa: E741  positions in KINDS, and the letters of the grammar
+_CODE = np.zeros(128, np.int64)  # ASCII -> position in KINDS
+_CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
+
+
+def once(function: Callable[[Schedule], Result]) -> Callable[[Schedule], Result]:
+    """Remember what a function says of a schedule, in the schedule: it never changes.
+
+    `functools.cached_property` keeps its results there too; a cache by value would have to hash
+    a million actions at every look.
+    """
+    name = f"{function.__module__}.{function.__name__}"
+
+    @functools.wraps(function)
+    def look(schedule: Schedule) -> Result:
+        memory = vars(schedule)
+        if name not in memory:
+            memory[name] = function(schedule)
+        result: Result = memory[name]
+        return result
+
+    return look
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,22 +66,26 @@ class Flat:
     in_range: Mask
 
 
+@once
 def flatten(schedule: Schedule) -> Flat:
     """Read a schedule, legal or not."""
     actions = list(itertools.chain.from_iterable(schedule.orders))
+    lengths = [len(order) for order in schedule.orders]
     sizes = (schedule.num_stages, schedule.num_microbatches)
     in_range = np.ones(len(actions), bool)
-    if not _all_in_range(actions, *sizes):
-        in_range[:] = [_all_in_range([action], *sizes) for action in actions]
+    columns = _columns(actions, *sizes)
+    if columns is None:
+        in_range[:] = [_columns([action], *sizes) is not None for action in actions]
         actions = [a if ok else Action(0, "F", 0) for a, ok in zip(actions, in_range, strict=True)]
-    lengths = [len(order) for order in schedule.orders]
-    code = {kind: position for position, kind in enumerate(KINDS)}
+        columns = _columns(actions, max(1, sizes[0]), max(1, sizes[1])) or ((), (), ())
+    stages, kinds, microbatches = columns
+    letters = np.frombuffer("".join(kinds).encode(), np.uint8)
     return Flat(
         first=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
         rank=np.repeat(np.arange(schedule.num_ranks), lengths),
-        stage=np.array([a[0] for a in actions], np.int64),
-        kind=np.array([code[a[1]] for a in actions], np.int64),
-        microbatch=np.array([a[2] for a in actions], np.int64),
+        stage=np.array(stages, np.int64),
+        kind=_CODE[letters],
+        microbatch=np.array(microbatches, np.int64),
         in_range=in_range,
     )
 
@@ -85,17 +114,23 @@ def activations(order: Sequence[Action]) -> Ints:
     return held
 
 
-def _all_in_range(actions: Sequence[object], num_stages: int, num_microbatches: int) -> bool:
-    """Whether all are actions with numbers inside 0..K-1 and 0..M-1; built-ins only, for speed."""
+def _columns(
+    actions: Sequence[object], num_stages: int, num_microbatches: int
+) -> tuple[Sequence[int], Sequence[str], Sequence[int]] | None:
+    """Stages, kinds and microbatches; None if some is no action with numbers in 0..K-1, 0..M-1.
+
+    Built-ins only, for speed.
+    """
     if not actions:
-        return True
+        return (), (), ()
     if set(map(type, actions)) != {Action}:
-        return False
-    stages, kinds, microbatches = ([a[n] for a in actions] for n in range(3))  # type: ignore[index]
-    return (
+        return None
+    stages, kinds, microbatches = (list(map(itemgetter(n), actions)) for n in range(3))  # type: ignore[arg-type]
+    fits = (
         set(map(type, stages)) == set(map(type, microbatches)) == {int}
         and set(map(type, kinds)) == {str}
         and set(kinds) <= set(KINDS)
         and 0 <= min(stages) <= max(stages) < num_stages
         and 0 <= min(microbatches) <= max(microbatches) < num_microbatches
     )
+    return (stages, kinds, microbatches) if fits else None

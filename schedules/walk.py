@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.flat import F, Flat, Ints, Mask, W, flatten
+from schedules.flat import F, Flat, Ints, Mask, W, flatten, once
 from schedules.ir import Schedule, ScheduleError
 
 
@@ -32,6 +32,7 @@ class Walk(NamedTuple):
     crosses: Mask
 
 
+@once
 def follow(schedule: Schedule) -> Walk:
     """Walk through a schedule.
 
