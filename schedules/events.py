@@ -14,6 +14,7 @@ import numpy as np
 from schedules.flat import B, F, Flat, I, Ints
 from schedules.ir import KINDS, Kind, Schedule
 
+NOTHING = -1, -1  # no message, sent by nobody
 UNIT: Mapping[Kind, int] = dict.fromkeys(KINDS, 1)
 
 
@@ -54,6 +55,7 @@ def run(
     *,
     durations: Mapping[Kind, float] = UNIT,
     comm: float = 0.0,
+    pair: float | None = None,
 ) -> list[list[float]]:
     """[S] lists of start times; a list shorter than its order stops where the rank waits forever.
 
@@ -63,10 +65,13 @@ def run(
       wires: its messages.
       durations: how long each kind takes.
       comm: how long a message takes that leaves its rank.
+      pair: how long an overlapped pair takes: its two actions start together, when both have
+        their messages, and send at their common end. None: one after the other, as if no pair.
     """
     first = flat.first.tolist()
     awaited, sent = wires.awaited.tolist(), wires.sent.tolist()
     cost = np.array([durations[kind] for kind in KINDS])[flat.kind].tolist()
+    gates, late = _join(flat, awaited, sent, cost, pair)
     lag = (wires.crosses * comm).tolist()
     arrival = [-1.0] * (2 * schedule.num_stages * schedule.num_microbatches)
     waiting: dict[int, list[int]] = {}
@@ -83,11 +88,39 @@ def run(
                     waiting.setdefault(message, []).append(rank)
                     break
                 now = max(now, arrival[message])
+            if n in gates:
+                message = gates[n]
+                if arrival[message] < 0:
+                    waiting.setdefault(message, []).append(rank)
+                    break
+                now = max(now, arrival[message])
             mine.append(now)
             now += cost[n]
-            message = sent[n]
-            if message >= 0 and arrival[message] < 0:
-                arrival[message] = now + lag[n]
-                todo.extend(waiting.pop(message, ()))
+            for message, sender in ((sent[n], n), late.get(n, NOTHING)):
+                if message >= 0 and arrival[message] < 0:
+                    arrival[message] = now + lag[sender]
+                    todo.extend(waiting.pop(message, ()))
         free[rank] = now
     return starts
+
+
+def _join(
+    flat: Flat, awaited: list[int], sent: list[int], cost: list[float], pair: float | None
+) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+    """Make each pair one action: its first waits for both messages, its second sends both.
+
+    The first takes no time, the second all of it, so both start together. Changes the lists;
+    returns the message that the first of a pair awaits besides its own, and the (message, sender)
+    that its second sends besides its own. ``pair`` None leaves all as it is.
+    """
+    gates: dict[int, int] = {}
+    late: dict[int, tuple[int, int]] = {}
+    if pair is None:
+        return gates, late
+    for n in np.flatnonzero(flat.pair).tolist():
+        cost[n], cost[n + 1] = 0.0, pair
+        if awaited[n + 1] >= 0:
+            gates[n] = awaited[n + 1]
+        late[n + 1] = sent[n], n
+        sent[n] = -1
+    return gates, late

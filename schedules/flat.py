@@ -31,6 +31,7 @@ class Flat:
       kind: [A] its kind, as a position in `KINDS`.
       microbatch: [A] its microbatch.
       in_range: [A] False for what is no action of this schedule; it stands here as 0F0.
+      pair: [A] True for the first action of an overlapped pair; the second is the next.
     """
 
     first: Ints
@@ -39,6 +40,7 @@ class Flat:
     kind: Ints
     microbatch: Ints
     in_range: Mask
+    pair: Mask
 
 
 def flatten(schedule: Schedule) -> Flat:
@@ -51,13 +53,17 @@ def flatten(schedule: Schedule) -> Flat:
         actions = [a if ok else Action(0, "F", 0) for a, ok in zip(actions, in_range, strict=True)]
     lengths = [len(order) for order in schedule.orders]
     code = {kind: position for position, kind in enumerate(KINDS)}
+    first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    pair = np.zeros(len(actions), bool)
+    pair[_pairs(schedule, first.tolist())] = True
     return Flat(
-        first=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        first=first,
         rank=np.repeat(np.arange(schedule.num_ranks), lengths),
         stage=np.array([a[0] for a in actions], np.int64),
         kind=np.array([code[a[1]] for a in actions], np.int64),
         microbatch=np.array([a[2] for a in actions], np.int64),
         in_range=in_range,
+        pair=pair,
     )
 
 
@@ -83,6 +89,19 @@ def activations(order: Sequence[Action]) -> Ints:
         freed = taken
     held: Ints = np.cumsum(taken - freed) + freed
     return held
+
+
+def _pairs(schedule: Schedule, first: Sequence[int]) -> list[int]:
+    """Indices of the first actions of pairs; without those that fit no order or share an action."""
+    found: list[int] = []
+    rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
+    for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):
+        lowest, last = 0, first[rank + 1] - first[rank] - 1
+        for position in positions if isinstance(positions, tuple) else ():
+            if type(position) is int and lowest <= position < last:
+                found.append(first[rank] + position)
+                lowest = position + 2
+    return found
 
 
 def _all_in_range(actions: Sequence[object], num_stages: int, num_microbatches: int) -> bool:
