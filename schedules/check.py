@@ -14,7 +14,7 @@ import numpy as np
 from schedules.events import run
 from schedules.faults import Culprit, Fault, error
 from schedules.flat import B, F, I, activations, is_dense
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.rules import RULES, Case, inspect
 
 
@@ -22,8 +22,9 @@ def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
     """Return the schedule if it is legal.
 
     Legal means: every rank holds the same number of stages; every stage runs, on its own rank,
-    F for every microbatch once and after it B, or I and then W; and the ranks never wait for
-    each other in a circle. A schedule without any backward action is legal too: inference.
+    F for every microbatch once and after it B, or I and then W; an overlapped pair is an F and
+    then a B or I of another stage; and the ranks never wait for each other in a circle, also where
+    every pair runs as one action. A schedule without any backward action is legal too: inference.
 
     Args:
       schedule: any schedule.
@@ -72,20 +73,29 @@ def _sizes(schedule: Schedule) -> Iterator[Fault]:
     elif any(type(rank) is not int for rank in schedule.placement):
         what = f"placement={schedule.placement!r}"
         rule = "a placement is a tuple of ranks, one integer for each stage; correct it"
+    elif not _are_positions(schedule.pairs, num_ranks):
+        what = f"pairs={shorten(schedule.pairs, 120)}"
+        rule = "pairs are a tuple of S tuples of positions, or () for none; correct them"
     else:
         return
     yield Fault("sizes that do not fit", rule, [Culprit(what)], 1)
 
 
+def _are_positions(pairs: object, num_ranks: int) -> bool:
+    if not isinstance(pairs, tuple) or len(pairs) not in (0, num_ranks):
+        return False
+    return all(isinstance(row, tuple) and all(type(p) is int for p in row) for row in pairs)
+
+
 def _deadlocks(case: Case) -> Iterator[Fault]:
     """Every circle of ranks that wait for each other."""
     schedule, flat = case.schedule, case.flat
-    starts = run(schedule, flat, case.wires)
+    starts = run(schedule, flat, case.wires, pair=1)
     waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
     for rank, (order, begun) in enumerate(zip(schedule.orders, starts, strict=True)):
         if len(begun) < len(order):
             index = int(flat.first[rank]) + len(begun)
-            waits[rank] = index, _sender(case, int(case.wires.awaited[index]))
+            waits[rank] = _blocked(case, starts, index)
     culprits = []
     seen: set[int] = set()
     for start in waits:
@@ -102,6 +112,20 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
     if culprits:
         rule = "let each rank run what another waits for before it waits itself; move one of them"
         yield Fault("deadlock", rule, culprits, len(culprits))
+
+
+def _blocked(case: Case, starts: list[list[float]], index: int) -> tuple[int, int]:
+    """An action that cannot start, and the one it waits for; of a pair, the half that cannot."""
+    wait = index, -1
+    for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
+        message = int(case.wires.awaited[n])
+        if message >= 0:
+            sender = _sender(case, message)
+            rank, position = case.mark(sender)
+            wait = n, sender
+            if sender < 0 or position >= len(starts[rank]):
+                break
+    return wait
 
 
 def _sender(case: Case, message: int) -> int:

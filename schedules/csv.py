@@ -5,6 +5,8 @@ The grammar is that of ``torch.distributed.pipelining``, compute actions only:
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
 
+An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``.
+
 A cell holds no comma and no line break, so rows and cells are split by hand: every byte of a file
 then has a row and a column to name in an error.
 """
@@ -18,13 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from schedules.check import check
-from schedules.grid import steps
+from schedules.grid import in_cells, steps
 from schedules.ir import Action, Schedule, ScheduleError, from_orders, shorten
 
 MOST_CELLS = 8  # bad cells that an error names; the rest are counted
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
 _TRAFFIC = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
@@ -37,10 +40,11 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     columns = steps(schedule)
     width = max((row[-1] + 1 for row in columns if row), default=0)
     lines = []
-    for order, row in zip(schedule.orders, columns, strict=True):
+    for rank in range(schedule.num_ranks):
         cells = [""] * width
-        for action, column in zip(order, row, strict=True):
-            cells[column] = str(action)
+        for column, actions in in_cells(schedule, columns, rank):
+            text = ";".join(map(str, actions))
+            cells[column] = f"({text})OVERLAP_F_B" if len(actions) > 1 else text
         lines.append(",".join(cells) + "\n")
     target = Path(os.path.realpath(path))  # through a link, as open() would
     part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
@@ -105,25 +109,35 @@ def _unquote(cell: str) -> str:
     return cell[1:-1].strip() if quoted else cell
 
 
-def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> list[list[Action]]:
-    """The actions of every row; raises for cells that are none."""
-    num_actions = sum(cell != "" for row in rows for cell in row)
-    orders: list[list[Action]] = []
+def _orders(
+    path: str | os.PathLike[str], rows: Sequence[Sequence[str]]
+) -> list[list[Action | list[Action]]]:
+    """The actions and pairs of every row; raises for cells that are neither."""
+    num_actions = sum(len(_parts(cell)) for row in rows for cell in row if cell)
+    orders: list[list[Action | list[Action]]] = []
     faults: list[str] = []
     for row, cells in enumerate(rows, start=1):
         orders.append([])
         for column, cell in enumerate(cells, start=1):
             if cell:
-                found = _parse(cell, num_actions)
-                if isinstance(found, Action):
-                    orders[-1].append(found)
+                found = [_parse(part, num_actions) for part in _parts(cell)]
+                wrong = next((part for part in found if isinstance(part, str)), None)
+                actions = [part for part in found if isinstance(part, Action)]
+                if wrong is not None:
+                    faults.append(f"row {row}, column {column}: {wrong}")
                 else:
-                    faults.append(f"row {row}, column {column}: {found}")
+                    orders[-1].append(actions if len(actions) > 1 else actions[0])
     if faults:
         more = len(faults) - MOST_CELLS
         named = [*faults[:MOST_CELLS], f"and {more} more"] if more > 0 else faults
         raise ScheduleError(f"{os.fspath(path)}: " + "\n".join(named))
     return orders
+
+
+def _parts(cell: str) -> list[str]:
+    """The actions of a cell: one, or the two of a pair."""
+    pair = _PAIR.fullmatch(cell)
+    return [cell] if pair is None else [part.strip() for part in pair.groups()]
 
 
 def _parse(cell: str, num_actions: int) -> Action | str:
@@ -146,8 +160,8 @@ def _foreign(cell: str) -> str | None:
     """What to say of actions that only ``torch.distributed.pipelining`` knows."""
     if _OVERLAP.fullmatch(cell):
         return (
-            f"{shorten(cell)} runs two actions at once; write them as two cells, in the order in "
-            f"which they start"
+            f"{shorten(cell)} is not a pair of actions; write an F and a backward of another "
+            f"stage, like (1F0;2B1)OVERLAP_F_B"
         )
     if _TRAFFIC.fullmatch(cell):
         return (

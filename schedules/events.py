@@ -71,11 +71,9 @@ def run(
     delay = np.zeros(len(flat.kind)) if lag is None else lag
     num_messages = 2 * schedule.num_stages * schedule.num_microbatches
     columns = (wires.awaited, wires.sent, cost, delay)
-    pairs = getattr(schedule, "pairs", ())
-    if pair is None or not any(pairs):
+    if pair is None or not flat.pair.any():
         return _starts(flat.first, columns, num_messages)
-    opening = [flat.first[rank] + np.array(at, int) for rank, at in enumerate(pairs)]
-    return _paired_starts(flat, columns, num_messages, np.concatenate(opening), pair)
+    return _paired_starts(flat, columns, num_messages, np.flatnonzero(flat.pair), pair)
 
 
 def _starts(first: Ints, columns: Columns, num_messages: int) -> list[list[float]]:

@@ -56,6 +56,7 @@ class Flat:
       kind: [A] its kind, as a position in `KINDS`.
       microbatch: [A] its microbatch.
       in_range: [A] False for what is no action of this schedule; it stands here as 0F0.
+      pair: [A] True for the first action of an overlapped pair; the second is the next.
     """
 
     first: Ints
@@ -64,6 +65,7 @@ class Flat:
     kind: Ints
     microbatch: Ints
     in_range: Mask
+    pair: Mask
 
 
 @once
@@ -80,13 +82,17 @@ def flatten(schedule: Schedule) -> Flat:
         columns = _columns(actions, max(1, sizes[0]), max(1, sizes[1])) or ((), (), ())
     stages, kinds, microbatches = columns
     letters = np.frombuffer("".join(kinds).encode(), np.uint8)
+    first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    pair = np.zeros(len(actions), bool)
+    pair[_pairs(schedule, first.tolist())] = True
     return Flat(
-        first=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        first=first,
         rank=np.repeat(np.arange(schedule.num_ranks), lengths),
         stage=np.array(stages, np.int64),
         kind=_CODE[letters],
         microbatch=np.array(microbatches, np.int64),
         in_range=in_range,
+        pair=pair,
     )
 
 
@@ -112,6 +118,19 @@ def activations(order: Sequence[Action]) -> Ints:
         freed = taken
     held: Ints = np.cumsum(taken - freed) + freed
     return held
+
+
+def _pairs(schedule: Schedule, first: Sequence[int]) -> list[int]:
+    """Indices of the first actions of pairs; without those that fit no order or share an action."""
+    found: list[int] = []
+    rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()
+    for rank, positions in zip(range(schedule.num_ranks), rows, strict=False):
+        lowest, last = 0, first[rank + 1] - first[rank] - 1
+        for position in positions if isinstance(positions, tuple) else ():
+            if type(position) is int and lowest <= position < last:
+                found.append(first[rank] + position)
+                lowest = position + 2
+    return found
 
 
 def _columns(

@@ -4,16 +4,20 @@
     rank 0  0F0  0F1    .  0B0    .  0B1
     rank 1    .  1F0  1B0  1F1  1B1    .
 
-Letters as in `schedules.ir`.
+An overlapped pair shares a cell: ``1F0&2B1``. Letters as in `schedules.ir`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from schedules.events import links, run
 from schedules.flat import flatten, is_dense
-from schedules.ir import Schedule
+from schedules.ir import Action, Schedule
 
 MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid
 GAP = "..."
@@ -28,8 +32,8 @@ def grid(
 ) -> str:
     """Draw a schedule, legal or not, as text.
 
-    Columns are steps of the event clock with every action one step long; where that clock never
-    ends, as in a deadlock, they are positions in the ranks' orders.
+    Columns are steps of the event clock with every action, and every pair, one step long; where
+    that clock never ends, as in a deadlock, each comes right after the one before.
 
     Args:
       schedule: what to draw.
@@ -39,14 +43,15 @@ def grid(
     """
     columns, notes = steps(schedule), notes or {}
     cell = len(f"[{schedule.num_stages}F{schedule.num_microbatches}]")
+    cell = 2 * cell - 1 if schedule.pairs else cell
     marked = {(rank, columns[rank][position]) for rank, position in marks}
     num_steps = max((row[-1] + 1 for row in columns if row), default=0)
     rows = _shown({r for r, _ in marked} | set(notes), schedule.num_ranks, clip and MOST_RANKS)
     shown = _shown({c for _, c in marked}, num_steps, clip and MOST_COLUMNS // cell)
     lines = [["step", *(GAP if c < 0 else str(c) for c in shown)]]
     for rank in rows:
-        cells = dict(zip(columns[rank], map(str, schedule.orders[rank]), strict=True))
-        texts = (GAP if c < 0 else cells.get(c, ".") for c in shown)
+        cells = dict(in_cells(schedule, columns, rank)) if rank >= 0 else {}
+        texts = (GAP if c < 0 else "&".join(map(str, cells.get(c, "."))) for c in shown)
         lines.append([f"rank {rank}", *texts] if rank >= 0 else [GAP])
     brackets = {
         (y, x)
@@ -62,25 +67,42 @@ def grid(
 
 
 def steps(schedule: Schedule) -> list[list[int]]:
-    """[S] lists of columns: event-clock steps, or positions where that clock never ends."""
+    """[S] lists of the column of each action: the two of a pair share one.
+
+    Event-clock steps, or one after the other where that clock never ends.
+    """
+    flat = flatten(schedule)
     if schedule.num_ranks and schedule.num_stages and is_dense(schedule):
-        flat = flatten(schedule)
-        starts = run(schedule, flat, links(schedule, flat))
+        starts = run(schedule, flat, links(schedule, flat), pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):
             return [list(map(int, row)) for row in starts]
-    return [list(range(len(order))) for order in schedule.orders]
+    seconds = np.concatenate([[0], np.cumsum(flat.pair)])  # [A + 1] how many come before
+    columns = np.arange(len(seconds)) - seconds
+    bounds = itertools.pairwise(flat.first.tolist())
+    return [(columns[begin:end] - columns[begin]).tolist() for begin, end in bounds]
+
+
+def in_cells(
+    schedule: Schedule, columns: Sequence[Sequence[int]], rank: int
+) -> Iterator[tuple[int, list[Action]]]:
+    """Every (column, its one or two actions) of a rank."""
+    for column, entries in itertools.groupby(
+        zip(columns[rank], schedule.orders[rank], strict=True), key=operator.itemgetter(0)
+    ):
+        yield column, [action for _, action in entries]
 
 
 def _align(lines: Sequence[Sequence[str]], brackets: Collection[tuple[int, int]]) -> list[str]:
     """Right-align columns, the first one left; bracketed cells use the space around them."""
-    label = max(len(line[0]) for line in lines)
-    width = max((len(cell) for line in lines for cell in line[1:]), default=0)
+    label, *widths = (
+        max(map(len, column)) for column in itertools.zip_longest(*lines, fillvalue="")
+    )
     pad = " " if brackets else ""
     result = []
     for y, (head, *cells) in enumerate(lines):
         texts = [
             (f"[{cell}]" if (y, x) in brackets else f"{pad}{cell}{pad}").rjust(width + 2)
-            for x, cell in enumerate(cells, start=1)
+            for x, (cell, width) in enumerate(zip(cells, widths, strict=False), start=1)
         ]
         result.append(f"{head:<{label}}{pad}{''.join(texts)}".rstrip())
     return result

@@ -9,7 +9,9 @@ Letters, used in every docstring of this package:
     T  ticks of a lowered program
 
 An action prints as ``{stage}{kind}{microbatch}``, for example ``3F0``: the grammar of
-``torch.distributed.pipelining``, so timetables travel both ways.
+``torch.distributed.pipelining``, so timetables travel both ways. Two neighbouring actions of a
+rank may be an overlapped pair, ``1F0&2B1``: a forward pass and a backward pass of another stage
+that run as one, so that each computes while the other communicates.
 """
 
 from __future__ import annotations
@@ -76,12 +78,22 @@ class Schedule:
       num_microbatches: M.
       orders: [S] tuples of Action, the order of each rank.
       placement: [K] ranks, the rank that holds each stage.
+      pairs: [S] tuples of ascending positions: the actions at p and p + 1 of that rank's order
+        are an overlapped pair, F and then B or I of another stage. Where a clock runs them as
+        one, they start when both have their messages, and both send at their common end. ``()``
+        if no rank has any.
     """
 
     name: str = field(compare=False)
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
+    pairs: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        # A schedule without pairs is written in one way only, so that equality is what it seems.
+        if type(self.pairs) is tuple and not any(self.pairs):
+            object.__setattr__(self, "pairs", ())
 
     @property
     def num_ranks(self) -> int:
@@ -112,7 +124,7 @@ class Schedule:
         return all(action.kind == "F" for order in self.orders for action in order)
 
     def forward(self) -> Schedule:
-        """The same timetable with its forward actions only."""
+        """The same timetable with its forward actions only, and so without pairs."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
         return Schedule(self.name, self.num_microbatches, orders, self.placement)
 
@@ -163,35 +175,72 @@ def fold(
 
 
 def from_orders(
-    orders: Sequence[Sequence[Action | str]],
+    orders: Sequence[Sequence[Action | str | Sequence[Action | str]]],
     *,
     name: str = "custom",
     placement: Sequence[int] | None = None,
 ) -> Schedule:
     """A schedule from hand-written orders; M is read off them, and placement unless given.
 
+    Args:
+      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``. An overlapped pair
+        is text like ``"1F0&2B1"``, or a tuple or list of two actions.
+      name: what to call it.
+      placement: [K] ranks.
+
     Raises:
       ScheduleError: an action that does not parse, or a stage that no rank holds. Whether the
         schedule is legal is for `check` to say.
     """
-    parsed = tuple(
-        tuple(Action.parse(a) if isinstance(a, str) else a for a in order) for order in orders
-    )
+    parsed: list[tuple[Action, ...]] = []
+    pairs: list[tuple[int, ...]] = []
+    for order in orders:
+        actions: list[Action] = []
+        positions: list[int] = []
+        for item in order:
+            found = _read(item)
+            if len(found) == 2:
+                positions.append(len(actions))
+            actions += found
+        parsed.append(tuple(actions))
+        pairs.append(tuple(positions))
     if placement is None:
-        # The rank with most of its actions: one that strayed to another rank is the culprit then.
-        tally: dict[int, Counter[int]] = {}
-        for rank, order in enumerate(parsed):
-            for action in order:
-                tally.setdefault(action.stage, Counter())[rank] += 1
-        rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
-        # With K distinct stages, one that is not in 0..K-1 leaves a gap there.
-        gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
-        if gap is not None:
-            stray = next(k for k in rank_of if not 0 <= k < len(rank_of))
-            raise ScheduleError(
-                f"orders mention stage {stray} but never stage {gap}; stages are numbered "
-                f"0..K-1 without gaps, so add stage {gap} or renumber"
-            )
-        placement = tuple(rank_of[k] for k in range(len(rank_of)))
+        placement = _read_placement(parsed)
     microbatches = 1 + max((a.microbatch for order in parsed for a in order), default=-1)
-    return Schedule(name, microbatches, parsed, tuple(placement))
+    return Schedule(name, microbatches, tuple(parsed), tuple(placement), tuple(pairs))
+
+
+def _read(item: object) -> list[Action]:
+    """One action, or the two of a pair."""
+    parts: Sequence[object]
+    if isinstance(item, str):
+        parts = item.split("&") if item.count("&") == 1 else [item]
+    elif isinstance(item, tuple | list) and not isinstance(item, Action) and len(item) == 2:
+        parts = item
+    else:
+        parts = [item]
+    actions = [Action.parse(part) if isinstance(part, str) else part for part in parts]
+    if not all(isinstance(action, Action) for action in actions):
+        raise ScheduleError(
+            f"orders hold {shorten(item)}, which is neither an action nor a pair of two; write an "
+            f"action like '3F0' and a pair like '1F0&2B1'"
+        )
+    return actions  # type: ignore[return-value]
+
+
+def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """[K] the rank with most of a stage's actions: one that strayed is the culprit then."""
+    tally: dict[int, Counter[int]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            tally.setdefault(action.stage, Counter())[rank] += 1
+    rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
+    # With K distinct stages, one that is not in 0..K-1 leaves a gap there.
+    gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
+    if gap is not None:
+        stray = next(k for k in rank_of if not 0 <= k < len(rank_of))
+        raise ScheduleError(
+            f"orders mention stage {stray} but never stage {gap}; stages are numbered "
+            f"0..K-1 without gaps, so add stage {gap} or renumber"
+        )
+    return tuple(rank_of[k] for k in range(len(rank_of)))

@@ -155,8 +155,8 @@ def _absences(case: Case) -> Iterator[Fault]:
     )
 
 
-def _pairs(case: Case) -> Iterator[Fault]:
-    """B stands alone, I and W come in pairs."""
+def _halves(case: Case) -> Iterator[Fault]:
+    """B stands alone, I and W come together."""
     has = case.at >= 0
 
     def tell(item: int) -> Culprit:
@@ -176,6 +176,47 @@ def _pairs(case: Case) -> Iterator[Fault]:
             np.flatnonzero(has[there] & ~has[lacking] & ~has[B]),
             tell,
         )
+
+
+def _overlaps(case: Case) -> Iterator[Fault]:
+    """A pair is an F and a backward of another stage, side by side."""
+    schedule, flat = case.schedule, case.flat
+    lost = list(_lost_pairs(schedule))
+
+    def tell(item: int) -> Culprit:
+        (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
+        there = ((rank, position),) if 0 <= position < actions else ()
+        return Culprit(f"position {position} of the {actions} actions of rank {rank}", there)
+
+    yield from _fault(
+        "pair without two actions of its own",
+        "the positions of a rank's pairs ascend, and each pair is the action there and the next, "
+        "both in no other pair; correct or drop it",
+        np.arange(len(lost)),
+        tell,
+    )
+    first = np.flatnonzero(flat.pair)
+    second = first + 1
+    fits = (flat.kind[first] == F) & ((flat.kind[second] == B) | (flat.kind[second] == I))
+    fits &= flat.stage[first] != flat.stage[second]
+    fits |= ~(flat.in_range[first] & flat.in_range[second])  # that is a fault of its own
+    yield from _fault(
+        "pair of actions that do not overlap",
+        "a pair is an F and then a B or I of another stage; correct or drop it",
+        first[~fits],
+        lambda n: Culprit(f"{case.show(n)} & {case.show(n + 1)}", (case.mark(n), case.mark(n + 1))),
+    )
+
+
+def _lost_pairs(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """(rank, position) of every pair outside its order, or in part of a pair before it."""
+    for rank, positions in enumerate(schedule.pairs):
+        lowest, last = 0, len(schedule.orders[rank]) - 1
+        for position in positions:
+            if lowest <= position < last:
+                lowest = position + 2
+            else:
+                yield rank, position
 
 
 def _order(case: Case) -> Iterator[Fault]:
@@ -203,6 +244,7 @@ RULES: tuple[Callable[[Case], Iterator[Fault]], ...] = (
     _ranks,
     _repeats,
     _absences,
-    _pairs,
+    _halves,
+    _overlaps,
     _order,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -307,3 +308,85 @@ def test_check_agrees_with_the_definition(schedule):
         assert check(schedule) is schedule
     else:
         assert "\nstep" in refusal(schedule)
+
+
+PAIRED = [["0F0", "0F1", "1F0", "1B0", "1F1&0B0", "1B1", "0B1"]]
+OWN = (
+    "the positions of a rank's pairs ascend, and each pair is the action there and the next, "
+    "both in no other pair; correct or drop it"
+)
+
+
+def test_pairs_of_a_forward_and_a_backward_of_another_stage_are_legal():
+    schedule = from_orders(PAIRED)
+    assert check(schedule) is schedule
+    split = from_orders([[*PAIRED[0][:4], "1F1&0I0", "0W0", "1B1", "0B1"]])
+    assert check(split) is split
+
+
+@pytest.mark.parametrize(
+    ("positions", "position", "row"),
+    [
+        ((4, 4), 4, "0F0   0F1   1F0   1B0  [1F1&0B0]  1B1   0B1"),
+        ((4, 5), 5, "0F0   0F1   1F0   1B0  [1F1&0B0]  1B1   0B1"),
+        ((4, 2), 2, "0F0   0F1  [1F0]  1B0   1F1&0B0   1B1   0B1"),
+        ((-1, 4), -1, "0F0   0F1   1F0   1B0   1F1&0B0   1B1   0B1"),
+        ((4, 7), 7, "0F0   0F1   1F0   1B0   1F1&0B0   1B1  [0B1]"),
+        ((4, 10**30), 10**30, "0F0   0F1   1F0   1B0   1F1&0B0   1B1   0B1"),
+    ],
+)
+def test_positions_of_pairs(positions, position, row):
+    schedule = dataclasses.replace(from_orders(PAIRED), pairs=(positions,))
+    lines = refusal(schedule).splitlines()
+    assert lines[:3] == [
+        "schedule 'custom' (S=1 ranks, K=2 stages, M=2 microbatches) has 1 fault",
+        (f"- pair without two actions of its own: position {position} of the 8 actions of rank 0"),
+        f"  {OWN}",
+    ]
+    assert lines[-1].split() == ["rank", "0", *row.split()]
+
+
+@pytest.mark.parametrize(
+    ("position", "text", "marked"),
+    [
+        (0, "0F0 (rank 0, step 0) & 0F1 (rank 0, step 0)", "[0F0&0F1]"),
+        (2, "1F0 (rank 0, step 2) & 1B0 (rank 0, step 2)", "[1F0&1B0]"),
+        (3, "1B0 (rank 0, step 3) & 1F1 (rank 0, step 3)", "[1B0&1F1]"),
+    ],
+)
+def test_kinds_and_stages_of_pairs(position, text, marked):
+    schedule = dataclasses.replace(from_orders(PAIRED), pairs=((position,),))
+    lines = refusal(schedule).splitlines()
+    assert lines[1:3] == [
+        f"- pair of actions that do not overlap: {text}",
+        "  a pair is an F and then a B or I of another stage; correct or drop it",
+    ]
+    assert marked in lines[-1]
+
+
+def test_a_pair_may_not_wait_for_itself():
+    """Of the second schedule the halves would run one after the other; as one they never start."""
+    assert refusal(from_orders([["0F0", "1F0", "2F0&1B0", "2B0", "0B0"]])) == message(
+        "schedule 'custom' (S=1 ranks, K=3 stages, M=1 microbatches) has 1 fault",
+        "- deadlock: rank 0 waits at 1B0 for its own 2B0",
+        "  let each rank run what another waits for before it waits itself; move one of them",
+        "step      0    1        2    3    4",
+        "rank 0  0F0  1F0 [2F0&1B0][2B0] 0B0",
+    )
+    orders = [["0F0", "2F0", "0F1&2B0", "2F1", "0B0", "2B1", "0B1"]]
+    orders.append(["1F0", "3F0", "1F1", "3B0", "1B0", "3F1", "3B1", "1B1"])
+    schedule = from_orders(orders)
+    assert refusal(schedule).splitlines()[1] == (
+        "- deadlock: rank 0 waits at 2B0 for rank 1's 3B0, rank 1 waits at 1F1 for rank 0's 0F1"
+    )
+    apart = dataclasses.replace(schedule, pairs=())
+    assert check(apart) is apart
+
+
+@pytest.mark.parametrize("pairs", [((4,), ()), [[4]], ((4.0,),), ((True,),), (4,), None, "4"])
+def test_pairs_are_tuples_of_positions(pairs):
+    schedule = dataclasses.replace(from_orders(PAIRED), pairs=pairs)
+    assert refusal(schedule).splitlines()[1:3] == [
+        f"- sizes that do not fit: pairs={pairs!r}",
+        "  pairs are a tuple of S tuples of positions, or () for none; correct them",
+    ]

@@ -68,6 +68,21 @@ def test_a_v_placement_and_split_backwards_round_trip(path):
     assert Schedule.from_csv(path) == schedule
 
 
+def test_an_overlapped_pair_is_one_cell(path):
+    schedule = from_orders([["0F0", "0F1", "1F0", "1B0", "1F1&0B0", "1B1", "0B1"]], name="mine")
+    schedule.to_csv(path)
+    assert path.read_bytes() == b"0F0,0F1,1F0,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0B1\n"
+    assert Schedule.from_csv(path) == schedule
+    path.write_bytes(path.read_bytes().replace(b"(1F1;0B0)", b" ( 1F1;0B0 ) "))
+    assert Schedule.from_csv(path) == schedule
+
+
+def test_a_pair_that_can_never_start_is_still_written(path):
+    orders = [["0F0", "1F0&1B0", "0B0"]]
+    from_orders(orders).to_csv(path)
+    assert path.read_bytes() == b"0F0,(1F0;1B0)OVERLAP_F_B,0B0\n"
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -135,11 +150,19 @@ def test_what_other_programs_make_of_it_reads_the_same(data, path):
             "byte 0xff is not UTF-8; save the file as CSV in UTF-8",
         ),
         (
-            b"0F0,(0F1;1B0)OVERLAP_F_B\n",
+            b"0F0,(0F1;1B0;0F2)OVERLAP_F_B\n",
             "row 1, column 2",
             (
-                "'(0F1;1B0)OVERLAP_F_B' runs two actions at once; write them as two cells, in the "
-                "order in which they start"
+                "'(0F1;1B0;0F2)OVERLAP_F_B' is not a pair of actions; write an F and a backward of "
+                "another stage, like (1F0;2B1)OVERLAP_F_B"
+            ),
+        ),
+        (
+            b"0F0,( 0F1 ; 1X0 )OVERLAP_F_B\n",
+            "row 1, column 2",
+            (
+                "action '1X0' is not of the form {stage}{kind}{microbatch} with kind one of F, B, "
+                "I, W; write it like 3F0"
             ),
         ),
     ],

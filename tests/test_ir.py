@@ -123,3 +123,41 @@ def test_a_deadlock_prints_in_plain_order():
 
 def test_nothing_prints_as_nothing():
     assert str(from_orders([])) == "step"
+
+
+PAIRED = [["0F0", "0F1", "1F0", "1B0", "1F1&0B0", "1B1", "0B1"]]
+
+
+@pytest.mark.parametrize("pair", [("1F1", "0B0"), ["1F1", Action(0, "B", 0)], "1F1&0B0"])
+def test_a_pair_is_two_neighbours_of_a_flat_order(pair):
+    schedule = from_orders([[*PAIRED[0][:4], pair, *PAIRED[0][5:]]])
+    assert schedule.pairs == ((4,),)
+    assert " ".join(map(str, schedule.orders[0])) == "0F0 0F1 1F0 1B0 1F1 0B0 1B1 0B1"
+    assert schedule != dataclasses.replace(schedule, pairs=())
+    assert schedule.forward().pairs == ()
+
+
+def test_no_pairs_are_written_in_one_way():
+    schedule = from_orders([["0F0"], ["1F0"]])
+    assert schedule.pairs == ()
+    assert dataclasses.replace(schedule, pairs=((), ())) == schedule
+    assert dataclasses.replace(schedule, pairs=((), ())).pairs == ()
+
+
+def test_a_pair_shares_a_cell_of_the_grid():
+    assert str(from_orders(PAIRED)) == (
+        "step      0    1    2    3        4    5    6\n"
+        "rank 0  0F0  0F1  1F0  1B0  1F1&0B0  1B1  0B1"
+    )
+
+
+@pytest.mark.parametrize("item", [("0F0",), ("0F0", "0B0", "0F1"), (0, "F", 0), None, ("0F0", 3)])
+def test_what_is_neither_an_action_nor_a_pair(item):
+    assert refusal(from_orders, [[item]]) == (
+        f"orders hold {item!r}, which is neither an action nor a pair of two; write an action "
+        f"like '3F0' and a pair like '1F0&2B1'"
+    )
+
+
+def test_a_pair_of_more_than_two_does_not_parse():
+    assert refusal(from_orders, [["0F0&1B0&0F1"]]).startswith("action '0F0&1B0&0F1' is not of")
