@@ -135,12 +135,20 @@ def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Tim
     schedule = report.schedule
     wires = links(schedule, flat)
     sends = np.flatnonzero(wires.sent >= 0)
+    left = ends.copy()  # when each message leaves
+    overlap = report.clock == "event" and report.costs.pair is not None
+    first = np.flatnonzero(flat.pair & overlap)
+    left[first] = ends[first + 1]
     sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
     sender_of[wires.sent[sends]] = sends
     sender = sender_of[wires.awaited]  # -1 picks the last, which stays -1
     lag = report.costs.messages(schedule.num_ranks)[flat.rank, wires.target]
-    ready = np.where(sender >= 0, ends[sender], 0.0)
-    return sender, ready, np.where(sender >= 0, ends[sender] + lag[sender], 0.0)
+    ready = np.where(sender >= 0, left[sender], 0.0)
+    arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
+    later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both
+    for column in (sender, ready, arrival):
+        column[later] = column[later + 1]
+    return sender, ready, arrival
 
 
 def _phases(flat: Flat) -> Ints:

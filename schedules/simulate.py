@@ -43,7 +43,8 @@ class Report:
         in a synchronous optimiser: `step_bubble_rate` counts that waiting too.
       peak_activations: [S] the most stage inputs held at once, each from the start of its F to
         the end of its B or, split, of its W.
-      starts: [S] tuples, aligned with ``schedule.orders``.
+      starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
+        (`Costs.pair`) share its time in proportion to what they take alone.
       ends: [S] tuples, likewise.
     """
 
@@ -120,10 +121,23 @@ def simulate(
         pattern = ticks.name
         starts = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
     else:
-        wires, lag = links(schedule, flat), costs.messages(schedule.num_ranks)
-        lags = lag[flat.rank, wires.target]
-        starts = np.concatenate(run(schedule, flat, wires, durations=lasting, lag=lags))
+        wires = links(schedule, flat)
+        lag = costs.messages(schedule.num_ranks)[flat.rank, wires.target]
+        pair = costs.pair if clock == "event" else None  # a run's own durations say it all
+        rows = run(schedule, flat, wires, durations=lasting, lag=lag, pair=pair)
+        starts = np.concatenate(rows)
+        if pair is not None:
+            _share(flat, pair, starts, lasting)
     return _report(schedule, costs, clock, pattern, partners, flat, starts, lasting)
+
+
+def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
+    """Show the halves of overlapped pairs one after the other, in proportion to what they take."""
+    first = np.flatnonzero(flat.pair)
+    alone = lasting[first] + lasting[first + 1]
+    lasting[first] *= np.divide(pair, alone, out=np.ones_like(alone), where=alone > 0)
+    lasting[first + 1] = pair - lasting[first]
+    starts[first + 1] = starts[first] + lasting[first]
 
 
 def _see_that_arguments_fit(

@@ -233,3 +233,34 @@ def test_the_step_ends_with_the_optimizer():
 def test_an_illegal_schedule_is_not_timed():
     message = refusal(from_orders([["0F0", "0F0", "0B0"]]))
     assert message.startswith("schedule 'custom' (S=1 ranks, K=1 stages, M=1 microbatches) has 1")
+
+
+def test_a_pair_takes_its_own_time_and_ends_as_one():
+    schedule = from_orders([["0F0", "0F1", "1F0", "1B0", "1F1&0B0", "1B1", "0B1"]])
+    alone = simulate(schedule, Costs(f=2, i=1, w=3))
+    assert alone.starts[0] == (0, 2, 4, 6, 10, 12, 16, 20)
+    report = simulate(schedule, Costs(f=2, i=1, w=3, pair=3))
+    # F takes 2 and B 4 when alone: a third and two thirds of the pair's 3.
+    assert report.starts[0] == (0, 2, 4, 6, 10, 11, 13, 17)
+    assert report.ends[0][4:6] == (11, 13)
+    assert (report.makespan, report.work[0]) == (21, 21)
+    lockstep = simulate(schedule, Costs(f=2, i=1, w=3, pair=3), "lockstep")
+    assert lockstep.makespan == alone.makespan  # its halves run in slots of their own
+
+
+def test_a_pair_waits_for_both_messages_and_sends_both_at_its_end():
+    """Rank 1 holds stages 1 and 2, rank 0 stages 0 and 3: a V."""
+    schedule = from_orders(
+        [
+            ["0F0", "0F1", "3F0", "3B0", "3F1", "3B1", "0B0", "0B1"],
+            ["1F0", "2F0", "1F1", "2B0", ("2F1", "1B0"), "2B1", "1B1"],
+        ]
+    )
+    report = simulate(schedule, Costs(comm=1, pair=2))
+    pair = report.starts[1][4]
+    assert report.ends[1][5] == pair + 2
+    explained = report.explain()
+    for rank in range(2):
+        assert explained.total[rank] == pytest.approx(report.makespan - report.work[rank])
+    third = schedule.orders[0].index(Action(3, "F", 1))
+    assert report.starts[0][third] == max(report.ends[0][third - 1], pair + 2 + 1)
