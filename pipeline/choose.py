@@ -53,7 +53,7 @@ def choose_schedule(
     Raises:
       ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_ranks": num_ranks,
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,

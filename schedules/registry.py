@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
+from schedules.costs import Costs
 from schedules.eager_1f1b import eager_1f1b
 from schedules.gpipe import gpipe
 from schedules.interleaved_1f1b import interleaved_1f1b
 from schedules.interleaved_zb import interleaved_zb
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
+from schedules.zb_auto import zb_auto
 from schedules.zb_h1 import zb_h1
 from schedules.zb_h2 import zb_h2
 from schedules.zb_v import zb_v
@@ -31,13 +33,31 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
+# Made to measure: these also take the options named, as keywords.
+_TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
+    "zb_auto": (zb_auto, ("costs", "memory_limit")),
+}
+
+
 def names() -> tuple[str, ...]:
     """Every family that `build` knows."""
-    return tuple(_FAMILIES)
+    return (*_FAMILIES, *_TAILORED)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that a family takes beside its sizes."""
+    return _TAILORED[name][1] if name in _TAILORED else ()
 
 
 def build(
-    name: str, *, num_ranks: int, num_microbatches: int, num_stages: int | None = None
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    clock: str | None = None,
 ) -> Schedule:
     """Build a schedule by name.
 
@@ -46,15 +66,19 @@ def build(
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
+      costs: durations, for a family that is made to measure (`options`).
+      memory_limit: how many stage inputs a rank may hold at once, likewise.
+      clock: which clock it should be quick under, likewise.
 
     Raises:
-      ScheduleError: unknown name (with the nearest ones), or sizes that the family cannot run.
+      ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run, or an
+        option that it does not take.
     """
-    if name not in _FAMILIES:
-        near = difflib.get_close_matches(str(name), _FAMILIES, n=3, cutoff=0.4)
+    if name not in names():
+        near = difflib.get_close_matches(str(name), names(), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ScheduleError(
-            f"schedule={name!r} is not a known family; {hint}known: {', '.join(_FAMILIES)}"
+            f"schedule={name!r} is not a known family; {hint}known: {', '.join(names())}"
         )
     num_stages = num_ranks if num_stages is None else num_stages
     sizes = {
@@ -73,4 +97,16 @@ def build(
             f"holds the same number of stages; use num_stages="
             f"{' or '.join(map(str, near_stages))}, or another number of ranks"
         )
-    return _FAMILIES[name](num_ranks, num_microbatches, num_stages)
+    wishes = {"costs": costs, "memory_limit": memory_limit, "clock": clock}
+    chosen = {option: value for option, value in wishes.items() if value is not None}
+    for option, wish in chosen.items():
+        if option not in options(name):
+            takers = [taker for taker in names() if option in options(taker)]
+            raise ScheduleError(
+                f"{option}={shorten(wish)} with schedule={name!r}: this family is the "
+                f"same for all; leave it out, or choose one that is made to measure: "
+                f"{', '.join(takers)}"
+            )
+    if name in _FAMILIES:
+        return _FAMILIES[name](num_ranks, num_microbatches, num_stages)
+    return _TAILORED[name][0](num_ranks, num_microbatches, num_stages, **chosen)

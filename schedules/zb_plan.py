@@ -134,9 +134,8 @@ class Plan:
         while self.has_weights(rank) and self.clock[rank] + each <= arrives:
             self.put(rank, _W)
         wait = arrives - self.clock[rank]
-        if self.has_weights(rank) and wait > 0:
-            if self.choices.fill or wait > self.slack(rank):
-                self.put(rank, _W)
+        if self.has_weights(rank) and wait > 0 and (self.choices.fill or wait > self.slack(rank)):
+            self.put(rank, _W)
         self.put(rank, kind)
 
     def put(self, rank: int, kind: int) -> None:

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator
 
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
-CHUNKS = {"zb_h1": 1, "zb_h2": 1, "zb_v": 2}  # families that are defined for one V only
+CHUNKS = {
+    "zb_h1": 1,
+    "zb_h2": 1,
+    "zb_v": 2,
+    "zb_auto": 1,
+}  # families that are defined for one V only
 ROUNDS = {
     "interleaved_1f1b",
     "interleaved_zb",
