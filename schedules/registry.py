@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 
 from schedules.costs import Costs
+from schedules.dualpipe_v import dualpipe_v
 from schedules.eager_1f1b import eager_1f1b
 from schedules.gpipe import gpipe
 from schedules.interleaved_1f1b import interleaved_1f1b
@@ -30,6 +31,7 @@ _FAMILIES: dict[str, Family] = {
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
 }
 
 

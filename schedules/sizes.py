@@ -24,6 +24,19 @@ def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: in
         )
 
 
+def need_microbatches(family: str, least: int, num_microbatches: int, rule: str) -> None:
+    """See that there are enough microbatches.
+
+    Raises:
+      ScheduleError: there are fewer than ``least``, which is what ``rule`` computes.
+    """
+    if num_microbatches < least:
+        raise ScheduleError(
+            f"num_microbatches={num_microbatches}: {family} runs at least {rule} = {least} "
+            f"microbatches; use num_microbatches={least} or more, or another family"
+        )
+
+
 def group(family: str, num_ranks: int, num_microbatches: int) -> int:
     """How many microbatches run through one chunk before the next chunk's turn comes.
 

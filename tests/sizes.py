@@ -16,6 +16,7 @@ CHUNKS = {
     "zb_h2": 1,
     "zb_v": 2,
     "zb_auto": 1,
+    "dualpipe_v": 2,
 }  # families that are defined for one V only
 ROUNDS = {
     "interleaved_1f1b",
@@ -23,9 +24,14 @@ ROUNDS = {
 }  # families that run max(1, M // S) rounds of equal size
 
 
+LEAST = {"dualpipe_v": lambda S: 2 * S}  # families that need so many microbatches
+
+
 def is_legal(name: str, S: int, M: int, V: int) -> bool:
     """Whether `build` accepts the sizes; families named nowhere above take any."""
-    return CHUNKS.get(name, V) == V and (name not in ROUNDS or M % max(1, M // S) == 0)
+    if CHUNKS.get(name, V) != V or (name in LEAST and LEAST[name](S) > M):
+        return False
+    return name not in ROUNDS or M % max(1, M // S) == 0
 
 
 def sizes(

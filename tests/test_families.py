@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import schedules
 from schedules import Costs, ScheduleError, build, check, simulate
 from schedules.grid import grid
-from tests.sizes import CHUNKS, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
+from tests.sizes import CHUNKS, LEAST, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(itertools.product(RANKS, MICROBATCHES))
@@ -29,7 +30,7 @@ LOOPED_PEAK = {
     ),
     "looped_bfs": lambda S, M, V, r: M * V,
 }
-V_SHAPED = ("zb_v",)
+V_SHAPED = ("zb_v", "dualpipe_v")
 SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak activations
     "zb_h1": (lambda S: S - 1, lambda S, M, r: min(S, M)),
     "zb_h2": (lambda S: 2 * (S - 1), lambda S, M, r: min(2 * S - 1, M)),
@@ -146,6 +147,35 @@ def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
             assert max(report.idle) == pytest.approx(2 * (S - 1) * (costs.i - costs.w))
             if costs == Costs():
                 assert report.makespan == 6 * M + (S - 1)
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(f=4, i=3, w=1), Costs(f=4, i=3.5, w=2)])
+def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
+    f, i, w = costs.f, costs.i, costs.w
+    b = i + w
+    larger = [(8, 19), (8, 32), (5, 40)]
+    for S, M in itertools.chain(sizes("dualpipe_v", 2), larger):
+        schedule = build("dualpipe_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        report = simulate(schedule, costs)
+        assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (f + i - w))
+        assert report.makespan == pytest.approx(report.work[0] + report.idle[0])
+        assert report.peak_activations == (2 * S + 1,) * S
+        for pair in (f + b, b, f / 2 + b):
+            overlapped = simulate(schedule, dataclasses.replace(costs, pair=pair))
+            bubble = (S - 1) * (2 * pair - b - 2 * w) + (f + b - pair if S > 1 else 0)
+            assert overlapped.idle[0] == pytest.approx(max(overlapped.idle))
+            assert overlapped.idle[0] == pytest.approx(bubble)
+            assert overlapped.makespan == pytest.approx(overlapped.work[0] + bubble)
+            if costs == Costs() and pair == f + b:
+                assert bubble == (S - 1) * (pair + b - 3 * w)  # as published
+
+
+def test_dualpipe_v_pairs_all_but_its_ends():
+    for S, M in sizes("dualpipe_v", 2):
+        schedule = build("dualpipe_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        for rank, positions in enumerate(schedule.pairs):
+            apart = rank == S - 1  # the last rank's first two do not overlap
+            assert len(positions) == 2 * (M - 2 * S + rank + 1) - apart + (S - 1 - rank)
 
 
 def test_zb_h2_ends_with_zb_h1_where_ranks_wait_for_each_other():
@@ -285,4 +315,12 @@ def test_stages_per_rank_that_a_family_is_not_defined_for(name):
     assert refusal(name, num_ranks=4, num_stages=12) == (
         f"num_stages=12 with num_ranks=4: {name} is defined for {each} per rank; "
         f"use num_stages={4 * V}, or another family"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(LEAST))
+def test_fewer_microbatches_than_a_family_needs(name):
+    assert refusal(name, num_ranks=4, num_stages=8, num_microbatches=7) == (
+        f"num_microbatches=7: {name} runs at least 2 * num_ranks = 8 microbatches; use "
+        f"num_microbatches=8 or more, or another family"
     )

@@ -54,6 +54,7 @@ LOCKSTEP = [  # S=8, M=32, F=I=W: family, V, pattern, efficiency on the event cl
     ("zb_h1", 1, "single", 0.932, 0.932),
     ("interleaved_zb", 2, "single", 0.965, 0.965),
     ("zb_v", 2, "single", 0.965, 0.965),
+    ("dualpipe_v", 2, "single", 0.965, 0.932),
 ]
 UNEQUAL = [  # the same at I=1.2, W=.8: family, V, the two efficiencies
     ("zb_h1", 1, 0.907, 0.789),
