@@ -1,0 +1,99 @@
+"""Colours, letters and words that all drawings share.
+
+Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
+B by I and F to W in steps that survive a print without colour: `tests/test_draw.py` computes both.
+Chunks beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from schedules.ir import KINDS, Kind, Schedule
+from schedules.simulate import Report
+
+NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+CAUSES: dict[str, str] = {
+    "fill": "the pipeline is filling: no work has reached this rank",
+    "drain": "the pipeline is draining: this rank has nothing left to do",
+    "imbalance": "another rank is slower",
+    "communication": "the message is on its way",
+    "lockstep": "all ranks meet at the end of every slot",
+    "optimizer wait": "the optimizer step needs every rank to be done",
+}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One set of colours, as ``#RRGGBB``.
+
+    Attributes:
+      fill: the box of each kind.
+      ink: the text in it.
+      idle: the row behind the boxes.
+    """
+
+    fill: dict[Kind, str]
+    ink: dict[Kind, str]
+    idle: str
+
+
+LIGHT = Theme(
+    fill={"F": "#56B4E9", "B": "#0B3C5D", "I": "#C8500A", "W": "#E8C91C"},
+    ink={"F": "#000000", "B": "#FFFFFF", "I": "#FFFFFF", "W": "#000000"},
+    idle="#F0F0F0",
+)
+DARK = Theme(
+    fill={"F": "#6BBCEC", "B": "#22598C", "I": "#D9621E", "W": "#F2DA55"},
+    ink={"F": "#000000", "B": "#FFFFFF", "I": "#000000", "W": "#000000"},
+    idle="#1C2229",
+)
+# Terminals with 256 colours: the box and its text, for the first chunk and for further ones.
+ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
+    "F": ((75, 16), (117, 16)),
+    "B": ((24, 231), (31, 231)),
+    "I": ((166, 16), (172, 16)),
+    "W": ((220, 16), (228, 16)),
+}
+
+
+def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
+    """The kinds that occur, in the order of `KINDS`."""
+    found = {a.kind for schedule in schedules for order in schedule.orders for a in order}
+    return [kind for kind in KINDS if kind in found]
+
+
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal might obey instead of showing."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def sizes(schedule: Schedule) -> str:
+    """``S=4 K=8 M=16``."""
+    return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}"
+
+
+def heading(report: Report) -> str:
+    """One line above a drawing of a report.
+
+    A step with one optimizer update at its end waits for the last rank, so the idle share of the
+    longest span is never shown without that of the whole step.
+    """
+    clock = report.clock if report.pattern is None else f"{report.clock}, {report.pattern} ticks"
+    return (
+        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock}   "
+        f"bubble {100 * report.bubble_rate:.1f}% of the span, {100 * waiting(report):.1f}% of the "
+        f"step   makespan {report.makespan:.6g}"
+    )
+
+
+def waiting(report: Report) -> float:
+    """The share of all ranks' time, from 0 to the makespan, in which they do not work."""
+    whole = report.makespan * report.schedule.num_ranks
+    return 1 - sum(report.work) / whole if whole else 0.0

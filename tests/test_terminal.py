@@ -1,0 +1,193 @@
+"""The grid in a terminal: what it says in letters, what it colours, what it never lets through."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from schedules import Costs, ScheduleError, build, from_orders, simulate
+from schedules.grid import grid
+from schedules.ir import KINDS
+from schedules.palette import ANSI
+from schedules.terminal import render, wants_colour
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+ONE = build("1f1b", num_ranks=2, num_microbatches=3)
+CHUNKS = build("zb_v", num_ranks=2, num_microbatches=2, num_stages=4)
+
+
+def test_a_schedule_in_letters():
+    assert render(ONE, colour=False) == (
+        "1f1b   S=2 K=2 M=3\n"
+        "rank 0   0F0  0F1    .  0B0  0F2  0B1    .  0B2\n"
+        "rank 1     .  1F0  1B0  1F1  1B1  1F2  1B2    .\n"
+        " F  forward   B  backward  . idle"
+    )
+
+
+@pytest.mark.parametrize("schedule", [ONE, CHUNKS, build("gpipe", num_ranks=3, num_microbatches=5)])
+def test_it_has_the_columns_of_the_grid(schedule):
+    rows = [line.split() for line in grid(schedule).splitlines()[1:]]
+    drawn = render(schedule, colour=False).splitlines()[1:-1]
+    assert [line.split() for line in drawn] == rows
+
+
+def test_slots_in_lockstep():
+    report = simulate(ONE, Costs(f=1, i=2, w=1), "lockstep", pattern="single")
+    text = render(report, colour=False)
+    assert text.splitlines()[0] == (
+        "1f1b   S=2 K=2 M=3   lockstep, single ticks   "
+        "bubble 42.9% of the span, 42.9% of the step   makespan 21"
+    )
+    assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
+
+
+def test_one_character_per_unit_of_time():
+    report = simulate(ONE, Costs(f=2, i=2, w=1, comm=1))
+    assert render(report, colour=False, unit=1) == (
+        "1f1b   S=2 K=2 M=3   event   bubble 34.4% of the span, 35.9% of the step   makespan 32"
+        "   one character = 1\n"
+        "rank 0  F0F1.......B0-F2...B1-......B2-\n"
+        "rank 1  ...F0B0-F1B1-.....F2B2-........\n"
+        " F  forward   B  backward  . idle"
+    )
+
+
+def test_bars_name_what_fits():
+    report = simulate(from_orders([["0F10", "0B10"]]), Costs(f=3, i=5, w=2), "event")
+    rows = [render(report, colour=False, unit=unit).splitlines()[1] for unit in (1, 2, 4, 50)]
+    assert rows == ["rank 0  F10B10----", "rank 0  F-B10", "rank 0  FB-", "rank 0  B"]
+
+
+def test_bars_tell_chunks_apart():
+    row = render(CHUNKS, colour=False, unit=1)
+    assert "rank 0  FFF" in row
+    assert row.endswith("lower case, underlined: a chunk beyond the first")
+    assert render(CHUNKS, unit=1).endswith("lower case, underlined: a chunk beyond the first")
+    assert "lower case" not in render(ONE, colour=False, unit=1)
+
+
+@pytest.mark.parametrize("unit", [None, 0.5])
+@pytest.mark.parametrize("schedule", [ONE, CHUNKS])
+def test_colour_changes_no_character(schedule, unit):
+    coloured, plain = (render(schedule, colour=c, unit=unit) for c in (True, False))
+    stripped = ESCAPE.sub("", coloured)
+    assert [line.rstrip() for line in stripped.splitlines()] == plain.splitlines()
+    assert "\x1b" not in plain
+
+
+def test_every_kind_has_its_colour_and_chunks_a_line():
+    text = render(CHUNKS)
+    for kind in "FIW":
+        (back, ink), (other, other_ink) = ANSI[kind]
+        assert f"\x1b[38;5;{ink};48;5;{back}m 0{kind}0 \x1b[0m" in text
+        assert f"\x1b[4;38;5;{other_ink};48;5;{other}m 3{kind}0 " in text
+    assert "\x1b[2m   . " in text
+
+
+def test_neighbours_of_one_look_share_an_escape():
+    schedule = build("gpipe", num_ranks=1, num_microbatches=50)
+    row = render(schedule).splitlines()[1]
+    assert len(ESCAPE.findall(row)) == 4
+
+
+def test_long_rows_go_on_below():
+    lines = render(ONE, colour=False, width=23).splitlines()
+    assert lines[1:-1] == [
+        "rank 0   0F0  0F1    .",
+        "rank 1     .  1F0  1B0",
+        "",
+        "rank 0   0B0  0F2  0B1",
+        "rank 1   1F1  1B1  1F2",
+        "",
+        "rank 0     .  0B2",
+        "rank 1   1B2    .",
+    ]
+    assert len(render(ONE, colour=False, width=1).splitlines()) == 2 + 8 * 2 + 7
+
+
+def test_rows_are_as_wide_as_asked():
+    report = simulate(build("1f1b", num_ranks=12, num_microbatches=40))
+    for colour in (True, False):
+        lines = ESCAPE.sub("", render(report, colour=colour, width=61, unit=0.7)).splitlines()
+        assert max(map(len, lines[1:-1])) == 61
+
+
+@pytest.mark.parametrize("unit", [None, 1])
+def test_a_name_cannot_command_the_terminal(unit):
+    name = "a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07"
+    schedule = from_orders([["0F0", "0B0"]], name=name)
+    for drawn in (schedule, simulate(schedule)):
+        head = render(drawn, unit=unit).splitlines()[0]
+        assert head.startswith(r"a\x1b[31mb\rc\x9b2Jd\u202ee\ttab\x07   S=1 K=1 M=1")
+
+
+def test_what_takes_no_time_and_what_is_no_schedule():
+    nothing = simulate(ONE, Costs(0, 0, 0))
+    assert render(nothing, colour=False, unit=1).splitlines()[1] == "rank 0  ."
+    stuck = from_orders([["0B0", "0F0"]], name="stuck")
+    assert render(stuck, colour=False).splitlines()[1] == "rank 0   0B0  0F0"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "wanted"),
+    [
+        (Terminal(), {}, True),
+        (Terminal(), {"TERM": "xterm-256color"}, True),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (Terminal(), {"FORCE_COLOR": "0"}, False),
+        (Terminal(), {"FORCE_COLOR": "1", "TERM": "dumb"}, True),
+        (io.StringIO(), {}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+        (io.StringIO(), {"FORCE_COLOR": ""}, False),
+    ],
+)
+def test_when_to_colour(stream, environment, wanted):
+    assert wants_colour(stream, environment) is wanted
+
+
+def test_by_default_the_process_is_asked(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert wants_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour(Terminal())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 0}, "width=0: a line has at least one character; give more"),
+        (
+            {"unit": 0},
+            "unit=0: a character stands for a positive, finite time; give a number > 0",
+        ),
+        (
+            {"unit": float("nan")},
+            "unit=nan: a character stands for a positive, finite time; give a number > 0",
+        ),
+        (
+            {"unit": 1e-9},
+            "unit=1e-09 makes rows of 1.2e+10 characters, the most is 1000000; the makespan is "
+            "12, so give a larger unit",
+        ),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ScheduleError) as caught:
+        render(ONE, **options)
+    assert str(caught.value) == message
+
+
+def test_all_kinds_have_colours():
+    assert sorted(ANSI) == sorted(KINDS)
