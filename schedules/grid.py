@@ -72,7 +72,8 @@ def steps(schedule: Schedule) -> list[list[int]]:
     Event-clock steps, or one after the other where that clock never ends.
     """
     flat = flatten(schedule)
-    if schedule.num_ranks and schedule.num_stages and is_dense(schedule):
+    is_placed = all(type(rank) is int for rank in schedule.placement)
+    if schedule.num_ranks and schedule.num_stages and is_placed and is_dense(schedule):
         starts = run(schedule, flat, links(schedule, flat), pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):
             return [list(map(int, row)) for row in starts]

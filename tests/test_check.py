@@ -390,3 +390,11 @@ def test_pairs_are_tuples_of_positions(pairs):
         f"- sizes that do not fit: pairs={pairs!r}",
         "  pairs are a tuple of S tuples of positions, or () for none; correct them",
     ]
+
+
+@pytest.mark.parametrize("placement", [("a",), (None,), (0.5,), (True,), ((0,),)])
+def test_a_placement_of_anything_is_a_fault_and_no_crash(placement):
+    schedule = Schedule("custom", 1, ((Action(0, "F", 0), Action(0, "B", 0)),), placement)
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    assert f"placement={placement!r}" in str(caught.value)
