@@ -13,7 +13,7 @@ import numpy as np
 
 from schedules.events import run
 from schedules.faults import Culprit, Fault, error
-from schedules.flat import B, F, I, activations, is_dense
+from schedules.flat import B, F, I, activations, is_dense, once
 from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.rules import RULES, Case, inspect
 
@@ -39,16 +39,23 @@ def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
             f"memory_limit={memory_limit!r} is not a number >= 1 of stage inputs per rank; "
             f"give one, or None for no limit"
         )
+    faults = list(_faults(schedule))
+    if memory_limit is not None and not any(_sizes(schedule)):
+        faults += _memory(inspect(schedule), memory_limit)
+    if faults:
+        raise error(schedule, faults)
+    return schedule
+
+
+@once
+def _faults(schedule: Schedule) -> tuple[Fault, ...]:
+    """All faults but those of memory; a schedule is asked for them again and again."""
     faults = list(_sizes(schedule))
     if not faults:
         case = inspect(schedule)
         faults = [fault for rule in RULES for fault in rule(case)]
         faults += _deadlocks(case)
-        if memory_limit is not None:
-            faults += _memory(case, memory_limit)
-    if faults:
-        raise error(schedule, faults)
-    return schedule
+    return tuple(faults)
 
 
 def _is_limit(value: object) -> bool:

@@ -27,7 +27,7 @@ _CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
 
 
 def once(function: Callable[[Schedule], Result]) -> Callable[[Schedule], Result]:
-    """Remember what a function says of a schedule, in the schedule: it never changes.
+    """Remember what a function says of a schedule, in the schedule, if that cannot change.
 
     `functools.cached_property` keeps its results there too; a cache by value would have to hash
     a million actions at every look.
@@ -36,6 +36,9 @@ def once(function: Callable[[Schedule], Result]) -> Callable[[Schedule], Result]
 
     @functools.wraps(function)
     def look(schedule: Schedule) -> Result:
+        parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
+        if not all(type(part) is tuple for part in parts):
+            return function(schedule)  # made of lists, which the types forbid but nobody prevents
         memory = vars(schedule)
         if name not in memory:
             memory[name] = function(schedule)
