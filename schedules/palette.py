@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from schedules.explain import Cause
 from schedules.ir import KINDS, Kind, Schedule
 from schedules.simulate import Report
 
@@ -19,13 +20,14 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-CAUSES: dict[str, str] = {
-    "fill": "the pipeline is filling: no work has reached this rank",
-    "drain": "the pipeline is draining: this rank has nothing left to do",
-    "imbalance": "another rank is slower",
-    "communication": "the message is on its way",
-    "lockstep": "all ranks meet at the end of every slot",
-    "optimizer wait": "the optimizer step needs every rank to be done",
+# What the reader of a wait is told; `schedules.explain` says which wait has which cause.
+CAUSES: dict[Cause, str] = {
+    "fill": "the pipeline is filling: no backward pass has begun on this rank",
+    "drain": "the pipeline is draining: this rank has run its last forward pass",
+    "imbalance": "the work it needs has not ended elsewhere",
+    "communication": "the message it needs is under way",
+    "lockstep": "its message is there, but the ranks have not all met",
+    "optimizer wait": "it has ended and waits for the last rank",
 }
 
 
@@ -79,6 +81,13 @@ def sizes(schedule: Schedule) -> str:
     return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}"
 
 
+def joined(report: Report, rank: int) -> tuple[int, ...]:
+    """Positions p where the actions at p and p + 1 are an overlapped pair with no gap between."""
+    pairs = report.schedule.pairs[rank] if report.schedule.pairs else ()
+    starts, ends = report.starts[rank], report.ends[rank]
+    return tuple(p for p in pairs if starts[p + 1] == ends[p])
+
+
 def heading(report: Report) -> str:
     """One line above a drawing of a report.
 
@@ -86,14 +95,9 @@ def heading(report: Report) -> str:
     longest span is never shown without that of the whole step.
     """
     clock = report.clock if report.pattern is None else f"{report.clock}, {report.pattern} ticks"
+    clock += ", partners" if report.partners else ""
     return (
-        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock}   "
-        f"bubble {100 * report.bubble_rate:.1f}% of the span, {100 * waiting(report):.1f}% of the "
-        f"step   makespan {report.makespan:.6g}"
+        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock}   bubble "
+        f"{100 * report.bubble_rate:.1f}% of the span, {100 * report.step_bubble_rate:.1f}% of "
+        f"the step   makespan {report.makespan:.6g}"
     )
-
-
-def waiting(report: Report) -> float:
-    """The share of all ranks' time, from 0 to the makespan, in which they do not work."""
-    whole = report.makespan * report.schedule.num_ranks
-    return 1 - sum(report.work) / whole if whole else 0.0

@@ -8,21 +8,26 @@ Or with one character per unit of time, which keeps long schedules and unequal c
     rank 0  F0F1....B0--..B1--
     rank 1  ..F0B0--F1B1--....
 
-Every box says in letters what it is, so that colour adds comfort and no meaning. Letters as in
+Every box says in letters what it is, so that colour adds comfort and no meaning. An overlapped
+pair shares a column, ``1F0&2B1``, and in bars its halves are joined by ``&``. Letters as in
 `schedules.ir`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
-from schedules.grid import steps
-from schedules.ir import Kind, Schedule, ScheduleError
-from schedules.palette import ANSI, NAMES, heading, kinds, printable, sizes
+import numpy as np
+
+from schedules.grid import in_cells, steps
+from schedules.ir import Action, Kind, Schedule, ScheduleError
+from schedules.palette import ANSI, NAMES, heading, joined, kinds, printable, sizes
 from schedules.simulate import Report, simulate
+from schedules.ticks import lay_out
 
 MOST_CHARACTERS = 1_000_000  # of a row of bars
 
@@ -35,6 +40,7 @@ class Cell(NamedTuple):
     chunk: int = 0
 
 
+Runs = tuple[Cell, ...]  # what stands in one column
 IDLE = "."
 
 
@@ -91,33 +97,40 @@ def _name(schedule: Schedule) -> str:
     return f"{printable(schedule.name)}   {sizes(schedule)}"
 
 
-def _steps(drawn: Report | Schedule) -> list[list[int]]:
+def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
     """[S] lists of columns."""
-    if isinstance(drawn, Schedule) or drawn.clock == "event":
-        return steps(drawn if isinstance(drawn, Schedule) else drawn.schedule)
-    # All ranks start a slot together: the distinct times are the slots that someone uses.
-    slots = {start: n for n, start in enumerate(sorted(set().union(*drawn.starts)))}
-    return [[slots[start] for start in row] for row in drawn.starts]
+    schedule = drawn.schedule if isinstance(drawn, Report) else drawn
+    if not isinstance(drawn, Report) or drawn.pattern is None:
+        return steps(schedule)
+    used, slots = np.unique(lay_out(schedule, drawn.pattern).times, return_inverse=True)
+    cuts = np.cumsum([len(order) for order in schedule.orders])[:-1]
+    return [row.tolist() for row in np.split(slots.reshape(-1), cuts)] if len(used) else []
 
 
-def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[Cell]]:
-    """[S] rows of cells of one width; actions of one column share its cell."""
-    boxes: list[dict[int, tuple[str, Kind, int]]] = []
-    for order, row in zip(schedule.orders, columns, strict=True):
-        mine: dict[int, tuple[str, Kind, int]] = {}
-        for action, column in zip(order, row, strict=True):
-            text = f"{mine[column][0]}&{action}" if column in mine else str(action)
-            mine[column] = (text, action.kind, schedule.chunk_of[action.stage])
-        boxes.append(mine)
-    count = max((max(mine, default=-1) for mine in boxes), default=-1) + 1
-    size = max((len(text) for mine in boxes for text, _, _ in mine.values()), default=1)
-    return [
-        [
-            Cell(f" {mine[n][0]:>{size}} ", *mine[n][1:]) if n in mine else Cell(f" {IDLE:>{size}} ")
-            for n in range(count)
-        ]
-        for mine in boxes
+def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[Runs]]:
+    """[S] rows of runs, as wide as their columns."""
+    cells = [dict(in_cells(schedule, columns, rank)) for rank in range(schedule.num_ranks)]
+    count = max((column + 1 for mine in cells for column in mine), default=0)
+    widths = [
+        max(len("&".join(map(str, mine.get(n, (IDLE,))))) for mine in cells) for n in range(count)
     ]
+    return [
+        [_runs(schedule, mine.get(n, ()), width) for n, width in enumerate(widths)]
+        for mine in cells
+    ]
+
+
+def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
+    """The one or two actions of a column, or its idleness."""
+    if not actions:
+        return (Cell(f" {IDLE:>{width}} "),)
+    looks = [(action.kind, schedule.chunk_of[action.stage]) for action in actions]
+    *front, last = map(str, actions)
+    left = "".join(f"{text}&" for text in front)
+    texts = [f" {left:>{width - len(last)}}", f"{last} "]
+    if not front:
+        texts = ["".join(texts)]
+    return tuple(Cell(text, *look) for text, look in zip(texts, looks, strict=True))
 
 
 def _count(report: Report, unit: float) -> int:
@@ -134,8 +147,8 @@ def _count(report: Report, unit: float) -> int:
     return max(1, math.ceil(report.makespan / unit - 1e-9))
 
 
-def _bar(report: Report, rank: int, count: int) -> list[Cell]:
-    """One cell per character: an action is labelled as far as the label fits, then filled."""
+def _bar(report: Report, rank: int, count: int) -> list[Runs]:
+    """One run per character: an action is labelled as far as the label fits, then filled."""
     schedule = report.schedule
     scale = count / report.makespan if report.makespan else 0.0
     cells = [Cell(IDLE)] * count
@@ -147,11 +160,17 @@ def _bar(report: Report, rank: int, count: int) -> list[Cell]:
         label = f"{letter}{action.microbatch}"
         text = (label if len(label) <= right - left else letter).ljust(right - left, "-")
         cells[left:right] = [Cell(c, action.kind, chunk) for c in text[: right - left]]
-    return cells
+    for position in joined(report, rank):
+        last = round(report.ends[rank][position] * scale) - 1
+        if cells[last].text == "-":
+            cells[last] = cells[last]._replace(text="&")
+    return [(cell,) for cell in cells]
 
 
 def _legend(schedule: Schedule, *, bars: bool) -> list[Cell]:
-    cells = [cell for k in kinds([schedule]) for cell in (Cell(f" {k} ", k), Cell(f" {NAMES[k]}  "))]
+    cells = [
+        cell for k in kinds([schedule]) for cell in (Cell(f" {k} ", k), Cell(f" {NAMES[k]}  "))
+    ]
     cells += [Cell(IDLE), Cell(" idle")]
     if schedule.num_stages > schedule.num_ranks:
         how = "lower case, underlined" if bars else "underlined"
@@ -159,17 +178,23 @@ def _legend(schedule: Schedule, *, bars: bool) -> list[Cell]:
     return cells
 
 
-def _fold(rows: Sequence[Sequence[Cell]], width: int | None, colour: bool) -> Iterable[str]:
-    """The rows in blocks no wider than asked, at least one cell wide."""
+def _fold(rows: Sequence[Sequence[Runs]], width: int | None, colour: bool) -> Iterable[str]:
+    """The rows in blocks no wider than asked, at least one column wide."""
     label = len(f"rank {len(rows) - 1}  ")
-    count = max(map(len, rows), default=0)
-    size = len(rows[0][0].text) if count else 1
-    wide = count if width is None else max(1, (width - label) // size)
-    for first in range(0, count, max(1, wide)):
+    room = math.inf if width is None else width - label
+    cuts, used = [0], 0
+    for n, runs in enumerate(rows[0] if rows else ()):
+        size = sum(len(cell.text) for cell in runs)
+        used += size
+        if used > room and n > cuts[-1]:
+            cuts.append(n)
+            used = size
+    for first, stop in itertools.pairwise([*cuts, None]):
         if first:
             yield ""
         for rank, row in enumerate(rows):
-            text = "".join(_paint(cell, colour) for cell in _joined(row[first : first + wide]))
+            cells = itertools.chain.from_iterable(row[first:stop])
+            text = "".join(_paint(cell, colour) for cell in _joined(cells))
             yield f"{f'rank {rank}':<{label}}{text if colour else text.rstrip()}"
 
 

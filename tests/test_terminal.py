@@ -39,7 +39,7 @@ def test_slots_in_lockstep():
     text = render(report, colour=False)
     assert text.splitlines()[0] == (
         "1f1b   S=2 K=2 M=3   lockstep, single ticks   "
-        "bubble 42.9% of the span, 42.9% of the step   makespan 21"
+        "bubble 40.0% of the span, 40.0% of the step   makespan 20"
     )
     assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
 
@@ -47,25 +47,25 @@ def test_slots_in_lockstep():
 def test_one_character_per_unit_of_time():
     report = simulate(ONE, Costs(f=2, i=2, w=1, comm=1))
     assert render(report, colour=False, unit=1) == (
-        "1f1b   S=2 K=2 M=3   event   bubble 34.4% of the span, 35.9% of the step   makespan 32"
+        "1f1b   S=2 K=2 M=3   event   bubble 37.5% of the span, 37.5% of the step   makespan 24"
         "   one character = 1\n"
-        "rank 0  F0F1.......B0-F2...B1-......B2-\n"
-        "rank 1  ...F0B0-F1B1-.....F2B2-........\n"
+        "rank 0  F0F1.....B0-F2B1-....B2-\n"
+        "rank 1  ...F0B0-F1B1-..F2B2-....\n"
         " F  forward   B  backward  . idle"
     )
 
 
 def test_bars_name_what_fits():
-    report = simulate(from_orders([["0F10", "0B10"]]), Costs(f=3, i=5, w=2), "event")
-    rows = [render(report, colour=False, unit=unit).splitlines()[1] for unit in (1, 2, 4, 50)]
-    assert rows == ["rank 0  F10B10----", "rank 0  F-B10", "rank 0  FB-", "rank 0  B"]
+    report = simulate(from_orders([["0F0", "0B0"]]), Costs(f=3, i=5, w=4))
+    rows = [render(report, colour=False, unit=unit).splitlines()[1] for unit in (1, 2, 3, 12, 50)]
+    bars = ["F0-B0-------", "F0B0--", "FB0-", "B", "B"]
+    assert rows == [f"rank 0  {bar}" for bar in bars]
 
 
 def test_bars_tell_chunks_apart():
-    row = render(CHUNKS, colour=False, unit=1)
-    assert "rank 0  FFF" in row
-    assert row.endswith("lower case, underlined: a chunk beyond the first")
-    assert render(CHUNKS, unit=1).endswith("lower case, underlined: a chunk beyond the first")
+    lines = render(CHUNKS, colour=False, unit=1).splitlines()
+    assert lines[1:3] == ["rank 0  FF.fiwfiwIW.IW", "rank 1  .FfFfiwIWiwIW."]
+    assert lines[3].endswith("idle   lower case, underlined: a chunk beyond the first")
     assert "lower case" not in render(ONE, colour=False, unit=1)
 
 
@@ -82,9 +82,28 @@ def test_every_kind_has_its_colour_and_chunks_a_line():
     text = render(CHUNKS)
     for kind in "FIW":
         (back, ink), (other, other_ink) = ANSI[kind]
-        assert f"\x1b[38;5;{ink};48;5;{back}m 0{kind}0 \x1b[0m" in text
+        assert f"\x1b[38;5;{ink};48;5;{back}m 0{kind}0 " in text
         assert f"\x1b[4;38;5;{other_ink};48;5;{other}m 3{kind}0 " in text
     assert "\x1b[2m   . " in text
+
+
+def test_the_two_of_a_pair_share_a_column():
+    schedule = build("dualpipe_v", num_ranks=2, num_microbatches=4, num_stages=4)
+    rows = [line.split() for line in grid(schedule).splitlines()[1:]]
+    lines = render(schedule, colour=False).splitlines()[1:-1]
+    assert [line.split() for line in lines] == rows
+    (blue, ink), (other, other_ink) = ANSI["F"][0], ANSI["B"][1]
+    pair = (
+        f"\x1b[38;5;{ink};48;5;{blue}m 0F3&\x1b[0m\x1b[4;38;5;{other_ink};48;5;{other}m3B1 \x1b[0m"
+    )
+    assert pair in render(schedule)
+
+
+def test_pairs_in_bars_are_joined():
+    schedule = build("dualpipe_v", num_ranks=2, num_microbatches=4, num_stages=4)
+    assert render(simulate(schedule, Costs(3, 3, 3, pair=9)), colour=False, unit=1).count("&") == 6
+    apart = simulate(schedule, Costs(3, 3, 3), "lockstep")
+    assert "F3&b1----" in render(apart, colour=False, unit=1)
 
 
 def test_neighbours_of_one_look_share_an_escape():
@@ -178,8 +197,10 @@ def test_by_default_the_process_is_asked(monkeypatch):
         ),
         (
             {"unit": 1e-9},
-            "unit=1e-09 makes rows of 1.2e+10 characters, the most is 1000000; the makespan is "
-            "12, so give a larger unit",
+            (
+                "unit=1e-09 makes rows of 1.2e+10 characters, the most is 1000000; the makespan "
+                "is 12, so give a larger unit"
+            ),
         ),
     ],
 )
