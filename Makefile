@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow bench lint format types hooks ci clean
+.PHONY: help train test test-slow test-all bench lint format types hooks ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,11 +31,14 @@ train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
-	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not exhaustive" $(ARGS)
 
-test-slow: $(VENV)/.dev ## the slow tests: the whole parity grid, long runs
+test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow --ignore tests/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/test_train_gpt.py
+
+test-all: test test-slow ## also the whole parity grid (half an hour): after a change of the kernel
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m exhaustive $(ARGS)
 
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
 	$(BIN)/python -m pytest bench $(ARGS)

@@ -42,14 +42,24 @@ def pairs(case) -> set:
 
 
 @functools.cache
-def covering() -> frozenset:
-    """Few cases of the grid in which every two values of different factors meet."""
-    chosen, missing = set(), set().union(*map(pairs, GRID))
+def covering(*factors) -> frozenset:
+    """Few combinations in which every two values of different factors meet."""
+    grid = list(itertools.product(*factors))
+    chosen, missing = set(), set().union(*map(pairs, grid))
     while missing:
-        best = max(GRID, key=lambda case: len(pairs(case) & missing))
+        best = max(grid, key=lambda case: len(pairs(case) & missing))
         chosen.add(best)
         missing -= pairs(best)
     return frozenset(chosen)
+
+
+def effort(S, M, family, remat, bubbles) -> list[pytest.MarkDecorator]:
+    """Every pair of values is in `make test`, every pair under every family in CI."""
+    if (S, M, family, remat, bubbles) in covering(*FACTORS):
+        return []
+    if (S, M, remat, bubbles) in covering(RANKS, MICROBATCHES, REMATS, BUBBLES):
+        return [pytest.mark.slow]
+    return [pytest.mark.exhaustive]
 
 
 def together(S, M, _family, remat, bubbles) -> pytest.MarkDecorator:
@@ -59,12 +69,22 @@ def together(S, M, _family, remat, bubbles) -> pytest.MarkDecorator:
 
 def cases() -> list:
     return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[together(*case), *effort(*case)])
+        for case in GRID
+    ]
+
+
+def triples() -> list:
+    """What is the same in all families; one of them in `make test`."""
+    return [
         pytest.param(
             *case,
-            id="-".join(map(str, case)),
-            marks=[together(*case), *([] if case in covering() else [pytest.mark.slow])],
+            marks=[
+                together(*case[:2], None, *case[2:]),
+                *([] if case in FAST_TRIPLES else effort(*case[:2], None, *case[2:])),
+            ],
         )
-        for case in GRID
+        for case in itertools.product(RANKS, MICROBATCHES, REMATS, BUBBLES)
     ]
 
 
@@ -114,9 +134,10 @@ def test_the_models_are_hostile():
 
 
 def test_the_fast_cases_hold_every_pair_of_values():
-    assert set().union(*map(pairs, covering())) == set().union(*map(pairs, GRID))
+    chosen = covering(*FACTORS)
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, GRID))
     assert len(GRID) == 240
-    assert len(covering()) <= 30
+    assert len(chosen) <= 30
 
 
 @pytest.mark.parametrize(("S", "M", "family", "remat", "bubbles"), cases())
@@ -126,19 +147,7 @@ def test_the_grid(S, M, family, remat, bubbles):
     models.assert_matches(pipe, found, wanted(S))
 
 
-@pytest.mark.parametrize(
-    ("S", "M", "remat", "bubbles"),
-    [
-        pytest.param(
-            *case,
-            marks=[
-                together(*case[:2], None, *case[2:]),
-                *([] if case in FAST_TRIPLES else [pytest.mark.slow]),
-            ],
-        )
-        for case in itertools.product(RANKS, MICROBATCHES, REMATS, BUBBLES)
-    ],
-)
+@pytest.mark.parametrize(("S", "M", "remat", "bubbles"), triples())
 def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
     losses = [run(S, M, family, remat, bubbles)[1][0] for family in FAMILIES]
     assert len({loss.tobytes() for loss in losses}) == 1, losses
