@@ -14,6 +14,8 @@ from schedules.interleaved_zb import interleaved_zb
 from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.looped_bfs import looped_bfs
 from schedules.one_f_one_b import one_f_one_b
+from schedules.v_half import v_half
+from schedules.v_min import v_min
 from schedules.zb_auto import zb_auto
 from schedules.zb_h1 import zb_h1
 from schedules.zb_h2 import zb_h2
@@ -31,6 +33,8 @@ _FAMILIES: dict[str, Family] = {
     "zb_h2": zb_h2,
     "interleaved_zb": interleaved_zb,
     "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
     "dualpipe_v": dualpipe_v,
 }
 

@@ -11,20 +11,15 @@ from collections.abc import Iterable, Iterator
 
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
+# Families that are defined for one V only.
 CHUNKS = {
-    "zb_h1": 1,
-    "zb_h2": 1,
-    "zb_v": 2,
-    "zb_auto": 1,
-    "dualpipe_v": 2,
-}  # families that are defined for one V only
-ROUNDS = {
-    "interleaved_1f1b",
-    "interleaved_zb",
-}  # families that run max(1, M // S) rounds of equal size
-
-
-LEAST = {"dualpipe_v": lambda S: 2 * S}  # families that need so many microbatches
+    **dict.fromkeys(["zb_h1", "zb_h2", "zb_auto"], 1),
+    **dict.fromkeys(["zb_v", "v_half", "v_min", "dualpipe_v"], 2),
+}
+# Families that run max(1, M // S) rounds of equal size.
+ROUNDS = {"interleaved_1f1b", "interleaved_zb"}
+# Families that need so many microbatches.
+LEAST = {"dualpipe_v": lambda S: 2 * S}
 
 
 def is_legal(name: str, S: int, M: int, V: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import schedules
-from schedules import Costs, ScheduleError, build, check, simulate
+from schedules import Costs, ScheduleError, build, check, simulate, v_slots
 from schedules.grid import grid
 from tests.sizes import CHUNKS, LEAST, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
@@ -30,7 +30,7 @@ LOOPED_PEAK = {
     ),
     "looped_bfs": lambda S, M, V, r: M * V,
 }
-V_SHAPED = ("zb_v", "dualpipe_v")
+V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
 SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak activations
     "zb_h1": (lambda S: S - 1, lambda S, M, r: min(S, M)),
     "zb_h2": (lambda S: 2 * (S - 1), lambda S, M, r: min(2 * S - 1, M)),
@@ -106,7 +106,7 @@ def test_weight_gradients_fill_the_bubble(name, costs):
         assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
 
 
-@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb", "zb_v"])
+@pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb", "zb_v", "v_half", "v_min"])
 def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
     V = CHUNKS.get(name, 2)
     for S, M in sizes(name, V, ranks=(1, 2, 3, 5, 8), microbatches=(1, 2, 6, 8, 16)):
@@ -168,6 +168,42 @@ def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
             assert overlapped.makespan == pytest.approx(overlapped.work[0] + bubble)
             if costs == Costs() and pair == f + b:
                 assert bubble == (S - 1) * (pair + b - 3 * w)  # as published
+
+
+CONTROLLED = {  # idle at F = I = W, and inputs held
+    "v_half": (lambda S: 3 * S - (4 if S % 2 else 7), lambda S: 2 * ((S + 2) // 2)),
+    "v_min": (lambda S: 4 * S - (5 if S % 3 else 7), lambda S: 2 * ((S + 4) // 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_controlled_memory(name):
+    idle, peak = CONTROLLED[name]
+    for S, M in itertools.chain(sizes(name, 2), [(4, 40), (6, 40), (8, 40), (12, 30)]):
+        report = simulate(build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S))
+        assert max(report.peak_activations) == min(peak(S), 2 * M)
+        if M >= S > 2:
+            assert report.idle[0] == max(report.idle) == idle(S)
+            assert report.makespan == 6 * M + idle(S)
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_controlled_memory_as_published(name):
+    published = {"v_half": {4: 5, 6: 11, 8: 17}, "v_min": {4: 11, 6: 17, 8: 27}}[name]
+    for S, idle in published.items():
+        report = simulate(build(name, num_ranks=S, num_microbatches=3 * S, num_stages=2 * S))
+        assert report.idle[0] == idle
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_more_microbatches_repeat_the_steady_state(name, monkeypatch):
+    """What is built from few microbatches is what all of them would have led to."""
+    for S in (1, 2, 3, 4, 6, 8):
+        M = 2 * S + 12
+        short = build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        monkeypatch.setattr(v_slots, "distinct", lambda ranks, microbatches: microbatches)
+        assert build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S) == short
+        monkeypatch.undo()
 
 
 def test_dualpipe_v_pairs_all_but_its_ends():
