@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from schedules.costs import Times
 from schedules.events import run
 from schedules.faults import Culprit, Fault, error
 from schedules.flat import B, F, I, activations, is_dense, once
@@ -121,7 +122,7 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
         yield Fault("deadlock", rule, culprits, len(culprits))
 
 
-def _blocked(case: Case, starts: list[list[float]], index: int) -> tuple[int, int]:
+def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
     """An action that cannot start, and the one it waits for; of a pair, the half that cannot."""
     wait = index, -1
     for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
@@ -157,8 +158,7 @@ def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
 
 def _memory(case: Case, limit: float) -> Iterator[Fault]:
     culprits = []
-    for rank, order in enumerate(case.schedule.orders):
-        held = activations(order)
+    for rank, held in enumerate(activations(case.schedule)):
         over = np.flatnonzero(held > limit)
         if len(over):
             index = int(case.flat.first[rank] + over[0])

@@ -14,7 +14,7 @@ from schedules.costs import Times
 from schedules.flat import B, F, Flat, I, Ints
 from schedules.ir import Schedule
 
-Columns = tuple[Ints, Ints, Times, Times]  # awaited, sent, cost, lag of every step
+MANY_RANKS = 24  # from here on it is quicker to let all ranks step together
 
 
 class Links(NamedTuple):
@@ -47,6 +47,24 @@ def links(schedule: Schedule, flat: Flat) -> Links:
     return Links(awaited, sent, np.where(sent < 0, flat.rank, there))
 
 
+class Steps(NamedTuple):
+    """What the clock runs: the actions or, where a pair overlaps, parts of them.
+
+    Attributes:
+      first: [S + 1] index of each rank's first step, then their number.
+      awaited: as in `Links`, of each step.
+      sent: likewise.
+      cost: how long it takes.
+      lag: how long its message is on its way.
+    """
+
+    first: Ints
+    awaited: Ints
+    sent: Ints
+    cost: Times
+    lag: Times
+
+
 def run(
     schedule: Schedule,
     flat: Flat,
@@ -55,8 +73,8 @@ def run(
     durations: Times | None = None,
     lag: Times | None = None,
     pair: float | None = None,
-) -> list[list[float]]:
-    """[S] lists of start times; a list shorter than its order stops where the rank waits forever.
+) -> list[Times]:
+    """[S] arrays of start times; one shorter than its order stops where the rank waits forever.
 
     Args:
       schedule: legal or not, but `is_dense`.
@@ -70,25 +88,55 @@ def run(
     cost = np.ones(len(flat.kind)) if durations is None else durations
     delay = np.zeros(len(flat.kind)) if lag is None else lag
     num_messages = 2 * schedule.num_stages * schedule.num_microbatches
-    columns = (wires.awaited, wires.sent, cost, delay)
+    steps = Steps(flat.first, wires.awaited, wires.sent, cost, delay)
     if pair is None or not flat.pair.any():
-        return _starts(flat.first, columns, num_messages)
-    return _paired_starts(flat, columns, num_messages, np.flatnonzero(flat.pair), pair)
+        return _starts(steps, num_messages)
+    return _paired_starts(flat, steps, num_messages, pair)
 
 
-def _starts(first: Ints, columns: Columns, num_messages: int) -> list[list[float]]:
-    """[S] lists of the starts of steps; a rank's are ``first[rank]`` to ``first[rank + 1]``."""
-    bounds = first.tolist()
-    awaited, sent, cost, lag = (column.tolist() for column in columns)
+def _paired_starts(flat: Flat, steps: Steps, num_messages: int, pair: float) -> list[Times]:
+    """Start times where each action that opens a pair overlaps with the one after it.
+
+    Such a pair is three steps: wait for the first message; wait for the second, take the time
+    of both and send the second message; send the first.
+    """
+    opening = np.flatnonzero(flat.pair)
+    third = np.insert(np.zeros(len(flat.kind), bool), opening + 2, True)
+    step = np.flatnonzero(~third)  # [A] of each action
+    empty = (-1, -1, 0.0, 0.0)
+    awaited, sent, cost, lag = (np.full(len(third), fill) for fill in empty)
+    for column, values in zip((awaited, sent, cost, lag), steps[1:], strict=True):
+        column[step] = values
+    first = step[opening]
+    sent[first + 2], lag[first + 2] = sent[first], lag[first]
+    sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
+    bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
+    rows = _starts(Steps(bounds, awaited, sent, cost, lag), num_messages)
+    step[opening] += 1  # both start when the second message is there too
+    shown = [part - at for part, at in zip(np.split(step, flat.first[1:-1]), bounds, strict=False)]
+    return [row[n[n < len(row)]] for row, n in zip(rows, shown, strict=True)]
+
+
+def _starts(steps: Steps, num_messages: int) -> list[Times]:
+    """[S] starts of the steps of each rank, of as many as it can run."""
+    many = len(steps.first) > MANY_RANKS
+    starts = _sweep(steps, num_messages) if many else _visit(steps, num_messages)
+    rows = np.split(starts, steps.first[1:-1])
+    return [row[: np.count_nonzero(row >= 0)] for row in rows]
+
+
+def _visit(steps: Steps, num_messages: int) -> Times:
+    """The start of each step, -1 where it never does: rank by rank, as far as each can go."""
+    first, awaited, sent, cost, lag = (column.tolist() for column in steps)
     arrival = [-1.0] * num_messages
     waiting: dict[int, list[int]] = {}
-    starts: list[list[float]] = [[] for _ in bounds[1:]]
-    free = [0.0] * len(starts)
-    todo = list(range(len(starts)))
+    starts = [-1.0] * len(awaited)
+    position, free = first[:-1], [0.0] * (len(first) - 1)
+    todo = list(range(len(free)))
     while todo:
         rank = todo.pop()
-        mine, now = starts[rank], free[rank]
-        for n in range(bounds[rank] + len(mine), bounds[rank + 1]):
+        now = free[rank]
+        for n in range(position[rank], first[rank + 1]):
             message = awaited[n]
             if message >= 0:
                 there = arrival[message]
@@ -97,39 +145,41 @@ def _starts(first: Ints, columns: Columns, num_messages: int) -> list[list[float
                     break
                 if there > now:  # noqa: PLR1730  a call takes longer than all the rest
                     now = there
-            mine.append(now)
+            starts[n] = now
             now += cost[n]
+            position[rank] = n + 1
             message = sent[n]
             if message >= 0 and arrival[message] < 0:
                 arrival[message] = now + lag[n]
                 if message in waiting:
                     todo.extend(waiting.pop(message))
         free[rank] = now
-    return starts
+    return np.array(starts, np.float64)
 
 
-def _paired_starts(
-    flat: Flat, columns: Columns, num_messages: int, opening: Ints, pair: float
-) -> list[list[float]]:
-    """Start times where each action at ``opening`` (ascending) overlaps with the one after it.
-
-    Such a pair is three steps: wait for the first message; wait for the second, take the time
-    of both and send the second message; send the first.
-    """
-    third = np.insert(np.zeros(len(flat.kind), bool), opening + 2, True)
-    step = np.flatnonzero(~third)  # [A] of each action
-    empty = (-1, -1, 0.0, 0.0)
-    awaited, sent, cost, lag = (np.full(len(third), fill) for fill in empty)
-    for column, values in zip((awaited, sent, cost, lag), columns, strict=True):
-        column[step] = values
-    first = step[opening]
-    sent[first + 2], lag[first + 2] = sent[first], lag[first]
-    sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
-    bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
-    rows = _starts(bounds, (awaited, sent, cost, lag), num_messages)
-    step[opening] += 1  # both start when the second message is there too
-    shown = np.split(step, flat.first[1:-1])
-    return [
-        [row[n] for n in (steps - begin).tolist() if n < len(row)]
-        for row, steps, begin in zip(rows, shown, bounds[:-1], strict=True)
-    ]
+def _sweep(steps: Steps, num_messages: int) -> Times:
+    """The same, found otherwise: again and again one step of every rank that can go."""
+    first, awaited, sent, cost, lag = steps
+    count = len(awaited)
+    # Behind the messages: one that is always there, one that never comes, one that nobody awaits.
+    always, never, lost = range(num_messages, num_messages + 3)
+    arrival = np.full(num_messages + 3, -1.0)
+    arrival[always] = 0.0
+    awaited = np.append(np.where(awaited < 0, always, awaited), never)
+    sent = np.where(sent < 0, lost, sent)
+    begin, end = first[:-1], first[1:]
+    after = np.arange(1, count + 1)
+    after[end[end > begin] - 1] = count  # who has ended waits for ever
+    position = np.where(end > begin, begin, count)
+    starts, free = np.full(count, -1.0), np.zeros(len(begin))
+    while True:
+        there = arrival[awaited[position]]
+        ranks = np.flatnonzero(there >= 0)
+        if not len(ranks):
+            return starts
+        now = position[ranks]
+        start = np.maximum(free[ranks], there[ranks])
+        starts[now] = start
+        free[ranks] = ended = start + cost[now]
+        arrival[sent[now]] = ended + lag[now]
+        position[ranks] = after[now]

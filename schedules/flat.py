@@ -108,19 +108,19 @@ def is_dense(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches <= 8 * actions + 4096
 
 
-def activations(order: Sequence[Action]) -> Ints:
-    """[len(order)] stage inputs held while each action of a rank runs.
+def activations(schedule: Schedule) -> list[Ints]:
+    """[S] arrays: how many stage inputs a rank holds while each of its actions runs.
 
     An input is held from the start of its F to the end of its B or, split, of its W: the weight
-    gradient needs it still. Without any backward it is held while F runs.
+    gradient needs it still. Without any backward on its rank it is held while F runs.
     """
-    kinds = [action[1] for action in order]
-    taken = np.array([kind == "F" for kind in kinds], np.int64)
-    freed = np.array([kind in ("B", "W") for kind in kinds], np.int64)
-    if "B" not in kinds and "I" not in kinds and "W" not in kinds:
-        freed = taken
-    held: Ints = np.cumsum(taken - freed) + freed
-    return held
+    flat = flatten(schedule)
+    rows = []
+    for kinds in np.split(flat.kind, flat.first[1:-1]):
+        taken = kinds == F
+        freed = taken if taken.all() else (kinds == B) | (kinds == W)
+        rows.append(np.cumsum(taken.astype(np.int64) - freed) + freed)
+    return rows
 
 
 def _pairs(schedule: Schedule, first: Sequence[int]) -> list[int]:

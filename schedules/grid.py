@@ -76,7 +76,7 @@ def steps(schedule: Schedule) -> list[list[int]]:
     if schedule.num_ranks and schedule.num_stages and is_placed and is_dense(schedule):
         starts = run(schedule, flat, links(schedule, flat), pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):
-            return [list(map(int, row)) for row in starts]
+            return [row.astype(int).tolist() for row in starts]
     seconds = np.concatenate([[0], np.cumsum(flat.pair)])  # [A + 1] how many come before
     columns = np.arange(len(seconds)) - seconds
     bounds = itertools.pairwise(flat.first.tolist())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedules.check import check
 from schedules.costs import Costs
 from schedules.flat import Ints, flatten
 from schedules.ir import KINDS, Schedule, ScheduleError
@@ -26,7 +27,7 @@ def lower(
     """Compile a schedule; no rank's order changes.
 
     Args:
-      schedule: a legal schedule (`check`).
+      schedule: a legal schedule.
       keep: what F leaves for its backward, the stage's input or its residuals.
       pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then
         a backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one
@@ -36,10 +37,11 @@ def lower(
       partners: exchanges make only those ranks meet that they join, not all; for that choice.
 
     Raises:
-      ScheduleError: unknown keep or pattern, or the schedule deadlocks.
+      ScheduleError: unknown keep or pattern, or an illegal schedule.
     """
     if keep not in ("input", "residuals"):
         raise ScheduleError(f"keep={keep!r}: must be 'input' or 'residuals'")
+    check(schedule)
     return allocate(best_ticks(schedule, pattern, costs or Costs(), partners=partners), keep)
 
 

@@ -213,7 +213,7 @@ def _report(
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
-        peak_activations=tuple(int(activations(order).max()) for order in schedule.orders),
+        peak_activations=tuple(int(held.max()) for held in activations(schedule)),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
     )

@@ -13,11 +13,9 @@ import numpy as np
 
 from schedules.costs import Costs, Times
 from schedules.flat import Ints, flatten
-from schedules.ir import KINDS, Kind, Schedule, ScheduleError
-from schedules.walk import Walk, follow
-
-# What a slot permits: strings of kinds, taken in turn by rank modulo their number.
-Pattern = tuple[tuple[str, ...], ...]
+from schedules.ir import KINDS, Schedule, ScheduleError
+from schedules.slots import Pattern, slot_times
+from schedules.walk import follow
 
 PATTERNS: dict[str, Pattern] = {
     "single": (("FBIW",),),
@@ -65,33 +63,7 @@ class Ticks:
 
 def lay_out(schedule: Schedule, name: str) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message."""
-    pattern, path = PATTERNS[name], follow(schedule)
-    width, turns = len(pattern), max(map(len, pattern))
-    flat = flatten(schedule)
-    # wait[turn * 4 + kind][t % width] is how many slots after t the next for this kind comes.
-    waits = [_waits(pattern, turn, kind) for turn in range(turns) for kind in KINDS]
-    wait = [waits[c] for c in (flat.rank % turns * len(KINDS) + flat.kind).tolist()]
-    rank, awaited, sent = flat.rank.tolist(), path.awaited.tolist(), path.sent.tolist()
-    free = [0] * schedule.num_ranks
-    usable = [0] * (2 * schedule.num_stages * schedule.num_microbatches + 1)  # the last is no one's
-    times = [0] * len(rank)
-    for n in path.order.tolist():
-        here = rank[n]
-        start = max(free[here], usable[awaited[n]])
-        if width > 1:
-            start += wait[n][start % width]
-        times[n] = start
-        free[here] = start + 1
-        message = sent[n]
-        if message >= 0:
-            usable[message] = start + 1
-    return Ticks(schedule, name, np.array(times, np.int64))
-
-
-def _waits(pattern: Pattern, turn: int, kind: Kind) -> list[int]:
-    width = len(pattern)
-    permits = [kind in slot[turn % len(slot)] for slot in pattern]
-    return [next(d for d in range(width) if permits[(s + d) % width]) for s in range(width)]
+    return Ticks(schedule, name, slot_times(schedule, PATTERNS[name]))
 
 
 def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
@@ -178,6 +150,3 @@ def _worth_trying(schedule: Schedule, *, partners: bool) -> list[str]:
         if partners:  # where everybody meets, it has all the limits and no gain
             names.append("partner")
     return names
-
-
-__all__ = ["PATTERNS", "Pattern", "Ticks", "Walk", "begins", "best_ticks", "lay_out", "makespan"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedules.flat import F, Flat, Ints, Mask, W, flatten, once
+from schedules.flat import F, Ints, Mask, W, flatten, once
 from schedules.ir import Schedule, ScheduleError
 
 
@@ -18,14 +18,12 @@ class Walk(NamedTuple):
     """How actions follow each other.
 
     Attributes:
-      order: [A] indices of the actions, none before what it waits for.
       awaited: [A] the message that an action cannot start without, -1 for none.
       sent: [A] the message that its end releases, -1 for none.
       target: [A] the rank that reads what it sends, its own if it sends nothing.
       crosses: [A] whether that is another rank.
     """
 
-    order: Ints
     awaited: Ints
     sent: Ints
     target: Ints
@@ -34,11 +32,7 @@ class Walk(NamedTuple):
 
 @once
 def follow(schedule: Schedule) -> Walk:
-    """Walk through a schedule.
-
-    Raises:
-      ScheduleError: the ranks wait for each other in a circle (`check` shows which).
-    """
+    """Number the messages of a schedule."""
     flat = flatten(schedule)
     last = schedule.num_stages - 1
     item = flat.stage * schedule.num_microbatches + flat.microbatch
@@ -52,16 +46,22 @@ def follow(schedule: Schedule) -> Walk:
     awaited = np.where(waits, code - 2 * step * schedule.num_microbatches, -1)
     placement = np.array(schedule.placement, np.int64)
     target = np.where(sends, placement[np.clip(reader, 0, last)], flat.rank)
-    order = _order(schedule, flat, awaited.tolist(), sent.tolist())
-    return Walk(order, awaited, sent, target, target != flat.rank)
+    return Walk(awaited, sent, target, target != flat.rank)
 
 
-def _order(schedule: Schedule, flat: Flat, awaited: list[int], sent: list[int]) -> Ints:
-    first = flat.first.tolist()
+@once
+def order(schedule: Schedule) -> Ints:
+    """[A] indices of the actions: each rank's in its order, none before what it waits for.
+
+    Raises:
+      ScheduleError: the ranks wait for each other in a circle (`check` shows which).
+    """
+    path, first = follow(schedule), flatten(schedule).first.tolist()
+    awaited, sent = path.awaited.tolist(), path.sent.tolist()
     position = first[:-1]
     done = bytearray(2 * schedule.num_stages * schedule.num_microbatches)
     waiting: dict[int, int] = {}
-    order: list[int] = []
+    found: list[int] = []
     ready = list(reversed(range(schedule.num_ranks)))
     while ready:
         rank = ready.pop()
@@ -79,7 +79,7 @@ def _order(schedule: Schedule, flat: Flat, awaited: list[int], sent: list[int]) 
                     ready.append(waiting.pop(message))
         else:
             position[rank] = end
-        order.extend(range(start, position[rank]))
+        found.extend(range(start, position[rank]))
     stuck = {r: n for r, n in enumerate(position) if n < first[r + 1]}
     if stuck:
         where = ", ".join(
@@ -89,4 +89,4 @@ def _order(schedule: Schedule, flat: Flat, awaited: list[int], sent: list[int]) 
             f"schedule {schedule.name!r} deadlocks: {where}; "
             f"schedules.check(schedule) shows the grid and the culprit"
         )
-    return np.array(order, np.int64)
+    return np.array(found, np.int64)
