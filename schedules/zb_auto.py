@@ -9,9 +9,8 @@ its three yes-or-no choices; the best of the eight timetables is taken. Letters 
 
 The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W: in a
 transformer 32 / (34 + 5as / h) of it, with a heads, s tokens and h features. Its figures for a
-limit of 2S need that: if all is held until W, as `check` counts, 2S inputs leave the last rank too
-few W for the end, and its idle time and the first rank's are at least
-(S - 1)(F + I + 2 comm) - 2S W together.
+limit of 2S need that: if all is held until W, as `check` counts, the last rank can put off 2S W
+behind its last I and no more, and the first rank idles (S - 1)(F + I + 2 comm) - 2S W or longer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ def zb_auto(
     memory_limit: float | None = None,
     weight_memory: float = 1.0,
 ) -> Schedule:
-    """Build the best of the `variants`: the smallest makespan, then the shortest span.
+    """Build the best of the `variants`: the shortest span of a rank, which the paper measures.
+
+    Of equal ones it takes the smallest makespan. For a step with a synchronous optimiser the
+    makespan alone counts: `auto` takes the best of the eight by that.
 
     Args:
       num_ranks: S.

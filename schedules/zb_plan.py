@@ -60,7 +60,7 @@ class Plan:
     def warm_up(self) -> None:
         """The first F of every rank, then as many as fit before the first I can start.
 
-        A rank runs fewer than the one before it, unless all microbatches are through.
+        A rank runs fewer than the one before it, unless that one runs all there are.
         """
         last = len(self.clock) - 1
         for rank in range(last + 1):
@@ -78,8 +78,9 @@ class Plan:
                 now += each
             arrives = max(now, arrives) + self.table[_I][rank]
         for rank in range(last + 1):
-            if rank and more[rank] < self.num_microbatches - 1:
-                more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
+            if rank:
+                fewer = more[rank - 1] < self.num_microbatches - 1
+                more[rank] = max(0, min(more[rank], more[rank - 1] - fewer))
             for _ in range(more[rank]):
                 self.put(rank, _F)
 
@@ -175,9 +176,9 @@ class Plan:
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
-        """Makespan, and the longest span; rounded, so that a rounding error decides nothing."""
+        """The longest span, and the makespan; rounded, so that no rounding error decides."""
         spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
-        return float(f"{max(self.clock):.9g}"), float(f"{max(spans):.9g}")
+        return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 
     def schedule(self, name: str) -> Schedule:
         """What has been planned so far."""

@@ -1,0 +1,137 @@
+"""The zero-bubble paper's heuristic: its figures, its limits, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from schedules import Costs, ScheduleError, build, check, simulate
+from schedules.zb_auto import variants, zb_auto
+
+# The paper's tables 9 and 5: S, M, Costs(f, i, w, comm), heads and features of the model, and the
+# bubble rate with memory for 2S inputs.
+FIGURES = [
+    (8, 24, Costs(18.522, 18.086, 9.337, 0.601), (24, 2304), 0.0433),
+    (8, 32, Costs(18.513, 18.086, 9.331, 0.626), (24, 2304), 0.0039),
+    (8, 64, Costs(18.546, 18.097, 9.321, 0.762), (24, 2304), 0.0026),
+    (16, 48, Costs(11.347, 11.248, 8.132, 0.377), (40, 5120), 0.0066),
+    (16, 64, Costs(11.307, 11.254, 8.101, 0.379), (40, 5120), 0.0054),
+    (16, 128, Costs(11.325, 11.308, 8.109, 0.378), (40, 5120), 0.0028),
+]
+TOKENS = 1024
+
+
+def weight_memory(heads: int, features: int) -> float:
+    """Of an input's memory, 34 + 5as/h, the 32 that W needs (table 1 of the paper)."""
+    return 32 / (34 + 5 * heads * TOKENS / features)
+
+
+def random_costs(rng: random.Random, S: int) -> Costs:
+    f, i, w = ([rng.choice((0, 0.5, 1, 1.3, 2)) for _ in range(S)] for _ in range(3))
+    return Costs(f, i, w, rng.choice((0, 0.1, 5)))
+
+
+@pytest.mark.parametrize(("S", "M", "costs", "model", "figure"), FIGURES)
+def test_bubble_rates_of_the_paper(S, M, costs, model, figure):
+    schedule = zb_auto(
+        S, M, S, costs=costs, memory_limit=2 * S, weight_memory=weight_memory(*model)
+    )
+    assert round(simulate(check(schedule), costs).bubble_rate, 4) == figure
+
+
+@pytest.mark.parametrize(("S", "M", "costs", "model", "figure"), FIGURES[:1])
+def test_inputs_held_until_w_cannot_reach_the_figure(S, M, costs, model, figure):
+    """The bound of the docstring: with no more than 2S inputs until W, 9.4% are lost."""
+    work = costs.f + costs.i + costs.w
+    idle = (S - 1) * (costs.f + costs.i + 2 * costs.comm) - 2 * S * costs.w
+    assert figure + 0.0005 < idle / (M * work + idle)
+    report = simulate(build("zb_auto", num_ranks=S, num_microbatches=M, costs=costs), costs)
+    assert max(report.peak_activations) <= 2 * S
+    assert report.idle[0] >= idle
+
+
+@pytest.mark.parametrize("S", [1, 2, 3, 5, 8])
+def test_legal_within_the_limit_and_in_ascending_order(S):
+    rng = random.Random(S)
+    for M, limit in itertools.product((1, 2, 5, 9, 16), (1, 2, S, 2 * S - 1, 2 * S, float("inf"))):
+        costs = random_costs(rng, S)
+        found = variants(S, M, S, costs=costs, memory_limit=limit)
+        assert len(found) == 8
+        for schedule in found.values():
+            check(schedule, memory_limit=limit)
+            for order in schedule.orders:
+                for kind in "FIW":
+                    mine = [a.microbatch for a in order if a.kind == kind]
+                    assert mine == list(range(M))
+
+
+def test_the_best_variant_has_the_shortest_span():
+    rng = random.Random(0)
+    for _ in range(20):
+        S = rng.randint(2, 6)
+        costs = random_costs(rng, S)
+        sizes = (S, 3 * S, S)
+        best, *others = (
+            max(simulate(schedule, costs).span)
+            for schedule in (
+                zb_auto(*sizes, costs=costs),
+                *variants(*sizes, costs=costs).values(),
+            )
+        )
+        assert best == pytest.approx(min(others))
+
+
+def test_no_variant_is_superfluous():
+    """Each of the three choices decides somewhere."""
+    names = list(variants(2, 2, 2))
+    assert names == [
+        "zb_auto()",
+        "zb_auto(fill)",
+        "zb_auto(skip)",
+        "zb_auto(skip, fill)",
+        "zb_auto(late)",
+        "zb_auto(late, fill)",
+        "zb_auto(late, skip)",
+        "zb_auto(late, skip, fill)",
+    ]
+    costs = Costs(f=1.0, i=1.3, w=0.8, comm=0.2)
+    assert len(set(variants(5, 15, 5, costs=costs).values())) == 8
+
+
+def test_with_equal_costs_and_memory_for_2s_there_is_no_bubble():
+    for S in (2, 4, 8):
+        report = simulate(zb_auto(S, 3 * S, S))
+        assert max(report.idle) == 0
+        assert report.makespan == 9 * S + S - 1
+
+
+def refusal(**arguments) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        zb_auto(**({"num_ranks": 4, "num_microbatches": 8, "num_stages": 4} | arguments))
+    return str(caught.value)
+
+
+def test_what_it_refuses():
+    assert refusal(num_stages=8) == (
+        "num_stages=8 with num_ranks=4: zb_auto is defined for one stage per rank; "
+        "use num_stages=4, or another family"
+    )
+    assert refusal(memory_limit=0.5) == (
+        "memory_limit=0.5 with num_ranks=4 and num_stages=4: a microbatch passes all 1 stages of a "
+        "rank before its first gradient, so no schedule holds fewer than 1 stage inputs; use "
+        "memory_limit=1 or more"
+    )
+    for limit in (float("nan"), "8", True):
+        assert refusal(memory_limit=limit) == (
+            f"memory_limit={limit!r}: must be a number of stage inputs per rank, or None; give how "
+            f"many fit into a rank's memory"
+        )
+    assert refusal(weight_memory=1.5) == (
+        "weight_memory=1.5: is the part of a stage input's memory that is held from I to W; give "
+        "a number from 0 to 1"
+    )
+    assert refusal(costs=Costs(f=[1, 2])) == (
+        "Costs(f=(1, 2)) has 2 numbers for 4 stages; give one for each stage, or one number for all"
+    )
