@@ -29,6 +29,10 @@ CASES = (
     ("zb_h2", 2, 4, None),
     ("zb_v", 2, 4, "stage"),
     ("zb_v", 4, 8, None),
+    ("dualpipe_v", 2, 4, "stage"),
+    ("v_half", 2, 3, None),
+    ("v_min", 4, 4, "stage"),
+    ("zb_auto", 4, 6, None),
 )
 
 
