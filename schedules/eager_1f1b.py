@@ -4,7 +4,7 @@ The order of `1f1b` lets a rank run ahead by S - r forward passes. One action pe
 an F beside a B, and every tick waits for the B. Running ahead by 2(S - 1 - r) + 1 instead puts
 all F in one slot of the tick and all B in the other. The warm-up is that of "eager 1F1B" in
 Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023,
-arXiv:2211.05322, there to hide messages. Letters as in `schedules.ir`, r a rank.
+arXiv:2211.05322, there to hide messages. Letters as in `schedules.ir`, r a rank. For V = 1:
 
     idle on the critical rank   (S - 1)(F + B), also in lockstep
     peak activations            min(2(S - 1 - r) + 1, M)

@@ -1,10 +1,12 @@
 """GPipe: all forward passes, then all backward passes.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-NeurIPS 2019, arXiv:1811.06965. Letters as in `schedules.ir`.
+NeurIPS 2019, arXiv:1811.06965. Letters as in `schedules.ir`; F and B are the times of one
+stage, a V-th of a rank's layers.
 
-    idle on the critical rank   (S - 1)(F + B)
-    peak activations            M
+    idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
+                                else (S - 1 + (V - 1)(S - M))(F + B)
+    peak activations            M V
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ one stage, a V-th of a rank's layers.
 
 g = M / max(1, M // S) is how many microbatches run through a chunk before the next one's turn: S,
 if S divides M.
+
+Beyond the (V - 1) g of the chunks this warm-up, Megatron's, is 2(S - 1 - r) long: the eager one, so
+that in paired ticks F and B share every tick, as in `eager_1f1b`. Lockstep then costs nothing: at
+S = 8, M = 32, V = 2 and F = I = W, efficiency is .901 in paired ticks as on the event clock, and
+.716 with one action per tick.
 """
 
 from __future__ import annotations

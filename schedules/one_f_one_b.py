@@ -2,10 +2,14 @@
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
 synchronous, flushed form: Fan et al., "DAPPLE", PPoPP 2021, arXiv:2007.01045. Letters as in
-`schedules.ir`, r a rank.
+`schedules.ir`, r a rank. For V = 1:
 
     idle on the critical rank   (S - 1)(F + B)
     peak activations            min(S - r, M)
+
+One action per tick puts an F beside a B, and every tick waits for the B: at S = 8, M = 32 and
+F = I = W, efficiency falls from .821 on the event clock to .649 in lockstep. In partner ticks,
+where an exchange makes only those ranks meet that it joins, both are the same.
 """
 
 from __future__ import annotations

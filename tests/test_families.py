@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 
@@ -25,6 +26,7 @@ PEAK = {
     "eager_1f1b": lambda S, M, r: min(2 * (S - 1 - r) + 1, M),
 }
 LOOPED_PEAK = {
+    "gpipe": lambda S, M, V, r: M * V,
     "interleaved_1f1b": lambda S, M, V, r: min(
         2 * (S - 1 - r) + (V - 1) * (M // max(1, M // S)) + 1, M * V
     ),
@@ -37,11 +39,17 @@ SPLIT = {  # with one stage per rank: the most W that fill the bubble, and peak 
 }
 
 
+@functools.cache
+def made(name: str, S: int, M: int, V: int) -> schedules.Schedule:
+    """Built once for all tests."""
+    return build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+
+
 @pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_legal_at_every_size(name, num_chunks):
     for S, M in sizes(name, num_chunks):
-        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        schedule = made(name, S, M, num_chunks)
         assert check(schedule) is schedule
         assert check(schedule.forward()).is_forward
         assert (schedule.name, schedule.num_microbatches) == (name, M)
@@ -59,10 +67,10 @@ def test_other_sizes_are_refused_and_legal_ones_never(name):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):
     for S, M in sizes(name, num_chunks):
-        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        schedule = made(name, S, M, num_chunks)
         for stage, rank in enumerate(schedule.placement):
             mine = [a for a in schedule.orders[rank] if a.stage == stage and a.kind in ("B", "W")]
             assert [action.microbatch for action in mine] == list(range(M))
@@ -71,7 +79,7 @@ def test_weight_gradients_accumulate_in_ascending_order(name, num_chunks):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
 def test_idle_and_peak_activations(name):
     for S, M in SIZES:
-        report = simulate(build(name, num_ranks=S, num_microbatches=M), COSTS)
+        report = simulate(made(name, S, M, 1), COSTS)
         assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (F + B))
         assert report.makespan == pytest.approx((M + S - 1) * (F + B))
         assert report.peak_activations == tuple(PEAK[name](S, M, r) for r in range(S))
@@ -82,7 +90,7 @@ def test_idle_and_peak_activations(name):
 def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
     """Neither costs anything in lockstep, and chunks divide what their F and B take."""
     for S, M in sizes(name, num_chunks):
-        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=num_chunks * S)
+        schedule = made(name, S, M, num_chunks)
         report = simulate(schedule, COSTS)
         bubble = (S - 1 + (num_chunks - 1) * max(0, S - M)) * (F + B)
         assert report.idle[0] == max(report.idle) == pytest.approx(bubble)
@@ -99,7 +107,7 @@ def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
 def test_weight_gradients_fill_the_bubble(name, costs):
     most, peak = SPLIT[name]
     for S, M in SIZES:
-        schedule = build(name, num_ranks=S, num_microbatches=M)
+        schedule = made(name, S, M, 1)
         report = simulate(schedule, costs)
         bubble = (S - 1) * (costs.f + costs.i) - min(most(S), M - 1) * costs.w
         assert max(report.idle) == pytest.approx(bubble)
@@ -110,7 +118,7 @@ def test_weight_gradients_fill_the_bubble(name, costs):
 def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
     V = CHUNKS.get(name, 2)
     for S, M in sizes(name, V, ranks=(1, 2, 3, 5, 8), microbatches=(1, 2, 6, 8, 16)):
-        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        schedule = made(name, S, M, V)
         lockstep = simulate(schedule, clock="lockstep")
         assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
 
@@ -118,9 +126,7 @@ def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
 @pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
     for S, M in sizes("interleaved_zb", num_chunks):
-        schedule = build(
-            "interleaved_zb", num_ranks=S, num_microbatches=M, num_stages=num_chunks * S
-        )
+        schedule = made("interleaved_zb", S, M, num_chunks)
         report = simulate(schedule, COSTS)
         if M >= S:
             assert max(report.idle) == pytest.approx((S - 1) * (COSTS.f + COSTS.i - COSTS.w))
@@ -131,16 +137,14 @@ def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
 
 def test_interleaved_zb_of_one_stage_per_rank_is_zb_h1():
     for S, M in sizes("interleaved_zb", 1):
-        one, other = (
-            build(name, num_ranks=S, num_microbatches=M) for name in ("zb_h1", "interleaved_zb")
-        )
+        one, other = (made(name, S, M, 1) for name in ("zb_h1", "interleaved_zb"))
         assert one == other
 
 
 @pytest.mark.parametrize("costs", [COSTS, Costs(f=3, i=4, w=1), Costs()])
 def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
     for S, M in sizes("zb_v", 2):
-        schedule = build("zb_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        schedule = made("zb_v", S, M, 2)
         report = simulate(schedule, costs)
         assert report.peak_activations == tuple(min(2 * S, M + 1 + r, 2 * M) for r in range(S))
         if M >= 2 * S - 1:
@@ -155,7 +159,7 @@ def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
     b = i + w
     larger = [(8, 19), (8, 32), (5, 40)]
     for S, M in itertools.chain(sizes("dualpipe_v", 2), larger):
-        schedule = build("dualpipe_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        schedule = made("dualpipe_v", S, M, 2)
         report = simulate(schedule, costs)
         assert report.idle[0] == max(report.idle) == pytest.approx((S - 1) * (f + i - w))
         assert report.makespan == pytest.approx(report.work[0] + report.idle[0])
@@ -180,7 +184,7 @@ CONTROLLED = {  # idle at F = I = W, and inputs held
 def test_controlled_memory(name):
     idle, peak = CONTROLLED[name]
     for S, M in itertools.chain(sizes(name, 2), [(4, 40), (6, 40), (8, 40), (12, 30)]):
-        report = simulate(build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S))
+        report = simulate(made(name, S, M, 2))
         assert max(report.peak_activations) == min(peak(S), 2 * M)
         if M >= S > 2:
             assert report.idle[0] == max(report.idle) == idle(S)
@@ -200,15 +204,16 @@ def test_more_microbatches_repeat_the_steady_state(name, monkeypatch):
     """What is built from few microbatches is what all of them would have led to."""
     for S in (1, 2, 3, 4, 6, 8):
         M = 2 * S + 12
-        short = build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        short = made(name, S, M, 2)
         monkeypatch.setattr(v_slots, "distinct", lambda ranks, microbatches: microbatches)
-        assert build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S) == short
+        long = build(name, num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        assert long == short
         monkeypatch.undo()
 
 
 def test_dualpipe_v_pairs_all_but_its_ends():
     for S, M in sizes("dualpipe_v", 2):
-        schedule = build("dualpipe_v", num_ranks=S, num_microbatches=M, num_stages=2 * S)
+        schedule = made("dualpipe_v", S, M, 2)
         for rank, positions in enumerate(schedule.pairs):
             apart = rank == S - 1  # the last rank's first two do not overlap
             assert len(positions) == 2 * (M - 2 * S + rank + 1) - apart + (S - 1 - rank)
@@ -217,16 +222,14 @@ def test_dualpipe_v_pairs_all_but_its_ends():
 def test_zb_h2_ends_with_zb_h1_where_ranks_wait_for_each_other():
     """No rank of it idles between its first and its last action, and yet no step ends sooner."""
     for S, M in [(2, 3), (4, 8), (8, 16)]:
-        one, two = (
-            simulate(build(name, num_ranks=S, num_microbatches=M)) for name in ("zb_h1", "zb_h2")
-        )
+        one, two = (simulate(made(name, S, M, 1)) for name in ("zb_h1", "zb_h2"))
         assert max(two.idle) == 0 < max(one.idle)
         assert one.makespan == two.makespan == 3 * M + S - 1
 
 
 def test_zb_h1_holds_what_1f1b_does_and_as_many_as_wait_for_their_weight_gradient():
     for S, M in SIZES:
-        for rank, order in enumerate(build("zb_h1", num_ranks=S, num_microbatches=M).orders):
+        for rank, order in enumerate(made("zb_h1", S, M, 1).orders):
             held = {"I": 0, "W": 0}
             most = {"I": 0, "W": 0}
             for action in order:
@@ -239,7 +242,7 @@ def test_zb_h1_holds_what_1f1b_does_and_as_many_as_wait_for_their_weight_gradien
 
 def test_interleaved_1f1b_runs_a_group_through_each_chunk_in_turn():
     for S, M, group in [(4, 8, 4), (4, 10, 5), (4, 3, 3), (8, 12, 12)]:
-        orders = build("interleaved_1f1b", num_ranks=S, num_microbatches=M, num_stages=2 * S).orders
+        orders = made("interleaved_1f1b", S, M, 2).orders
         for rank, order in enumerate(orders):
             turns = [(a.stage, a.microbatch) for a in order if a.kind == "F"]
             assert turns == [
@@ -255,22 +258,29 @@ def test_interleaved_1f1b_runs_a_group_through_each_chunk_in_turn():
 
 def test_eager_1f1b_takes_no_longer_in_lockstep():
     for S, M in SIZES:
-        schedule = build("eager_1f1b", num_ranks=S, num_microbatches=M)
+        schedule = made("eager_1f1b", S, M, 1)
         report = simulate(schedule, COSTS, clock="lockstep", pattern="paired")
         assert report.makespan <= (M + S - 1) * (F + B) + 1e-9
         if M >= 2 * S - 1:  # else some slots are used by nobody, and take no time
             assert report.makespan == pytest.approx((M + S - 1) * (F + B))
 
 
+def test_1f1b_takes_no_longer_in_lockstep_where_only_partners_meet():
+    for S, M in SIZES:
+        schedule = made("1f1b", S, M, 1)
+        report = simulate(schedule, COSTS, "lockstep", pattern="partner", partners=True)
+        assert report.makespan == pytest.approx((M + S - 1) * (F + B))
+
+
 def test_gpipe_runs_all_forward_then_all_backward():
     for S, M in SIZES:
-        for order in build("gpipe", num_ranks=S, num_microbatches=M).orders:
+        for order in made("gpipe", S, M, 1).orders:
             assert "".join(action.kind for action in order) == "F" * M + "B" * M
 
 
 def test_1f1b_warms_up_alternates_and_drains():
     for S, M in SIZES:
-        for rank, order in enumerate(build("1f1b", num_ranks=S, num_microbatches=M).orders):
+        for rank, order in enumerate(made("1f1b", S, M, 1).orders):
             warm_up = min(S - 1 - rank, M)
             expected = "F" * warm_up + "FB" * (M - warm_up) + "B" * warm_up
             assert "".join(action.kind for action in order) == expected
