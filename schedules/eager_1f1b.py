@@ -12,18 +12,15 @@ arXiv:2211.05322, there to hide messages. Letters as in `schedules.ir`, r a rank
 
 from __future__ import annotations
 
-from schedules.ir import Action, Schedule, fold
+import numpy as np
+
+from schedules.flat import Ints
+from schedules.fold import fold
+from schedules.ir import Kind, Schedule
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
     """Build it; stage k runs F(m) in tick m + k and B(m) in tick m + 2(K-1) - k, F first."""
-    timed = [
-        entry
-        for k in range(num_stages)
-        for m in range(num_microbatches)
-        for entry in (
-            (2 * (m + k), Action(k, "F", m)),
-            (2 * (m + 2 * (num_stages - 1) - k) + 1, Action(k, "B", m)),
-        )
-    ]
-    return fold("eager_1f1b", num_ranks, num_microbatches, num_stages, timed)
+    k, m = np.ogrid[:num_stages, :num_microbatches]
+    times: dict[Kind, Ints] = {"F": 2 * (m + k), "B": 2 * (m + 2 * (num_stages - 1) - k) + 1}
+    return fold("eager_1f1b", num_ranks, times)

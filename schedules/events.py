@@ -6,15 +6,16 @@ Letters as in `schedules.ir`, A as in `schedules.flat`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from schedules.costs import Times
-from schedules.flat import B, F, Flat, I, Ints
+from schedules.flat import B, F, Flat, I, Ints, breadth
 from schedules.ir import Schedule
 
-MANY_RANKS = 24  # from here on it is quicker to let all ranks step together
+MANY = 24  # ranks that work at a time; from here on it is quicker to let all step together
 
 
 class Links(NamedTuple):
@@ -65,6 +66,9 @@ class Steps(NamedTuple):
     lag: Times
 
 
+Clock = Callable[[Steps, int], Times]  # from steps and the number of messages to starts, or -1
+
+
 def run(
     schedule: Schedule,
     flat: Flat,
@@ -87,14 +91,17 @@ def run(
     """
     cost = np.ones(len(flat.kind)) if durations is None else durations
     delay = np.zeros(len(flat.kind)) if lag is None else lag
-    num_messages = 2 * schedule.num_stages * schedule.num_microbatches
     steps = Steps(flat.first, wires.awaited, wires.sent, cost, delay)
+    clock = _sweep if breadth(schedule) >= MANY else _visit
+    num_messages = 2 * schedule.num_stages * schedule.num_microbatches
     if pair is None or not flat.pair.any():
-        return _starts(steps, num_messages)
-    return _paired_starts(flat, steps, num_messages, pair)
+        return _starts(clock, steps, num_messages)
+    return _paired_starts(clock, flat, steps, num_messages, pair)
 
 
-def _paired_starts(flat: Flat, steps: Steps, num_messages: int, pair: float) -> list[Times]:
+def _paired_starts(
+    clock: Clock, flat: Flat, steps: Steps, num_messages: int, pair: float
+) -> list[Times]:
     """Start times where each action that opens a pair overlaps with the one after it.
 
     Such a pair is three steps: wait for the first message; wait for the second, take the time
@@ -111,17 +118,15 @@ def _paired_starts(flat: Flat, steps: Steps, num_messages: int, pair: float) -> 
     sent[first + 2], lag[first + 2] = sent[first], lag[first]
     sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
     bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
-    rows = _starts(Steps(bounds, awaited, sent, cost, lag), num_messages)
+    rows = _starts(clock, Steps(bounds, awaited, sent, cost, lag), num_messages)
     step[opening] += 1  # both start when the second message is there too
     shown = [part - at for part, at in zip(np.split(step, flat.first[1:-1]), bounds, strict=False)]
     return [row[n[n < len(row)]] for row, n in zip(rows, shown, strict=True)]
 
 
-def _starts(steps: Steps, num_messages: int) -> list[Times]:
+def _starts(clock: Clock, steps: Steps, num_messages: int) -> list[Times]:
     """[S] starts of the steps of each rank, of as many as it can run."""
-    many = len(steps.first) > MANY_RANKS
-    starts = _sweep(steps, num_messages) if many else _visit(steps, num_messages)
-    rows = np.split(starts, steps.first[1:-1])
+    rows = np.split(clock(steps, num_messages), steps.first[1:-1])
     return [row[: np.count_nonzero(row >= 0)] for row in rows]
 
 

@@ -108,6 +108,15 @@ def is_dense(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches <= 8 * actions + 4096
 
 
+def breadth(schedule: Schedule) -> float:
+    """About how many ranks work at a time, where the pipeline is filled and drained once.
+
+    What a clock does for all ranks together is quick if there are many of them at every step.
+    """
+    actions = sum(map(len, schedule.orders))
+    return actions / (actions / max(1, schedule.num_ranks) + 2 * schedule.num_stages)
+
+
 def activations(schedule: Schedule) -> list[Ints]:
     """[S] arrays: how many stage inputs a rank holds while each of its actions runs.
 

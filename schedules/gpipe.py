@@ -11,20 +11,14 @@ stage, a V-th of a rank's layers.
 
 from __future__ import annotations
 
-from schedules.ir import Action, Schedule, fold
+import numpy as np
+
+from schedules.fold import fold
+from schedules.ir import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
     """Build it; stage k runs F(m) at time k + m and B(m) once every F has run."""
-    last = num_stages - 1
-    drain = last + num_microbatches
-    timed = [
-        entry
-        for k in range(num_stages)
-        for m in range(num_microbatches)
-        for entry in (
-            (k + m, Action(k, "F", m)),
-            (drain + last - k + m, Action(k, "B", m)),
-        )
-    ]
-    return fold("gpipe", num_ranks, num_microbatches, num_stages, timed)
+    k, m = np.ogrid[:num_stages, :num_microbatches]
+    drain = 2 * (num_stages - 1) + num_microbatches
+    return fold("gpipe", num_ranks, {"F": k + m, "B": drain - k + m})

@@ -20,7 +20,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -151,27 +151,6 @@ class Schedule:
 def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     """[K] ranks: stage k on rank k % S."""
     return tuple(k % num_ranks for k in range(num_stages))
-
-
-def fold(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_stages: int,
-    timed: Iterable[tuple[int, Action]],
-) -> Schedule:
-    """Place actions timed for one rank per stage on fewer ranks, each in order of time.
-
-    Times respect every dependency, so their order does on any placement: a family that is
-    defined for V = 1 runs with V > 1 at no risk of deadlock. Actions of one rank that fall on
-    the same time run the later stage first, which frees memory soonest.
-    """
-    placement = loop_placement(num_stages, num_ranks)
-    lists: list[list[tuple[int, int, Action]]] = [[] for _ in range(num_ranks)]
-    for time, action in timed:
-        lists[placement[action.stage]].append((time, -action.stage, action))
-    orders = tuple(tuple(action for _, _, action in sorted(entries)) for entries in lists)
-    return Schedule(name, num_microbatches, orders, placement)
 
 
 def from_orders(

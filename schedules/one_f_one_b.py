@@ -14,7 +14,11 @@ where an exchange makes only those ranks meet that it joins, both are the same.
 
 from __future__ import annotations
 
-from schedules.ir import Action, Schedule, fold
+import numpy as np
+
+from schedules.flat import Ints
+from schedules.fold import fold
+from schedules.ir import Kind, Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
@@ -23,13 +27,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Sched
     With V > 1 the timetable of K ranks is folded: stage k is given F(m) at half-step k + 2m and
     B(m) at 2K - 1 - k + 2m, the steady state's times, which keep the order of every stage.
     """
-    timed = [
-        entry
-        for k in range(num_stages)
-        for m in range(num_microbatches)
-        for entry in (
-            (k + 2 * m, Action(k, "F", m)),
-            (2 * num_stages - 1 - k + 2 * m, Action(k, "B", m)),
-        )
-    ]
-    return fold("1f1b", num_ranks, num_microbatches, num_stages, timed)
+    k, m = np.ogrid[:num_stages, :num_microbatches]
+    times: dict[Kind, Ints] = {"F": k + 2 * m, "B": 2 * num_stages - 1 - k + 2 * m}
+    return fold("1f1b", num_ranks, times)

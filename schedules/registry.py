@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
+from schedules.capacity import see_that_actions_fit
 from schedules.costs import Costs
 from schedules.dualpipe_v import dualpipe_v
 from schedules.eager_1f1b import eager_1f1b
@@ -77,8 +78,8 @@ def build(
       clock: which clock it should be quick under, likewise.
 
     Raises:
-      ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run, or an
-        option that it does not take.
+      ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
+        that need more memory than there is, or an option that the family does not take.
     """
     if name not in names():
         near = difflib.get_close_matches(str(name), names(), n=3, cutoff=0.4)
@@ -103,6 +104,7 @@ def build(
             f"holds the same number of stages; use num_stages="
             f"{' or '.join(map(str, near_stages))}, or another number of ranks"
         )
+    see_that_actions_fit(num_stages, num_microbatches)
     wishes = {"costs": costs, "memory_limit": memory_limit, "clock": clock}
     chosen = {option: value for option, value in wishes.items() if value is not None}
     for option, wish in chosen.items():

@@ -9,14 +9,14 @@ import itertools
 
 import numpy as np
 
-from schedules.flat import Ints, Mask, flatten, once
+from schedules.flat import Ints, Mask, breadth, flatten, once
 from schedules.ir import KINDS, Schedule
 from schedules.walk import follow, order
 
 # What a slot permits: strings of kinds, taken in turn by rank modulo their number.
 Pattern = tuple[tuple[str, ...], ...]
 
-MANY_RANKS = 24  # from here on it is quicker to fill a slot for all ranks together
+MANY = 24  # ranks that work at a time; from here on it is quicker to fill slots for all of them
 
 
 def slot_times(schedule: Schedule, pattern: Pattern) -> Ints:
@@ -35,8 +35,8 @@ def slot_times(schedule: Schedule, pattern: Pattern) -> Ints:
             ]
         )
         code = flat.rank % turns * len(KINDS) + flat.kind
-        many = schedule.num_ranks >= MANY_RANKS
-        known[pattern] = (_by_slot if many else _by_action)(schedule, permits, code)
+        fill = _by_slot if breadth(schedule) >= MANY else _by_action
+        known[pattern] = fill(schedule, permits, code)
         known[pattern].setflags(write=False)
     return known[pattern]
 

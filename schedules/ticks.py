@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from schedules.capacity import see_that_slots_fit
 from schedules.costs import Costs, Times
 from schedules.flat import Ints, flatten
 from schedules.ir import KINDS, Schedule, ScheduleError
@@ -62,8 +63,14 @@ class Ticks:
 
 
 def lay_out(schedule: Schedule, name: str) -> Ticks:
-    """Run every action in the first slot that permits its kind and has its message."""
-    return Ticks(schedule, name, slot_times(schedule, PATTERNS[name]))
+    """Run every action in the first slot that permits its kind and has its message.
+
+    Raises:
+      ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
+    """
+    ticks = Ticks(schedule, name, slot_times(schedule, PATTERNS[name]))
+    see_that_slots_fit(schedule, ticks.num_ticks * ticks.width)
+    return ticks
 
 
 def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:

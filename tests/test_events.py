@@ -14,10 +14,10 @@ from schedules.flat import flatten
 from tests.sizes import is_legal
 
 
-def times(schedule: Schedule, *, many_ranks: int, **options) -> list[list[float]]:
+def times(schedule: Schedule, *, many: int, **options) -> list[list[float]]:
     flat = flatten(schedule)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(events, "MANY_RANKS", many_ranks)
+        patch.setattr(events, "MANY", many)
         return [row.tolist() for row in run(schedule, flat, links(schedule, flat), **options)]
 
 
@@ -40,7 +40,7 @@ NUMBERS = st.floats(0.0, 4.0)
 
 @settings(max_examples=100)
 @given(moved(), st.data())
-def test_few_and_many_ranks_run_alike(schedule, data):
+def test_few_and_many_run_alike(schedule, data):
     count = len(flatten(schedule).kind)
     options: dict = {
         key: np.array(data.draw(st.lists(NUMBERS, min_size=count, max_size=count)))
@@ -48,17 +48,17 @@ def test_few_and_many_ranks_run_alike(schedule, data):
     }
     if data.draw(st.booleans()):
         options["pair"] = data.draw(NUMBERS)
-    assert times(schedule, many_ranks=0, **options) == times(schedule, many_ranks=99, **options)
+    assert times(schedule, many=0, **options) == times(schedule, many=99, **options)
 
 
-@pytest.mark.parametrize("many_ranks", [0, 99])
-def test_a_pair_starts_with_both_messages_and_sends_when_both_end(many_ranks):
+@pytest.mark.parametrize("many", [0, 99])
+def test_a_pair_starts_with_both_messages_and_sends_when_both_end(many):
     orders = [["0F0", "0F1", "3F0", "3B0", "0B0"], ["1F0", "2F0", "1F1&2B0", "2F1", "1B0"]]
     schedule = from_orders(orders, placement=(0, 1, 1, 0))
-    assert times(schedule, many_ranks=many_ranks) == [[0, 1, 3, 4, 8], [1, 2, 3, 5, 6, 7]]
+    assert times(schedule, many=many) == [[0, 1, 3, 4, 8], [1, 2, 3, 5, 6, 7]]
     lag = np.zeros(11)
     lag[3] = 0.25  # of the gradient that the pair awaits
-    assert times(schedule, many_ranks=many_ranks, pair=1.5, lag=lag) == [
+    assert times(schedule, many=many, pair=1.5, lag=lag) == [
         [0, 1, 3, 4, 8.75],
         [1, 2, 5.25, 5.25, 6.75, 7.75],
     ]
