@@ -1,10 +1,15 @@
-"""The smallest memory limit that a timetable can meet. Letters as in `schedules.ir`."""
+"""What no timetable can beat: the smallest memory limit, and the shortest makespan.
+
+Letters as in `schedules.ir`.
+"""
 
 from __future__ import annotations
 
 import math
 
+from schedules.flat import F, I, W
 from schedules.ir import ScheduleError
+from schedules.problem import Problem
 
 
 def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
@@ -33,3 +38,30 @@ def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
             f"first gradient, so no schedule holds fewer than {least} stage inputs; use "
             f"memory_limit={least} or more"
         )
+
+
+def shortest(problem: Problem) -> float:
+    """A makespan that no timetable of a problem beats, under any clock; none need reach it.
+
+    The first microbatch has to reach a rank before it starts; after the last I of a rank a
+    gradient has to reach stage 0; and a single microbatch passes all stages and back.
+    """
+    last = problem.num_stages - 1
+    first = [problem.code(kind, 0, 0) for kind in range(4)]
+    each, durations, lag = problem.num_microbatches, problem.durations, problem.lag
+
+    def takes(kind: int, stage: int) -> float:
+        return durations[first[kind] + stage * each]
+
+    head, tail = [0.0], [takes(W, 0)]  # before a stage's first F, after its last I
+    for stage in range(last):
+        head.append(head[-1] + takes(F, stage) + lag[first[F] + stage * each])
+        way = lag[first[I] + (stage + 1) * each] + takes(I, stage)
+        tail.append(max(takes(W, stage + 1), way + tail[-1]))
+    bounds = [head[last] + takes(F, last) + takes(I, last) + tail[last]]
+    for stages in problem.stages_of:
+        start = min(head[k] for k in stages)
+        passes = each * sum(takes(F, k) + takes(I, k) for k in stages)
+        weights = each * sum(takes(W, k) for k in stages)
+        bounds += [start + passes + weights, start + passes + min(tail[k] for k in stages)]
+    return max(bounds)

@@ -1,0 +1,198 @@
+"""The best timetable for given costs, memory limit and clock, and why the others lost.
+
+All families, the eight variants of `schedules.zb_auto`, list schedules by priority
+(`schedules.greedy`), and local improvement of the best of them (`schedules.improve`). Letters as
+in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from schedules.check import check
+from schedules.costs import Costs
+from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.limits import need_memory
+from schedules.search import Find, Setting, known, search
+from schedules.simulate import Report, simulate
+
+CLOCKS = ("event", "lockstep")
+BUDGET = 1000  # timetables that local improvement times, by default
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One timetable of the contest.
+
+    Attributes:
+      name: a family, or how it was made.
+      schedule: the timetable; None if there is none of these sizes.
+      makespan: its time under the clock; infinite if there is none.
+      peak: the most stage inputs that a rank holds; 0 if there is none.
+      lost: why it is not the winner; empty for the winner.
+    """
+
+    name: str
+    schedule: Schedule | None = field(repr=False)
+    makespan: float
+    peak: int
+    lost: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner, and all others.
+
+    Attributes:
+      schedule: the winner.
+      report: when it runs.
+      candidates: all, the winner first, those that do not fit last.
+    """
+
+    schedule: Schedule
+    report: Report
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        """A table, one line for each candidate."""
+        rows = [("candidate", "makespan", "peak", "")]
+        for candidate in self.candidates:
+            there = candidate.schedule is not None
+            times = (f"{candidate.makespan:.6g}", str(candidate.peak)) if there else ("", "")
+            rows.append((candidate.name, *times, candidate.lost or "the winner"))
+        name, time, peak = (max(len(row[column]) for row in rows) for column in range(3))
+        return "\n".join(
+            f"{row[0]:<{name}}  {row[1]:>{time}}  {row[2]:>{peak}}  {row[3]}".rstrip()
+            for row in rows
+        )
+
+
+def auto(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    clock: str = "event",
+    budget: int = BUDGET,
+    seed: int = 0,
+) -> Choice:
+    """Find the timetable with the smallest makespan; of equal ones that with the smallest peak.
+
+    It is never slower than a family that fits into memory. The same arguments give the same
+    result.
+
+    Args:
+      num_ranks: S.
+      num_microbatches: M.
+      num_stages: K, a multiple of S; S by default.
+      costs: durations; by default F = I = W = 1 and messages are free.
+      memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
+      clock: "event", or "lockstep" as `simulate` has it without partners.
+      budget: how many timetables local improvement may time; 0 for none.
+      seed: of its choices.
+
+    Raises:
+      ScheduleError: sizes that no schedule has, a limit that none can meet (with the smallest that
+        one can), costs for other sizes, an unknown clock, or a budget or seed that is no number.
+    """
+    setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    for argument, value in (("budget", budget), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ScheduleError(
+                f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for "
+                f"{BUDGET if argument == 'budget' else 0}"
+            )
+    entries = list(known(setting))
+    finds = [entry for entry in entries if isinstance(entry, Find)]
+    fitting = [find for find in finds if find.peak <= setting.limit]
+    fitting += search(setting, fitting, budget, seed)
+    timed = [(find, simulate(find.get(), setting.costs, clock)) for find in fitting]
+    timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
+    best = timed[0][1]
+    check(best.schedule, memory_limit=setting.limit)
+    candidates = [
+        Candidate(find.name, report.schedule, report.makespan, find.peak, _lost(report, best))
+        for find, report in timed
+    ]
+    for find in finds:
+        if find.peak > setting.limit:
+            lost = f"needs {find.peak} stage inputs, the limit is {setting.limit}"
+            candidates.append(Candidate(find.name, find.get(), find.makespan, find.peak, lost))
+    for entry in entries:
+        if not isinstance(entry, Find):
+            name, reason = entry
+            candidates.append(Candidate(name, None, math.inf, 0, f"cannot be built: {reason}"))
+    return Choice(best.schedule, best, tuple(candidates))
+
+
+def build_auto(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    clock: str = "event",
+) -> Schedule:
+    """The winner alone, named "auto"; arguments and errors as for `auto`."""
+    choice = auto(
+        num_ranks,
+        num_microbatches,
+        num_stages,
+        costs=costs,
+        memory_limit=memory_limit,
+        clock=clock,
+    )
+    return replace(choice.schedule, name="auto")
+
+
+def _setting(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None,
+    costs: Costs | None,
+    memory_limit: float | None,
+    clock: str,
+) -> Setting:
+    """The arguments, if they make sense."""
+    from schedules.registry import build  # noqa: PLC0415  it imports this module
+
+    if clock not in CLOCKS:
+        raise ScheduleError(
+            f"clock={shorten(clock)}: a timetable can be chosen for one of "
+            f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
+        )
+    largest = build(  # which takes all sizes that make sense
+        "gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages=num_stages
+    )
+    num_stages = largest.num_stages
+    limit = math.inf if memory_limit is None else memory_limit
+    need_memory(limit, num_ranks, num_stages)
+    return Setting(num_ranks, num_microbatches, num_stages, costs or Costs(), limit, clock)
+
+
+def _rounded(makespan: float) -> float:
+    """Nine digits: rounding errors make nobody win."""
+    return float(f"{makespan:.9g}")
+
+
+def _lost(report: Report, best: Report) -> str:
+    """Why a timetable is not the best, in one sentence."""
+    if report is best:
+        return ""
+    if report.schedule == best.schedule:
+        return "the same timetable"
+    if _rounded(report.makespan) == _rounded(best.makespan):
+        peak, least = max(report.peak_activations), max(best.peak_activations)
+        if peak == least:
+            return "as fast and as small, but not as simple"
+        return f"as fast, but holds {peak} stage inputs, not {least}"
+    slower = f"{report.makespan / best.makespan - 1:.2%} slower" if best.makespan else "slower"
+    parts = report.explain().parts
+    causes = {cause: sum(part[cause] for part in parts) for cause in parts[0]}
+    idle = sum(causes.values())
+    cause = max(causes, key=causes.__getitem__)
+    return f"{slower}: {causes[cause] / idle:.0%} of its idle time is {cause}" if idle else slower
