@@ -88,16 +88,20 @@ def joined(report: Report, rank: int) -> tuple[int, ...]:
     return tuple(p for p in pairs if starts[p + 1] == ends[p])
 
 
+def clock_name(report: Report) -> str:
+    """``lockstep, paired ticks``."""
+    parts = [report.clock, f"{report.pattern} ticks" if report.pattern else "", "partners"]
+    return ", ".join(filter(None, parts if report.partners else parts[:2]))
+
+
 def heading(report: Report) -> str:
     """One line above a drawing of a report.
 
     A step with one optimizer update at its end waits for the last rank, so the idle share of the
     longest span is never shown without that of the whole step.
     """
-    clock = report.clock if report.pattern is None else f"{report.clock}, {report.pattern} ticks"
-    clock += ", partners" if report.partners else ""
     return (
-        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock}   bubble "
-        f"{100 * report.bubble_rate:.1f}% of the span, {100 * report.step_bubble_rate:.1f}% of "
-        f"the step   makespan {report.makespan:.6g}"
+        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock_name(report)}   "
+        f"bubble {100 * report.bubble_rate:.1f}% of the span, "
+        f"{100 * report.step_bubble_rate:.1f}% of the step   makespan {report.makespan:.6g}"
     )

@@ -1,0 +1,201 @@
+// The timeline of one panel. Only what is visible is drawn; where boxes would be too narrow, a row
+// shows how its time is divided among the kinds (dense.js).
+
+const LABEL = 11; // pixels of text in a box
+const DENSE = 2.2; // pixels per box below which a row is drawn in columns
+
+/** Where things stand, in CSS pixels. */
+function layOut(entry, width) {
+  const narrow = width < 560, deep = $("memory").checked;
+  const row = Math.max(3, Math.min(30, Math.floor(1100 / entry.ranks)));
+  const memory = deep ? Math.max(6, Math.round(row * 0.8)) : 0;
+  const gap = row > 12 ? 5 : row > 6 ? 2 : 1;
+  const left = narrow ? 30 : 68, pitch = row + memory + gap;
+  const bottom = 4 + entry.ranks * pitch;
+  return { width, left, right: width - 10, plot: width - left - 10, top: 4, row, memory, pitch, bottom, height: bottom + 26, narrow };
+}
+
+function paint(panel, context, box) {
+  const rows = rowsOf(panel.entry, panel.report), colours = currentTheme();
+  const scale = box.plot / (view.end - view.start);
+  const pen = {
+    context, box, colours, scale, panel,
+    x: (time) => box.left + (time - view.start) * scale,
+    labels: labelForm(panel, context, scale),
+  };
+  paintAxis(pen);
+  context.save();
+  context.beginPath();
+  context.rect(box.left, 0, box.plot, box.height);
+  context.clip();
+  const most = Math.max(...panel.report.peak, 1);
+  rows.forEach((row, n) => {
+    const y = box.top + n * box.pitch;
+    paintRow(pen, row, y);
+    if (box.memory) paintHeld(pen, row.held, y + box.row + 2, box.memory - 2, most);
+  });
+  paintEnd(pen);
+  context.restore();
+  paintNames(pen, rows.length);
+}
+
+/** Names of the ranks, every so many where they would touch. */
+function paintNames({ context, box, colours, panel }, count) {
+  const every = Math.ceil(13 / box.pitch);
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  for (let rank = 0; rank < count; rank += every) {
+    const y = box.top + rank * box.pitch;
+    context.fillStyle = colours.text;
+    context.font = `13px ${colours.font}`;
+    context.fillText(box.narrow ? `${rank}` : `rank ${rank}`, box.left - 9, y + box.row / 2 + 0.5);
+    if (box.memory < 12 || box.narrow) continue;
+    context.fillStyle = colours.muted;
+    context.font = `11px ${colours.font}`;
+    context.fillText(`peak ${panel.report.peak[rank]}`, box.left - 9, y + box.row + box.memory / 2);
+  }
+}
+
+/** "full", "short" or "" for labels that fit in the shortest action. */
+function labelForm(panel, context, scale) {
+  if (layOut(panel.entry, 1000).row < 13) return "";
+  context.font = `${LABEL}px ${currentTheme().font}`;
+  const room = shortest(panel.entry, panel.report) * scale - 5;
+  const { stages, microbatches } = panel.entry, digits = `${microbatches - 1}`;
+  const full = `${chunksOf(panel.entry) > 1 ? stages - 1 : ""}W${digits}`;
+  if (context.measureText(full).width <= room) return "full";
+  return context.measureText(digits).width <= room ? "short" : "";
+}
+
+function paintAxis({ context, box, colours, x }) {
+  context.strokeStyle = colours.rule;
+  context.fillStyle = colours.muted;
+  context.lineWidth = 1;
+  context.font = `12px ${colours.font}`;
+  context.textBaseline = "top";
+  context.textAlign = "center";
+  for (const time of ticks(view.start, view.end, box.plot / 90)) {
+    const at = Math.round(x(time)) + 0.5;
+    line(context, [at, 0, at, box.bottom + 4]);
+    const text = number(time), half = context.measureText(text).width / 2;
+    context.fillText(text, Math.min(box.width - half, at), box.bottom + 8);
+  }
+}
+
+function paintRow(pen, row, y) {
+  const { context, box, colours, x } = pen;
+  const end = Math.min(x(pen.panel.report.makespan), box.right);
+  context.fillStyle = colours.idle;
+  context.fillRect(x(0), y, Math.max(0, end - x(0)), box.row);
+  const first = firstAbove(row.ends, view.start), stop = firstAbove(row.starts, view.end);
+  const from = Math.max(0, first - 1); // and what takes no time at the very edge
+  if (stop - first > box.plot / DENSE) return paintDense(pen, row, y);
+  paintWaits(pen, row.waits, y);
+  for (let n = from; n < stop; n++) paintBox(pen, row, n, y);
+  for (const n of row.joined) if (n + 1 >= from && n < stop) paintPair(pen, row, n, y);
+}
+
+function paintBox({ context, box, colours, x, panel, labels }, row, n, y) {
+  const kind = KINDS[row.kinds[n]], chunk = panel.entry.chunks[row.stages[n]];
+  const left = x(row.starts[n]), right = x(row.ends[n]);
+  const gap = right - left > 4 && box.row > 6 ? 1 : 0;
+  const shape = [left, y, Math.max(0.8, right - left - gap), box.row];
+  context.fillStyle = colours.fill[kind];
+  if (shape[2] > 8 && box.row > 10) {
+    context.beginPath();
+    context.roundRect(...shape, 2.5);
+    context.fill();
+  } else context.fillRect(...shape);
+  const pattern = box.row > 6 && shape[2] > 3 && chunkTexture(context, kind, chunk);
+  if (pattern) {
+    context.fillStyle = pattern;
+    context.fillRect(...shape);
+  }
+  if (!labels) return;
+  const short = row.microbatches[n], stage = chunksOf(panel.entry) > 1 ? row.stages[n] : "";
+  label(context, labels === "full" ? `${stage}${kind}${short}` : `${short}`, {
+    middle: (Math.max(left, box.left) + Math.min(right, box.right) - gap) / 2,
+    y: y + box.row / 2 + 0.5,
+    colour: colours.ink[kind],
+    rim: pattern ? colours.fill[kind] : null,
+  });
+}
+
+function label(context, text, { middle, y, colour, rim }) {
+  context.font = `${LABEL}px ${currentTheme().font}`;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  if (rim) {
+    context.lineWidth = 4;
+    context.lineJoin = "round";
+    context.strokeStyle = rim;
+    context.strokeText(text, middle, y);
+  }
+  context.fillStyle = colour;
+  context.fillText(text, middle, y);
+}
+
+/** An overlapped pair: one outline around both boxes. */
+function paintPair({ context, box, colours, x }, row, n, y) {
+  const left = x(row.starts[n]), right = x(row.ends[n + 1]);
+  if (right - left < 6 || box.row < 6) return;
+  context.strokeStyle = colours.text;
+  context.lineWidth = 1.5;
+  context.beginPath();
+  context.roundRect(left + 0.25, y + 0.75, right - left - 1.5, box.row - 1.5, 2.5);
+  context.stroke();
+}
+
+/** Idle time: the texture of its cause, and the word where it fits. */
+function paintWaits({ context, box, colours, x }, waits, y) {
+  const first = firstAbove(waits.ends, view.start), stop = firstAbove(waits.starts, view.end);
+  for (let n = first; n < stop; n++) {
+    const left = Math.max(x(waits.starts[n]), box.left), right = Math.min(x(waits.ends[n]), box.right);
+    if (right - left < 2) continue;
+    const cause = CAUSES[waits.causes[n]], pattern = causeTexture(context, cause);
+    if (pattern) {
+      context.fillStyle = pattern;
+      context.fillRect(left, y, right - left - 1, box.row);
+    }
+    context.font = `${LABEL}px ${colours.font}`;
+    if (box.row < 13 || context.measureText(cause).width + 14 > right - left) continue;
+    const middle = (left + right - 1) / 2;
+    label(context, cause, { middle, y: y + box.row / 2 + 0.5, colour: colours.muted, rim: colours.idle });
+  }
+}
+
+/** What a rank holds, as steps under its row. */
+function paintHeld({ context, box, colours, x }, { times, counts }, y, height, most) {
+  const first = Math.max(0, firstAbove(times, view.start) - 1), stop = firstAbove(times, view.end);
+  const level = (n) => y + height - (n < 0 ? 0 : counts[n] / most) * height;
+  const path = new Path2D(), base = y + height;
+  let at = Math.max(box.left, x(0)), high = level(first - 1);
+  path.moveTo(at, base);
+  path.lineTo(at, high);
+  for (let n = first; n < stop; n++) {
+    const next = Math.max(at, x(times[n]));
+    let top = level(n);
+    while (n + 1 < stop && x(times[n + 1]) < next + 0.5) top = Math.min(top, level(++n));
+    path.lineTo(next, high);
+    path.lineTo(next, top);
+    [at, high] = [next, level(n)];
+  }
+  path.lineTo(stop < times.length ? box.right : at, high);
+  path.lineTo(stop < times.length ? box.right : at, base);
+  context.fillStyle = colours.accent;
+  context.globalAlpha = 0.22;
+  context.fill(path);
+  context.globalAlpha = 1;
+  context.strokeStyle = colours.accent;
+  context.lineWidth = 1;
+  context.stroke(path);
+}
+
+/** A line where the last rank ends. */
+function paintEnd({ context, box, colours, x, panel }) {
+  const at = Math.min(Math.round(x(panel.report.makespan)) - 0.5, box.right - 0.75);
+  if (x(panel.report.makespan) > box.right + 1) return;
+  context.strokeStyle = colours.text;
+  context.lineWidth = 1.5;
+  line(context, [at, 0, at, box.bottom + 4]);
+}
