@@ -1,8 +1,10 @@
 """Pipeline-parallel timetables as data: build, check, time, draw and lower them. Needs no jax."""
 
+from schedules.auto import Choice, auto
 from schedules.check import check
 from schedules.check_program import check_program
 from schedules.costs import Costs
+from schedules.explain import Explanation
 from schedules.ir import Action, Kind, Schedule, ScheduleError, from_orders
 from schedules.lower import lower
 from schedules.program import Program
@@ -11,12 +13,15 @@ from schedules.simulate import Report, simulate
 
 __all__ = [
     "Action",
+    "Choice",
     "Costs",
+    "Explanation",
     "Kind",
     "Program",
     "Report",
     "Schedule",
     "ScheduleError",
+    "auto",
     "build",
     "check",
     "check_program",

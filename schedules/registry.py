@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
+from schedules.auto import build_auto
 from schedules.capacity import see_that_actions_fit
 from schedules.costs import Costs
 from schedules.dualpipe_v import dualpipe_v
@@ -42,17 +43,18 @@ _FAMILIES: dict[str, Family] = {
 
 # Made to measure: these also take the options named, as keywords.
 _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
-    "zb_auto": (zb_auto, ("costs", "memory_limit")),
+    "zb_auto": (zb_auto, ("costs", "memory_limit", "weight_memory")),
+    "auto": (build_auto, ("costs", "memory_limit", "clock")),
 }
 
 
 def names() -> tuple[str, ...]:
-    """Every family that `build` knows."""
-    return (*_FAMILIES, *_TAILORED)
+    """Every family that `build` knows; it also takes "auto", which chooses among them."""
+    return (*_FAMILIES, *(name for name in _TAILORED if name != "auto"))
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that a family takes beside its sizes."""
+    """The options that `build` takes for a name beside sizes."""
     return _TAILORED[name][1] if name in _TAILORED else ()
 
 
@@ -64,25 +66,27 @@ def build(
     num_stages: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    weight_memory: float | None = None,
     clock: str | None = None,
 ) -> Schedule:
     """Build a schedule by name.
 
     Args:
-      name: one of `names()`.
+      name: one of `names()`, or "auto" for the best of them, improved (`schedules.auto`).
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations, for a family that is made to measure (`options`).
       memory_limit: how many stage inputs a rank may hold at once, likewise.
+      weight_memory: how much of an input is held from I to W, likewise.
       clock: which clock it should be quick under, likewise.
 
     Raises:
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
         that need more memory than there is, or an option that the family does not take.
     """
-    if name not in names():
-        near = difflib.get_close_matches(str(name), names(), n=3, cutoff=0.4)
+    if name not in _FAMILIES and name not in _TAILORED:
+        near = difflib.get_close_matches(str(name), (*names(), "auto"), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ScheduleError(
             f"schedule={name!r} is not a known family; {hint}known: {', '.join(names())}"
@@ -105,11 +109,16 @@ def build(
             f"{' or '.join(map(str, near_stages))}, or another number of ranks"
         )
     see_that_actions_fit(num_stages, num_microbatches)
-    wishes = {"costs": costs, "memory_limit": memory_limit, "clock": clock}
+    wishes = {
+        "costs": costs,
+        "memory_limit": memory_limit,
+        "weight_memory": weight_memory,
+        "clock": clock,
+    }
     chosen = {option: value for option, value in wishes.items() if value is not None}
     for option, wish in chosen.items():
         if option not in options(name):
-            takers = [taker for taker in names() if option in options(taker)]
+            takers = [taker for taker in _TAILORED if option in options(taker)]
             raise ScheduleError(
                 f"{option}={shorten(wish)} with schedule={name!r}: this family is the "
                 f"same for all; leave it out, or choose one that is made to measure: "

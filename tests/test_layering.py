@@ -26,8 +26,8 @@ LAZY = {("schedules", "draw.py"): {"matplotlib"}}
 
 PUBLIC = {
     "schedules": """
-        Action Costs Kind Program Report Schedule ScheduleError build check check_program
-        from_orders lower names simulate
+        Action Choice Costs Explanation Kind Program Report Schedule ScheduleError auto build
+        check check_program from_orders lower names simulate
     """,
     "collectives": """
         DATA STAGE axis_size check_mesh exchange from_rank make_mesh mean_over ring_shift

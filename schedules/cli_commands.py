@@ -1,0 +1,290 @@
+"""What each command does. Every function returns an exit code; 0 is success."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from schedules import cli_options as given
+from schedules.auto import Choice, auto
+from schedules.check import check
+from schedules.explain import CAUSES
+from schedules.ir import Schedule, ScheduleError
+from schedules.lower import lower
+from schedules.palette import printable
+from schedules.records import report_record, schedule_record, write_json
+from schedules.registry import names
+from schedules.simulate import Report
+from schedules.terminal import render, wants_colour
+
+ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
+
+
+def say(text: str) -> None:
+    """Print to standard output, whatever it can encode."""
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+
+
+def draw(options: argparse.Namespace) -> int:
+    """A timetable on the terminal, or in the files named."""
+    schedules = [given.load(options, name) for name in options.schedules]
+    for path in options.output:
+        _save(options, schedules, path)
+    if not options.output:
+        colour = wants_colour(sys.stdout)
+        for schedule in schedules:
+            say(render(given.clocked(options, schedule), colour=colour))
+    return 0
+
+
+def _save(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
+    name = path.lower()
+    if name.endswith(".html"):
+        from schedules.page import save_page  # noqa: PLC0415  most commands need no page
+
+        both = [_under(options, schedule, clock) for schedule in schedules for clock in _BOTH]
+        save_page(both, path, title=options.title)
+        return
+    reports = [given.clocked(options, schedule) for schedule in schedules]
+    if name.endswith((".png", ".svg")):
+        from schedules.draw import save_timeline  # noqa: PLC0415  it needs matplotlib
+
+        save_timeline(reports, path, title=options.title)
+    elif name.endswith(".json"):
+        from schedules.trace import save_trace  # noqa: PLC0415  likewise
+
+        save_trace(reports, path)
+    elif name.endswith(".txt"):
+        text = "\n\n".join(render(report, colour=False) for report in reports)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    else:
+        raise given.UsageError(
+            f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
+            f"trace for Perfetto)"
+        )
+
+
+_BOTH = ("event", "lockstep")
+
+
+def _under(options: argparse.Namespace, schedule: Schedule, clock: str) -> Report:
+    """A report under a clock, with the slots that were asked for if it has any."""
+    slots = {"pattern": None, "partners": False} if clock == "event" else {}
+    return given.clocked(argparse.Namespace(**{**vars(options), "clock": clock, **slots}), schedule)
+
+
+def table(options: argparse.Namespace) -> int:
+    """The numbers of one timetable, rank by rank."""
+    report = given.clocked(options, given.load(options, options.schedule))
+    if options.json:
+        say(json.dumps(report_record(report), indent=2))
+        return 0
+    schedule, explained = report.schedule, report.explain()
+    say(_headline(report))
+    used = [cause for cause in CAUSES if any(part[cause] for part in explained.parts)]
+    head = ["rank", "stages", "work", *used, "idle", "in span", "peak"]
+    rows = [
+        [
+            str(rank),
+            ",".join(map(str, schedule.stages_of[rank])),
+            _number(report.work[rank]),
+            *(_number(explained.parts[rank][cause]) for cause in used),
+            _number(explained.total[rank]),
+            _number(report.idle[rank]),
+            str(report.peak_activations[rank]),
+        ]
+        for rank in range(schedule.num_ranks)
+    ]
+    say(columns(head, rows))
+    say(
+        f"makespan {_number(report.makespan)}, with the optimizer {_number(report.step_time)}; "
+        f"bubble {report.step_bubble_rate:.1%} of the step, {report.bubble_rate:.1%} of the "
+        f"longest span"
+    )
+    return 0
+
+
+def _headline(report: Report) -> str:
+    schedule = report.schedule
+    ticks = f", {report.pattern} ticks" if report.pattern else ""
+    return (
+        f"{printable(schedule.name)}: S={schedule.num_ranks} ranks, "
+        f"K={schedule.num_stages} stages, M={schedule.num_microbatches} microbatches, "
+        f"{report.clock} clock{ticks}"
+    )
+
+
+def check_files(options: argparse.Namespace) -> int:
+    """Whether timetables are legal: one verdict each, and exit code 1 if one is not."""
+    verdicts = []
+    for path in options.files:
+        if not given.is_file(path) or not Path(path).is_file():
+            raise given.UsageError(f"{path}: give the path of a .csv or .json file that is there")
+        try:
+            schedule = given.read(path)
+        except ScheduleError as error:
+            verdicts.append({"file": path, "legal": False, "reason": str(error)})
+            continue
+        try:
+            check(schedule, memory_limit=options.memory_limit)
+            verdicts.append({"file": path, "legal": True, "reason": None})
+        except ScheduleError as error:
+            verdicts.append({"file": path, "legal": False, "reason": f"{path}: {error}"})
+    if options.json:
+        say(json.dumps(verdicts, indent=2))
+    else:
+        for verdict in verdicts:
+            say(str(verdict["reason"] or f"{verdict['file']}: legal"))
+    return 0 if all(verdict["legal"] for verdict in verdicts) else ILLEGAL
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Timetables side by side, the quickest first; those that cannot be built last, with why."""
+    found: list[Report] = []
+    absent: list[tuple[str, str]] = []
+    for label, make in _candidates(options):
+        try:
+            report = make()
+            check(report.schedule, memory_limit=options.memory_limit)
+            found.append(report)
+        except ScheduleError as error:
+            absent.append((label, _reason(error)))
+    found.sort(key=lambda report: (report.makespan, max(report.peak_activations)))
+    if options.json:
+        records = [report_record(report) for report in found]
+        say(json.dumps({"compared": records, "absent": dict(absent)}, indent=2))
+    else:
+        say(columns(_COMPARED, [_compared(report) for report in found]))
+        for label, reason in absent:
+            say(f"{printable(label)}: {reason}")
+    return 0 if found else ILLEGAL
+
+
+def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Report]]]:
+    """(label, how to time it) of all that is to be compared."""
+    costs = given.costs(options)
+    if options.ranks is None and not all(map(given.is_file, options.schedules or [""])):
+        raise given.UsageError("families are compared at given sizes, for example -S 4 -M 8")
+    counts = options.stages_list or [options.ranks]
+
+    def timed(name: str, num_stages: int | None) -> Report:
+        share = 1.0 if num_stages is None else options.ranks / num_stages
+        schedule = given.load(options, name, num_stages)
+        return given.clocked(options, schedule, given.scaled(costs, share))
+
+    result: list[tuple[str, Callable[[], Report]]] = []
+    for name in options.schedules or names():
+        for count in [None] if given.is_file(name) else counts:
+            label = name if count in {None, options.ranks} else f"{name} (K={count})"
+            result.append((label, lambda name=name, count=count: timed(name, count)))  # type: ignore[misc]
+    return result
+
+
+_COMPARED = ("schedule", "K", "makespan", "bubble", "in span", "peak", "ticks", "buffers")
+
+
+def _compared(report: Report) -> list[str]:
+    schedule = report.schedule
+    program = lower(schedule, pattern=report.pattern, costs=report.costs, partners=report.partners)
+    return [
+        printable(schedule.name),
+        str(schedule.num_stages),
+        _number(report.makespan),
+        f"{report.step_bubble_rate:.1%}",
+        f"{report.bubble_rate:.1%}",
+        str(max(report.peak_activations)),
+        f"{program.num_ticks} {'+'.join(program.pattern)}",
+        str(program.num_buffers),
+    ]
+
+
+def choose(options: argparse.Namespace) -> int:
+    """The best timetable for costs, limit and clock, and why the others lost."""
+    if options.pattern is not None or options.partners or options.pair is not None:
+        raise given.UsageError(
+            "auto chooses slots itself, for barriers and without pairs; leave "
+            "out --pattern, --partners and --pair"
+        )
+    try:
+        choice = auto(
+            options.ranks,
+            options.microbatches,
+            options.stages,
+            costs=given.costs(options),
+            memory_limit=options.memory_limit,
+            clock=options.clock,
+            budget=options.budget,
+            seed=options.seed,
+        )
+    except ScheduleError as error:
+        sys.stderr.write(f"python -m schedules: {error}\n")
+        return ILLEGAL
+    for path in options.output:
+        if given.is_file(path):
+            _write(choice.schedule, path)
+        else:
+            _save(options, [choice.schedule], path)
+    say(json.dumps(_chosen(choice), indent=2) if options.json else str(choice))
+    return 0
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    candidates = [
+        {
+            "name": candidate.name,
+            "makespan": candidate.makespan if candidate.schedule else None,
+            "peak_activations": candidate.peak if candidate.schedule else None,
+            "lost": candidate.lost,
+        }
+        for candidate in choice.candidates
+    ]
+    return {
+        "winner": schedule_record(choice.schedule),
+        "report": report_record(choice.report),
+        "candidates": candidates,
+    }
+
+
+def convert(options: argparse.Namespace) -> int:
+    """A timetable into another file: .csv as torch.distributed.pipelining has it, or .json."""
+    if not given.is_file(options.target):
+        raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
+    schedule = given.load(options, options.schedule)
+    _write(schedule, options.target)
+    if options.json:
+        say(json.dumps(schedule_record(schedule)))
+    return 0
+
+
+def _write(schedule: Schedule, path: str) -> None:
+    if path.lower().endswith(".csv"):
+        schedule.to_csv(path)
+    else:
+        write_json(schedule, path)
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first column left-aligned."""
+    lines = [head, *rows]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if n else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _reason(error: ScheduleError) -> str:
+    """The first line of an error."""
+    return printable(str(error).splitlines()[0])

@@ -1,0 +1,261 @@
+"""The command line: what it prints, for people and for programs, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import schedules
+from schedules import Costs, Schedule, build, simulate
+from schedules.cli import main
+from schedules.records import read_json, report_record
+
+SIZES = ["-S", "4", "-M", "8"]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_draw_prints_a_grid_without_colour_where_nobody_reads_it(capsys):
+    code, out, err = run(capsys, "draw", "1f1b", "-S", "2", "-M", "2")
+    assert (code, err) == (0, "")
+    assert "rank 0   0F0  0F1    .  0B0    .  0B1" in out
+    assert "\x1b" not in out
+
+
+def test_draw_prints_colour_where_it_is_asked_for(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in run(capsys, "draw", "1f1b", "-S", "2", "-M", "2")[1]
+
+
+@pytest.mark.parametrize("suffix", ["txt", "svg", "png", "json", "html"])
+def test_draw_writes_files(capsys, tmp_path, suffix):
+    if suffix in ("svg", "png"):
+        pytest.importorskip("matplotlib")
+    path = tmp_path / f"drawing.{suffix}"
+    assert run(capsys, "draw", "1f1b", "zb_h1", *SIZES, "-o", str(path)) == (0, "", "")
+    assert path.stat().st_size > 500
+
+
+def test_table_sums_idle_time_by_cause(capsys):
+    code, out, _ = run(capsys, "table", "gpipe", "-S", "2", "-M", "2", "--optimizer", "1")
+    assert code == 0
+    assert out == (
+        "gpipe: S=2 ranks, K=2 stages, M=2 microbatches, event clock\n"
+        "rank  stages  work  fill  optimizer wait  idle  in span  peak\n"
+        "0          0     6     3               0     3        3     2\n"
+        "1          1     6     1               2     3        0     2\n"
+        "makespan 9, with the optimizer 10; bubble 33.3% of the step, 33.3% of the longest span\n"
+    )
+
+
+def test_table_for_programs(capsys):
+    options = ["--f", "1,2,3,4", "--i", "2", "--w", "1", "--comm", "0.5", "--clock", "lockstep"]
+    code, out, _ = run(capsys, "table", "zb_h1", *SIZES, *options, "--partners", "--json")
+    report = simulate(
+        build("zb_h1", num_ranks=4, num_microbatches=8),
+        Costs(f=(1, 2, 3, 4), i=2, w=1, comm=0.5),
+        "lockstep",
+        partners=True,
+    )
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(report_record(report)))
+
+
+def test_compare_has_the_quickest_first_and_says_why_others_are_absent(capsys):
+    code, out, _ = run(capsys, "compare", *SIZES, "--clock", "lockstep", "--json")
+    assert code == 0
+    found = json.loads(out)
+    spans = [record["makespan"] for record in found["compared"]]
+    assert spans == sorted(spans)
+    names = {record["schedule"] for record in found["compared"]}
+    assert names | set(found["absent"]) == set(schedules.names())
+    assert found["absent"]["zb_v"].startswith("num_stages=4 with num_ranks=4: zb_v is defined for")
+    text = run(capsys, "compare", *SIZES, "--clock", "lockstep")[1].splitlines()
+    assert text[0].split() == [
+        "schedule",
+        "K",
+        "makespan",
+        "bubble",
+        "in",
+        "span",
+        "peak",
+        "ticks",
+        "buffers",
+    ]
+    assert len(text) == 1 + len(found["compared"]) + len(found["absent"])
+
+
+def test_compare_stages_of_several_sizes(capsys):
+    """A stage of K = 2 S takes half of what one of K = S takes."""
+    names = ["gpipe", "looped_bfs"]
+    options = [*SIZES, "-K", "4", "8", "--f", "2", "--i", "2", "--w", "2", "--json"]
+    found = json.loads(run(capsys, "compare", *names, *options)[1])["compared"]
+    spans = {(r["schedule"], r["num_stages"]): r["makespan"] for r in found}
+    assert spans["gpipe", 4] == spans["looped_bfs", 4] == (8 + 3) * 6
+    assert spans["looped_bfs", 8] == (2 * 8 + 3) * 3
+    code, _, err = run(capsys, "compare", *names, *SIZES, "-K", "4", "8", "--f", "1,1,1,2")
+    assert code == 2
+    assert err == (
+        "python -m schedules: --f, --i and --w give a duration per stage, which fits one K only; "
+        "give one number each to compare several\n"
+    )
+
+
+def test_compare_within_a_memory_limit(capsys):
+    code, out, _ = run(capsys, "compare", *SIZES, "--memory-limit", "4", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {"1f1b", "zb_h1", "zb_auto"} <= {record["schedule"] for record in found["compared"]}
+    assert (
+        "more than memory_limit=4.0"
+        in run(capsys, "compare", "gpipe", *SIZES, "--memory-limit", "4")[1].replace("\n", " ")
+        or found["absent"]["gpipe"]
+    )
+    assert run(capsys, "compare", "gpipe", *SIZES, "--memory-limit", "4")[0] == 1
+
+
+def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
+    csv, page = str(tmp_path / "best.csv"), str(tmp_path / "best.html")
+    options = ["-S", "2", "-M", "6", "--i", "1.3", "--memory-limit", "3", "--budget", "50"]
+    code, out, _ = run(capsys, "auto", *options, "-o", csv, "-o", page, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["candidates"][0]["lost"] == ""
+    assert all(candidate["lost"] for candidate in found["candidates"][1:])
+    best = Schedule.from_csv(csv)
+    assert found["winner"]["orders"] == [list(map(str, order)) for order in best.orders]
+    assert max(simulate(best).peak_activations) <= 3
+    assert "the winner" in run(capsys, "auto", *options)[1]
+    assert Path(page).stat().st_size > 500
+    code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--memory-limit", "0.5")
+    assert (code, out) == (1, "")
+    assert "use memory_limit=1 or more" in err
+
+
+def test_convert_there_and_back(capsys, tmp_path):
+    first, second, third = (str(tmp_path / name) for name in ("a.csv", "b.json", "c.csv"))
+    assert run(capsys, "convert", "dualpipe_v", first, *SIZES, "-K", "8") == (0, "", "")
+    assert run(capsys, "convert", first, second) == (0, "", "")
+    assert run(capsys, "convert", second, third) == (0, "", "")
+    built = build("dualpipe_v", num_ranks=4, num_microbatches=8, num_stages=8)
+    assert built.pairs
+    assert Schedule.from_csv(first) == read_json(second) == Schedule.from_csv(third) == built
+
+
+def test_check_passes_and_fails(capsys, tmp_path):
+    good, bad, broken = (tmp_path / name for name in ("good.csv", "bad.csv", "broken.json"))
+    build("1f1b", num_ranks=2, num_microbatches=2).to_csv(good)
+    bad.write_text("0F0,0B0,0B0\n")
+    broken.write_text("{")
+    assert run(capsys, "check", str(good)) == (0, f"{good}: legal\n", "")
+    code, out, _ = run(capsys, "check", str(good), str(bad), str(broken), "--json")
+    verdicts = json.loads(out)
+    assert code == 1
+    assert [verdict["legal"] for verdict in verdicts] == [True, False, False]
+    assert "runs again" in verdicts[1]["reason"]
+    assert verdicts[2]["reason"].startswith(f"'{broken}': cannot be read as a timetable")
+    code, out, _ = run(capsys, "check", str(good), "--memory-limit", "1")
+    assert code == 1
+    assert out.startswith(f"{good}: schedule 'good'")
+    missing = str(tmp_path / "missing.csv")
+    assert run(capsys, "check", missing)[::2] == (
+        2,
+        f"python -m schedules: {missing}: give the path of a .csv or .json file that is there\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["draw", "1f1b"], "1f1b is a family: give its sizes, for example -S 4 -M 8"),
+        (["compare"], "families are compared at given sizes, for example -S 4 -M 8"),
+        (
+            ["draw", "1f1b", *SIZES, "-o", "x.pdf"],
+            "--output x.pdf: a drawing is .html (interactive), .png, .svg, .txt or .json (a trace",
+        ),
+        (
+            ["convert", "1f1b", "x.xls", *SIZES],
+            "x.xls: a timetable is written as .csv or .json",
+        ),
+        (["table", "1f1b", *SIZES, "--f", "x"], "argument --f: invalid durations value: 'x'"),
+        (["table", "1f1b", *SIZES, "--f", "-1"], "Costs(f=-1.0): a duration is a finite number"),
+        (["table", "zb_v", *SIZES], "num_stages=4 with num_ranks=4: zb_v is defined for 2 stages"),
+        (
+            ["convert", "1f1b", "/nowhere/x.json", *SIZES],
+            "/nowhere/x.json: No such file or directory; give a path that can be read and written",
+        ),
+        ([], "the following arguments are required: COMMAND"),
+        (["auto", "-S", "4"], "the following arguments are required: -M/--microbatches"),
+        (
+            ["auto", *SIZES, "--partners"],
+            "auto chooses slots itself, for barriers and without pairs; leave out --pattern,",
+        ),
+    ],
+)
+def test_what_cannot_run_says_why_and_exits_with_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"python -m schedules: {message}")
+
+
+@pytest.mark.parametrize("command", ["draw", "table", "check", "compare", "auto", "convert"])
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: python -m schedules {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"3",
+        b'{"orders": 3}',
+        b'{"orders": [3], "placement": [0]}',
+        b'{"orders": [[3]], "placement": [0]}',
+        b'{"orders": [["0F0"]], "placement": ["a"]}',
+        b'{"orders": [["0F0"]], "placement": [9]}',
+        b'{"orders": [["0F0&"]], "placement": [0]}',
+        b'{"orders": [["999999999F0"]], "placement": [0]}',
+        b"[" * 100_000,
+    ],
+)
+def test_json_of_any_content(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(schedules.ScheduleError) as caught:
+        read_json(path)
+    assert str(path) in str(caught.value)
+
+
+def test_as_a_program(tmp_path):
+    """In a process of its own: no jax, an exit code, and a reader that stops early."""
+    root = Path(schedules.__file__).parents[1]
+    command = [sys.executable, "-m", "schedules"]
+    done = subprocess.run(
+        [*command, "check", str(tmp_path)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m schedules: ")
+    piped = subprocess.run(
+        f"{sys.executable} -m schedules draw gpipe -S 8 -M 400 | head -n 1",
+        shell=True,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert piped.stdout.startswith("gpipe")
+    assert piped.stderr == ""
