@@ -1,6 +1,6 @@
 """Run a program's tables on symbols and prove that they do what the schedule says.
 
-Buffers and stashes hold names of values instead of arrays. What each action must read follows
+Buffers and stashes hold numbers that stand for values. What each action must read follows
 from `schedules.program` alone: no code is shared with the lowering. Letters as in `schedules.ir`,
 C as in `schedules.program`.
 """
@@ -8,28 +8,19 @@ C as in `schedules.program`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NoReturn
 
 import numpy as np
 
 from schedules.check import check
 from schedules.check_tables import Place, check_tables, fail, stage_of
-from schedules.ir import Action
-from schedules.program import Program
+from schedules.ir import Action, Kind
+from schedules.program import Channel, Program
 
-
-class Value(NamedTuple):
-    """The name of what a buffer or a stash holds."""
-
-    what: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"the {self.what} of stage {self.stage} for microbatch {self.microbatch}"
-
-
-OUTPUT, GRADIENT, RESIDUALS = "output", "input gradient", "residuals"
+WHAT = ("output", "input gradient", "residuals")
+OUTPUT, GRADIENT, RESIDUALS = range(3)
+POOLS = {"operand": "buffer", "gradient": "buffer", "stash": "stash"}  # by table column
+COLUMNS = tuple(POOLS.items())
 
 
 def check_program(program: Program, *, ascending: bool = False) -> Program:
@@ -56,127 +47,159 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     return program
 
 
-def reads(program: Program, action: Action) -> dict[str, Value | None]:
-    """What each table column must point an action at; None: at trash."""
-    stage, kind, microbatch = action
-    is_backward, is_last = kind != "F", stage == program.schedule.num_stages - 1
-    values: dict[str, Value | None] = dict.fromkeys(("operand", "gradient", "stash"))
-    if stage > 0 and (not is_backward or program.keep == "input"):
-        values["operand"] = Value(OUTPUT, stage - 1, microbatch)
-    if is_backward and not is_last:
-        values["gradient"] = Value(GRADIENT, stage + 1, microbatch)
-    if program.keep == "residuals" and is_backward:
-        values["stash"] = Value(RESIDUALS, stage, microbatch)
-        if is_last:
-            values["gradient"] = Value(OUTPUT, stage, microbatch)
-    return values
-
-
 class _Machine:
-    """The ranks of a program, run symbolically."""
+    """The ranks of a program, run symbolically. Values are numbers; -1 is none."""
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
         self.program = program
-        self.position = [0] * schedule.num_ranks
-        # (rank, column, place) -> what is held there until its last reader; pools are columns.
-        self.held: dict[tuple[int, str, int], Value] = {}
-        self.unread = Counter(  # (rank, value) -> how many actions have yet to read it
-            (rank, value)
-            for rank, order in enumerate(schedule.orders)
-            for action in order
-            for value in reads(program, action).values()
-            if value is not None
-        )
         self.trash = {"buffer": program.num_buffers, "stash": program.num_stashes}
+        self.tables = {name: getattr(program, name).tolist() for name in (*POOLS, "microbatch")}
+        # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
+        self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
+        self.sources = [
+            [_sources(c, schedule.num_ranks) for c in s.channels] for s in program.slots
+        ]
+        # [S] lists: what is left to do, last first, and what it must read.
+        self.due = [[(a, self._reads(a)) for a in reversed(order)] for order in schedule.orders]
+        # [S] how many actions have yet to read each value; the values held, by place.
+        self.unread = [
+            Counter(value for _, values in due for value in values if value >= 0)
+            for due in self.due
+        ]
+        self.held: dict[str, list[dict[int, int]]] = {
+            pool: [{} for _ in schedule.orders] for pool in self.trash
+        }
+        self.runs: dict[tuple[int, int, int], tuple[int, Kind]] = {}  # slot, rank, branch
+
+    def _name(self, value: int) -> str:
+        """The value in words."""
+        if value < 0:
+            return "nothing"
+        item, what = divmod(value, len(WHAT))
+        stage, microbatch = divmod(item, self.program.schedule.num_microbatches)
+        return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
+
+    def _reads(self, action: Action) -> tuple[int, int, int]:
+        """The values that the columns of `POOLS` must point an action at; -1: at trash."""
+        stage, kind, microbatch = action
+        schedule = self.program.schedule
+        step = len(WHAT) * schedule.num_microbatches  # from a stage's value to that of the next
+        own = stage * step + microbatch * len(WHAT)
+        is_last = stage == schedule.num_stages - 1
+        keeps_input = self.program.keep == "input"
+        before = own - step + OUTPUT if stage else -1
+        if kind == "F":
+            return before, -1, -1
+        after = -1 if is_last else own + step + GRADIENT
+        if keeps_input:
+            return before, after, -1
+        return -1, own + OUTPUT if is_last else after, own + RESIDUALS
 
     def run(self) -> None:
         """Every slot in turn, then see that nothing is left to do."""
         program = self.program
-        busy = (program.op > 0).tolist()
-        for tick, slot in np.ndindex(program.op.shape[:2]):
-            results: dict[int, Value] = {}
-            for rank, acts in enumerate(busy[tick][slot]):
-                if acts:
-                    value = self._act((tick, slot, rank))
-                    if value is not None:
-                        results[rank] = value
-            self._exchange(tick, slot, results)
-        for rank, order in enumerate(program.schedule.orders):
-            if self.position[rank] < len(order):
-                due = order[self.position[rank]]
-                fail(program, f"rank {rank}: expected {due} next, found the end of the program")
-
-    def _act(self, at: Place) -> Value | None:
-        """Run one action; what it offers to the channels."""
-        program, rank = self.program, at[2]
-        kind = program.slots[at[1]].ops[program.op[at] - 1].kind
-        action = Action(stage_of(program, at), kind, int(program.microbatch[at]))
-        order = program.schedule.orders[rank]
-        due = order[self.position[rank]] if self.position[rank] < len(order) else "nothing"
-        if action != due:
-            fail(program, f"{action}: expected {due} next in the order of the rank", at)
-        self.position[rank] += 1
-        for column, value in reads(program, action).items():
-            self._read(at, action, column, value)
-        kept = Value(RESIDUALS, action.stage, action.microbatch)
-        if kind == "F" and self.unread[rank, kept]:
-            self._store(at, "stash", int(program.stash[at]), kept)
-        what = {"F": OUTPUT, "B": GRADIENT, "I": GRADIENT, "W": None}[kind]
-        return None if what is None else Value(what, action.stage, action.microbatch)
-
-    def _read(self, at: Place, action: Action, column: str, value: Value | None) -> None:
-        """See that a table column points an action at what it reads."""
-        program, rank = self.program, at[2]
-        place = int(getattr(program, column)[at])
-        pool = "stash" if column == "stash" else "buffer"
-        if value is None:
-            written = Value(RESIDUALS, action.stage, action.microbatch)
-            is_write = column == "stash" and self.unread[rank, written] > 0
-            if place != self.trash[pool] and not is_write:
+        none = [-1] * (program.schedule.num_ranks + 1)  # the last is what source -1 sends
+        for tick, slots in enumerate(program.op.tolist()):
+            for slot, branches in enumerate(slots):
+                results = none.copy()
+                for rank, branch in enumerate(branches):
+                    if branch:
+                        results[rank] = self._act((tick, slot, rank), branch)
+                self._exchange(tick, slot, results)
+        for rank, due in enumerate(self.due):
+            if due:
                 fail(
                     program,
-                    f"{action} has no {column}: expected trash, {pool} {self.trash[pool]}, found "
-                    f"{pool} {place}",
-                    at,
+                    f"rank {rank}: expected {due[-1][0]} next, found the end of the program",
                 )
-            return
-        found = self.held.get((rank, pool, place), "nothing")
-        if found != value:
-            fail(
-                program,
-                f"{action} reads its {column} from {pool} {place}: expected {value}, found {found}",
-                at,
-            )
-        self.unread[rank, value] -= 1
-        if not self.unread[rank, value]:
-            del self.held[rank, pool, place]
 
-    def _exchange(self, tick: int, slot: int, results: dict[int, Value]) -> None:
+    def _act(self, at: Place, branch: int) -> int:
+        """Run one action; what it offers to the channels."""
+        tick, slot, rank = at
+        if (slot, rank, branch) not in self.runs:
+            op = self.program.slots[slot].ops[branch - 1]
+            self.runs[slot, rank, branch] = stage_of(self.program, at), op.kind
+        stage, kind = self.runs[slot, rank, branch]
+        microbatch = self.tables["microbatch"][tick][slot][rank]
+        due = self.due[rank]
+        if not due or due[-1][0] != (stage, kind, microbatch):
+            self._fail_order(at, Action(stage, kind, microbatch))
+        action, values = due.pop()
+        unread = self.unread[rank]
+        own = (stage * self.program.schedule.num_microbatches + microbatch) * len(WHAT)
+        keeps = kind == "F" and own + RESIDUALS in unread
+        for (column, pool), value in zip(COLUMNS, values, strict=True):
+            place = self.tables[column][tick][slot][rank]
+            if value >= 0:
+                held = self.held[pool][rank]
+                if held.get(place) != value:
+                    self._fail_read(at, action, column, value)
+                if unread[value] > 1:
+                    unread[value] -= 1
+                else:
+                    del unread[value], held[place]
+            elif place != self.trash[pool] and not (keeps and pool == "stash"):
+                self._fail_trash(at, action, column)
+        if keeps:
+            self._store(at, "stash", self.tables["stash"][tick][slot][rank], own + RESIDUALS)
+        return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
+
+    def _exchange(self, tick: int, slot: int, results: list[int]) -> None:
         """Move results along every channel of a slot, then store them."""
-        program, trash = self.program, self.program.num_buffers
-        for column, channel in enumerate(program.slots[slot].channels):
-            source_of = {destination: source for source, destination in channel.edges}
-            for rank, place in enumerate(program.arrival[tick, slot, :, column].tolist()):
-                value = results.get(source_of.get(rank, -1))
-                if value is not None and self.unread[rank, value]:
+        trash = self.trash["buffer"]
+        for column, sources in enumerate(self.sources[slot]):
+            places = self.arrival[tick][slot][column]
+            for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
+                value = results[source]
+                if value >= 0 and value in self.unread[rank]:
                     self._store((tick, slot, rank), "buffer", place, value)
                 elif place != trash:
+                    shift = self.program.slots[slot].channels[column].shift
                     fail(
-                        program,
-                        f"shift {channel.shift} brings {value or 'nothing'}, which nobody reads: "
+                        self.program,
+                        f"shift {shift} brings {self._name(value)}, which nobody reads: "
                         f"expected trash, buffer {trash}, found buffer {place}",
                         (tick, slot, rank, column),
                     )
 
-    def _store(self, at: Place, pool: str, place: int, value: Value) -> None:
-        key = at[2], pool, place
-        found = "trash" if place == self.trash[pool] else self.held.get(key)
-        if found is not None:
-            fail(
-                self.program, f"{value}: expected a free {pool}, found {pool} {place}: {found}", at
-            )
-        self.held[key] = value
+    def _store(self, at: Place, pool: str, place: int, value: int) -> None:
+        held = self.held[pool][at[2]]
+        if place in held or place == self.trash[pool]:
+            found = self._name(held[place]) if place in held else "trash"
+            text = f"{self._name(value)}: expected a free {pool}, found {pool} {place}: {found}"
+            fail(self.program, text, at)
+        held[place] = value
+
+    def _fail_order(self, at: Place, action: Action) -> NoReturn:
+        due = self.due[at[2]]
+        expected = due[-1][0] if due else "nothing"
+        fail(self.program, f"{action}: expected {expected} next in the order of the rank", at)
+
+    def _fail_read(self, at: Place, action: Action, column: str, value: int) -> NoReturn:
+        pool, place = POOLS[column], int(getattr(self.program, column)[at])
+        found = self._name(self.held[pool][at[2]].get(place, -1))
+        fail(
+            self.program,
+            f"{action} reads its {column} from {pool} {place}: expected {self._name(value)}, "
+            f"found {found}",
+            at,
+        )
+
+    def _fail_trash(self, at: Place, action: Action, column: str) -> NoReturn:
+        pool = POOLS[column]
+        fail(
+            self.program,
+            f"{action} has no {column}: expected trash, {pool} {self.trash[pool]}, found {pool} "
+            f"{getattr(self.program, column)[at]}",
+            at,
+        )
+
+
+def _sources(channel: Channel, num_ranks: int) -> list[int]:
+    """[S] the rank that sends to each along a channel, -1 for none."""
+    source_of = {destination: source for source, destination in channel.edges}
+    return [source_of.get(rank, -1) for rank in range(num_ranks)]
 
 
 def _check_ascending(program: Program) -> None:
