@@ -113,7 +113,7 @@ function tip(lines, x, y) {
   if (!lines) return;
   const [head, what, ...rest] = lines;
   node.replaceChildren(
-    make("p", {}, make("strong", { text: head }), what),
+    make("p", {}, make("strong", { text: head }), " ", what),
     ...rest.map((text) => make("p", { text })),
   );
   const { width, height } = node.getBoundingClientRect();

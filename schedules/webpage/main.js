@@ -80,7 +80,7 @@ function draw() {
     paint(panel, prepare(panel.canvas, width, panel.box.height), panel.box);
     if (!panel.report.makespan) sayNothing(panel);
     paintOver(panel);
-    Object.assign(panel.canvas.dataset, { left, plot, top, pitch, row });
+    Object.assign(panel.canvas.dataset, { width, left, plot, top, pitch, row });
   }
   paintOverview(shown());
   const whole = view.start === 0 && view.end === view.whole;

@@ -24,7 +24,7 @@ function figures(panel, reference) {
   panel.figures.replaceChildren(
     ...rows.map(([name, value, more]) => {
       const shown = make("dd", { text: value });
-      if (more) shown.append(make("small", { text: more }));
+      if (more) shown.append(" ", make("small", { text: more }));
       return make("div", {}, make("dt", { text: name }), shown);
     }),
   );

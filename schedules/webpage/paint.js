@@ -168,10 +168,9 @@ function paintWaits({ context, box, colours, x }, waits, y) {
 function paintHeld({ context, box, colours, x }, { times, counts }, y, height, most) {
   const first = Math.max(0, firstAbove(times, view.start) - 1), stop = firstAbove(times, view.end);
   const level = (n) => y + height - (n < 0 ? 0 : counts[n] / most) * height;
-  const path = new Path2D(), base = y + height;
-  let at = Math.max(box.left, x(0)), high = level(first - 1);
-  path.moveTo(at, base);
-  path.lineTo(at, high);
+  const path = new Path2D(), begin = Math.max(box.left, x(0));
+  let at = begin, high = level(first - 1);
+  path.moveTo(at, high);
   for (let n = first; n < stop; n++) {
     const next = Math.max(at, x(times[n]));
     let top = level(n);
@@ -180,11 +179,14 @@ function paintHeld({ context, box, colours, x }, { times, counts }, y, height, m
     path.lineTo(next, top);
     [at, high] = [next, level(n)];
   }
-  path.lineTo(stop < times.length ? box.right : at, high);
-  path.lineTo(stop < times.length ? box.right : at, base);
+  const end = stop < times.length ? box.right : at, area = new Path2D(path);
+  path.lineTo(end, high);
+  area.lineTo(end, high);
+  area.lineTo(end, y + height);
+  area.lineTo(begin, y + height);
   context.fillStyle = colours.accent;
   context.globalAlpha = 0.22;
-  context.fill(path);
+  context.fill(area);
   context.globalAlpha = 1;
   context.strokeStyle = colours.accent;
   context.lineWidth = 1;
