@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import schedules
+from schedules.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 DEVICES = 4
@@ -40,3 +44,11 @@ def test_the_first_example_runs_on_four_virtual_devices(tmp_path: Path) -> None:
 def test_the_table_of_schedules_lists_every_family_and_no_other() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
     assert sorted(rows) == sorted(schedules.names())
+
+
+def test_the_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^python -m schedules ([^#\n]*)", README, re.MULTILINE)
+    assert len(commands) == 3
+    assert [main(shlex.split(command)) for command in commands] == [0, 0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "best.csv"}
