@@ -398,3 +398,23 @@ def test_a_placement_of_anything_is_a_fault_and_no_crash(placement):
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
     assert f"placement={placement!r}" in str(caught.value)
+
+
+def test_a_schedule_of_lists_is_checked_each_time():
+    """Its type forbids them, but what can change must not be remembered as legal."""
+    orders = [[Action(0, "F", 0), Action(0, "B", 0)]]
+    schedule = Schedule("lists", 1, orders, (0,))  # type: ignore[arg-type]
+    assert check(schedule) is schedule
+    orders[0].pop()
+    orders[0].append(Action(0, "W", 0))
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    assert (
+        str(caught.value)
+        == """\
+schedule 'lists' (S=1 ranks, K=1 stages, M=1 microbatches) has 1 fault
+- W without I: 0W0 (rank 0, step 1)
+  a split backward is I and then W; add the I, or make it B
+step      0    1
+rank 0  0F0 [0W0]"""
+    )

@@ -7,6 +7,8 @@ import pytest
 
 import schedules
 from schedules import Action, Program, Schedule, ScheduleError, build, from_orders, lower
+from schedules.events import MANY
+from schedules.flat import breadth
 from schedules.program import Channel, Op
 from tests.sizes import CHUNKS, is_legal
 
@@ -174,7 +176,21 @@ def test_what_cannot_be_lowered():
         "'single', 'unit'], or leave it out for the fastest"
     )
     deadlock = from_orders([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
-    assert "deadlock" in refusal(deadlock)
+    twice = from_orders([["0F0", "0F0", "0B0"]])
+    for schedule in (deadlock, twice):
+        with pytest.raises(ScheduleError) as caught:
+            schedules.check(schedule)
+        assert refusal(schedule) == str(caught.value)
+
+
+def test_a_program_for_many_ranks():
+    """Enough of them that both clocks step all ranks at a time."""
+    sizes = {"num_ranks": 32, "num_microbatches": 128, "num_stages": 64}
+    for name in ("interleaved_1f1b", "looped_bfs"):
+        schedule = build(name, **sizes)
+        assert breadth(schedule) > MANY
+        schedules.check_program(lower(schedule), ascending=True)
+        assert schedules.simulate(schedule).makespan == 3 * (128 * 2 + 31)
 
 
 BUFFERS = {  # what the README says, for S > 2 and M >= 2 S, without the trash buffer
