@@ -1,7 +1,8 @@
 """Colours, letters and words that all drawings share.
 
 Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
-B by I and F to W in steps that survive a print without colour; a test computes both. Chunks beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
+B by I and F to W in steps that survive a print without colour; a test computes both. Chunks
+beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
 """
 
 from __future__ import annotations
