@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedules.ir import KINDS, Kind, ScheduleError
+from schedules.explain import CAUSES, Cause, Wait
+from schedules.ir import Kind, ScheduleError
+from schedules.palette import LIGHT, NAMES, heading, joined, kinds
 from schedules.simulate import Report
 
 if TYPE_CHECKING:
@@ -15,18 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-NAMES: dict[Kind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
+HATCHES = ("", "////", "....", "xxxx")  # of chunks
+CAUSE_HATCHES: dict[Cause, str] = {
+    "fill": "///",
+    "drain": "\\\\\\",
+    "imbalance": "..",
+    "communication": "---",
+    "lockstep": "|||",
+    "optimizer wait": "",
 }
-# Blue against orange and yellow tells kinds apart for colour-blind readers. Luminance falls from
-# W by F and I to B, for print without colour. Chunks beyond the first are hatched.
-COLOURS: dict[Kind, str] = {"F": "#56B4E9", "B": "#0B3C5D", "I": "#C8500A", "W": "#E8C91C"}
-INK: dict[Kind, str] = {"F": "black", "B": "white", "I": "white", "W": "black"}
-HATCHES = ("", "////", "....", "xxxx")
-IDLE = "#F0F0F0"
+FAINT, MUTED = "#C9CDD2", "#5A6370"  # the hatching and the words of idle time
 HEIGHT = 0.86  # of a row, of 1
 SMALLEST = 3.5  # points of a label; a box too narrow for that has none
 
@@ -77,7 +78,7 @@ def _draw(reports: Sequence[Report], title: str | None) -> Figure:
         ) from None
     ranks = [report.schedule.num_ranks for report in reports]
     width = min(20.0, max(8.0, 0.26 * max(map(_units, reports))))
-    height = sum(0.36 * n + 0.75 for n in ranks) + 0.55 + (0.35 if title else 0.0)
+    height = sum(0.36 * n + 0.75 for n in ranks) + 0.75 + (0.35 if title else 0.0)
     with mpl.rc_context({"hatch.linewidth": 0.5, "svg.hashsalt": "shardpipe", "font.size": 9}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
@@ -88,7 +89,7 @@ def _draw(reports: Sequence[Report], title: str | None) -> Figure:
             _timeline(axis, report, width)
         axes[-1].set_xlim(0, max(report.makespan for report in reports) or 1.0)
         axes[-1].set_xlabel("time, in the unit of the costs")
-        _legend(figure, reports)
+        _legend(figure, reports, width)
         if title:
             figure.suptitle(title, fontweight="bold", fontsize=12, parse_math=False)
         return figure
@@ -110,13 +111,15 @@ def _timeline(axis: Axes, report: Report, inches: float) -> None:
     schedule = report.schedule
     ranks = range(schedule.num_ranks)
     points = 72 * inches / (report.makespan or 1.0)  # per unit of time
+    waits = report.explain().waits
     for rank in ranks:
         row = (rank - HEIGHT / 2, HEIGHT)
-        axis.broken_barh([(0, report.makespan)], row, facecolor=IDLE, linewidth=0)
+        axis.broken_barh([(0, report.makespan)], row, facecolor=LIGHT.idle, linewidth=0)
+        _waits(axis, waits[rank], rank, points)
         for (kind, chunk), boxes in _boxes(report, rank).items():
             hatch = HATCHES[chunk % len(HATCHES)]
             style: dict[str, Any] = {
-                "facecolor": COLOURS[kind],
+                "facecolor": LIGHT.fill[kind],
                 "edgecolor": "white",
                 "linewidth": 0.6,
             }
@@ -124,12 +127,14 @@ def _timeline(axis: Axes, report: Report, inches: float) -> None:
             for left, width, label in boxes:
                 size = min(8.0, 1.5 * points * width / (len(label) + 0.4))
                 if size >= SMALLEST:
-                    _label(axis, left + width / 2, rank, label, size, kind)
+                    colours = (LIGHT.ink[kind], LIGHT.fill[kind])
+                    _label(axis, (left + width / 2, rank), label, size, colours)
+        _pairs(axis, report, rank)
     axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axis.set_ylim(schedule.num_ranks - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_title(_heading(report), loc="left", fontsize=10, parse_math=False)
+    axis.set_title(heading(report), loc="left", fontsize=10, parse_math=False)
 
 
 def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float, float, str]]]:
@@ -143,38 +148,55 @@ def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float
     return boxes
 
 
-def _label(axis: Axes, x: float, y: float, text: str, size: float, kind: Kind) -> None:
-    """A microbatch in its box, with a rim that keeps hatching away from it."""
+def _waits(axis: Axes, waits: Sequence[Wait], rank: int, points: float) -> None:
+    """Idle time, hatched by cause, and the cause in words where it fits."""
+    row = (rank - HEIGHT / 2, HEIGHT)
+    for cause, hatch in CAUSE_HATCHES.items():
+        mine = [(wait.start, wait.end - wait.start) for wait in waits if wait.cause == cause]
+        if mine and hatch:
+            style: dict[str, Any] = {"facecolor": LIGHT.idle, "edgecolor": FAINT, "linewidth": 0}
+            axis.broken_barh(mine, row, hatch=hatch, **style)
+        for start, length in mine:
+            if points * length > 4.2 * len(cause) + 6:
+                _label(axis, (start + length / 2, rank), cause, 7.0, (MUTED, LIGHT.idle))
+
+
+def _pairs(axis: Axes, report: Report, rank: int) -> None:
+    """One outline around the two of an overlapped pair."""
+    starts, ends = report.starts[rank], report.ends[rank]
+    both = [(starts[p], ends[p + 1] - starts[p]) for p in joined(report, rank)]
+    style: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.1}
+    axis.broken_barh(both, (rank - HEIGHT / 2, HEIGHT), **style)
+
+
+def _label(
+    axis: Axes, at: tuple[float, float], text: str, size: float, colours: tuple[str, str]
+) -> None:
+    """A word in its box, with a rim that keeps hatching away from it."""
     from matplotlib.patheffects import withStroke  # noqa: PLC0415  optional
 
-    rim = [withStroke(linewidth=2, foreground=COLOURS[kind])]
+    ink, ground = colours
+    rim = [withStroke(linewidth=2, foreground=ground)]
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "path_effects": rim}
-    axis.text(x, y, text, size=size, color=INK[kind], **style)
+    axis.text(*at, text, size=size, color=ink, **style)
 
 
-def _heading(report: Report) -> str:
-    schedule = report.schedule
-    clock = report.clock if report.pattern is None else f"{report.clock}, {report.pattern} ticks"
-    return (
-        f"{schedule.name}   S={schedule.num_ranks} K={schedule.num_stages} "
-        f"M={schedule.num_microbatches}   {clock}   bubble {100 * report.bubble_rate:.1f}%   "
-        f"makespan {report.makespan:.6g}"
-    )
-
-
-def _kinds(reports: Sequence[Report]) -> list[Kind]:
-    """The kinds that occur, in the order of `KINDS`."""
-    found = {a.kind for report in reports for order in report.schedule.orders for a in order}
-    return [kind for kind in KINDS if kind in found]
-
-
-def _legend(figure: Figure, reports: Sequence[Report]) -> None:
+def _legend(figure: Figure, reports: Sequence[Report], width: float) -> None:
+    """What occurs: kinds, chunks, pairs, causes."""
     from matplotlib.patches import Patch  # noqa: PLC0415  optional
 
-    handles = [Patch(color=COLOURS[k], label=f"{k}  {NAMES[k]}") for k in _kinds(reports)]
-    handles.append(Patch(color=IDLE, label="idle"))
+    used = kinds(report.schedule for report in reports)
+    handles = [Patch(color=LIGHT.fill[k], label=f"{k}  {NAMES[k]}") for k in used]
     chunks = max(r.schedule.num_stages // r.schedule.num_ranks for r in reports)
     for chunk in range(1, min(chunks, len(HATCHES))):
         style: dict[str, Any] = {"facecolor": "white", "edgecolor": "grey", "hatch": HATCHES[chunk]}
         handles.append(Patch(label=f"chunk {chunk}", **style))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    if any(joined(report, n) for report in reports for n in range(report.schedule.num_ranks)):
+        handles.append(Patch(facecolor="none", edgecolor="black", label="overlapped pair"))
+    found = {wait.cause for r in reports for row in r.explain().waits for wait in row}
+    for cause in (cause for cause in CAUSES if cause in found):
+        style = {"facecolor": LIGHT.idle, "edgecolor": FAINT, "hatch": CAUSE_HATCHES[cause]}
+        handles.append(Patch(label=cause, linewidth=0, **style))
+    rows = math.ceil(len(handles) / max(4, int(width / 1.45)))
+    columns = math.ceil(len(handles) / rows)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)

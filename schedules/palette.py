@@ -1,8 +1,8 @@
 """Colours, letters and words that all drawings share.
 
 Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
-B by I and F to W in steps that survive a print without colour: `tests/test_draw.py` computes both.
-Chunks beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
+B by I and F to W in steps that survive a print without colour; a test computes both. Chunks
+beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DARK = Theme(
 # Terminals with 256 colours: the box and its text, for the first chunk and for further ones.
 ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
     "F": ((75, 16), (117, 16)),
-    "B": ((24, 231), (31, 231)),
+    "B": ((24, 231), (25, 231)),
     "I": ((166, 16), (172, 16)),
     "W": ((220, 16), (228, 16)),
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
-from schedules.draw import COLOURS, save_timeline
+from schedules.draw import save_timeline
+from schedules.palette import LIGHT
 
 REPORT = simulate(build("1f1b", num_ranks=2, num_microbatches=3, num_stages=4))
 
@@ -30,32 +30,40 @@ def test_svg_says_what_it_shows(tmp_path):
     text = path.read_text(encoding="utf-8")
     for comment in (
         "a title",
-        "1f1b   S=2 K=4 M=3   event   bubble 18.2%   makespan 22",
-        "cost of $5   S=2 K=2 M=1   lockstep, single ticks   bubble 45.5%   makespan 5.5",
+        "1f1b   S=2 K=4 M=3   event   bubble 18.2% of the span, 18.2% of the step   makespan 22",
+        (
+            "cost of $5   S=2 K=2 M=1   lockstep, single ticks   bubble 45.5% of the span, 45.5% "
+            "of the step   makespan 5.5"
+        ),
         "rank 1",
         "F  forward",
         "B  backward",
         "I  input gradient",
         "W  weight gradient",
-        "idle",
         "chunk 1",
+        "fill",
+        "drain",
         "time, in the unit of the costs",
     ):
         assert f"<!-- {comment} -->" in text
-    for colour in COLOURS.values():
+    for colour in LIGHT.fill.values():
         assert colour.lower() in text
 
 
-def test_kinds_differ_without_colour():
-    """Luminance of any two kinds is apart, so that a grey print can be read."""
-    levels = sorted(
-        sum(
-            weight * int(colour[n : n + 2], 16)
-            for n, weight in ((1, 0.299), (3, 0.587), (5, 0.114))
-        )
-        for colour in COLOURS.values()
-    )
-    assert min(high - low for low, high in itertools.pairwise(levels)) > 25
+def test_waits_and_pairs_are_named(tmp_path):
+    schedule = build("dualpipe_v", num_ranks=2, num_microbatches=5, num_stages=4)
+    path = tmp_path / "timeline.svg"
+    save_timeline(simulate(schedule, Costs(3, 3, 3, comm=2, pair=8)), path)
+    text = path.read_text(encoding="utf-8")
+    for comment in ("overlapped pair", "fill", "communication", "imbalance"):
+        assert f"<!-- {comment} -->" in text
+    save_timeline(simulate(schedule, Costs(3, 3, 3, comm=2), "lockstep"), path)
+    text = path.read_text(encoding="utf-8")
+    assert "<!-- lockstep -->" in text
+    save_timeline(simulate(build("gpipe", num_ranks=1, num_microbatches=2)), path)
+    text = path.read_text(encoding="utf-8")
+    assert "overlapped pair" not in text
+    assert "fill -->" not in text
 
 
 def test_what_takes_no_time_can_be_drawn(tmp_path):
