@@ -50,7 +50,7 @@ def test_one_row_per_rank_and_an_empty_cell_where_it_idles(path):
     [
         (name, S, K, M)
         for name in schedules.names()
-        for S, K, M in [(1, 1, 1), (4, 4, 6), (3, 6, 5), (1, 4, 2), (5, 5, 2)]
+        for S, K, M in [(1, 1, 1), (4, 4, 6), (3, 6, 5), (2, 4, 5), (1, 4, 2), (5, 5, 2)]
         if is_legal(name, S, M, K // S)
     ],
 )
