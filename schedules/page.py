@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from schedules.costs import Costs
 from schedules.explain import CAUSES, Wait
-from schedules.ir import KINDS, Action, Schedule, ScheduleError
+from schedules.ir import KINDS, Action, Schedule, ScheduleError, shorten
 from schedules.palette import CAUSES as REASONS
 from schedules.palette import DARK, LIGHT, NAMES, clock_name, joined, kinds, printable, sizes
 from schedules.simulate import Report, simulate
@@ -64,13 +64,20 @@ def save_page(
       title: its heading; the schedules' names by default.
 
     Raises:
-      ScheduleError: nothing to draw, another suffix, or more than `MOST_ACTIONS` actions.
+      ScheduleError: nothing to draw, or what cannot be; another suffix; more than `MOST_ACTIONS`
+        actions.
     """
     given = [drawn] if isinstance(drawn, Report | Schedule) else list(drawn)
     if not given:
         raise ScheduleError(
             "drawn is empty; give what simulate() returned, or schedules, one or several"
         )
+    for item in given:
+        if not isinstance(item, Report | Schedule):
+            raise ScheduleError(
+                f"drawn holds {shorten(item)}, which is neither a report nor a schedule; give what "
+                f"simulate() returned, or schedules"
+            )
     suffix = Path(path).suffix.lower()
     if suffix not in (".html", ".htm"):
         raise ScheduleError(

@@ -146,6 +146,10 @@ def test_refusals(tmp_path):
     assert refusal([]) == (
         "drawn is empty; give what simulate() returned, or schedules, one or several"
     )
+    assert refusal([ONE, "1f1b"]) == (
+        "drawn holds '1f1b', which is neither a report nor a schedule; give what simulate() "
+        "returned, or schedules"
+    )
     assert refusal(ONE, "a.svg") == (
         f"path={str(tmp_path / 'a.svg')!r} ends in '.svg'; a page is written as .html, so choose "
         f"that suffix"

@@ -74,7 +74,8 @@ const causeTexture = (context, cause) =>
 
 /** Prepare a canvas for drawing in CSS pixels; crisp on every screen. */
 function prepare(canvas, width, height) {
-  const ratio = document.documentElement.classList.contains("printing") ? 3 : devicePixelRatio;
+  const wanted = document.documentElement.classList.contains("printing") ? 3 : devicePixelRatio;
+  const ratio = Math.min(wanted, 16000 / height); // browsers give no canvas higher than that
   const size = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== size[0]) canvas.width = size[0];
   if (canvas.height !== size[1]) canvas.height = size[1];

@@ -84,7 +84,9 @@ function draw() {
   }
   paintOverview(shown());
   const whole = view.start === 0 && view.end === view.whole;
-  $("range").textContent = `${number(view.start)} – ${number(view.end)}${whole ? "" : ` of ${number(view.whole)}`}`;
+  const digits = 10 ** Math.floor(Math.log10((view.end - view.start) / 500));
+  const rounded = (time) => number(whole ? time : Math.round(time / digits) * digits);
+  $("range").textContent = `${rounded(view.start)} – ${rounded(view.end)}${whole ? "" : ` of ${number(view.whole)}`}`;
   Object.assign($("range").dataset, { start: view.start, end: view.end });
 }
 

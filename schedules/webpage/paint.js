@@ -56,15 +56,14 @@ function paintNames({ context, box, colours, panel }, count) {
   }
 }
 
-/** "full", "short" or "" for labels that fit in the shortest action. */
+/** "full" if every label fits in the shortest action, "short" for microbatches alone, or "". */
 function labelForm(panel, context, scale) {
   if (layOut(panel.entry, 1000).row < 13) return "";
   context.font = `${LABEL}px ${currentTheme().font}`;
   const room = shortest(panel.entry, panel.report) * scale - 5;
-  const { stages, microbatches } = panel.entry, digits = `${microbatches - 1}`;
-  const full = `${chunksOf(panel.entry) > 1 ? stages - 1 : ""}W${digits}`;
-  if (context.measureText(full).width <= room) return "full";
-  return context.measureText(digits).width <= room ? "short" : "";
+  const { stages, microbatches } = panel.entry;
+  const full = `${chunksOf(panel.entry) > 1 ? stages - 1 : ""}W${microbatches - 1}`;
+  return context.measureText(full).width <= room ? "full" : "short";
 }
 
 function paintAxis({ context, box, colours, x }) {
@@ -111,10 +110,14 @@ function paintBox({ context, box, colours, x, panel, labels }, row, n, y) {
     context.fillStyle = pattern;
     context.fillRect(...shape);
   }
-  if (!labels) return;
+  const from = Math.max(left, box.left), to = Math.min(right, box.right) - gap;
+  if (!labels || to - from < 8) return;
   const short = row.microbatches[n], stage = chunksOf(panel.entry) > 1 ? row.stages[n] : "";
-  label(context, labels === "full" ? `${stage}${kind}${short}` : `${short}`, {
-    middle: (Math.max(left, box.left) + Math.min(right, box.right) - gap) / 2,
+  const text = labels === "full" ? `${stage}${kind}${short}` : `${short}`;
+  context.font = `${LABEL}px ${colours.font}`;
+  if (context.measureText(text).width + 3 > to - from) return;
+  label(context, text, {
+    middle: (from + to) / 2,
     y: y + box.row / 2 + 0.5,
     colour: colours.ink[kind],
     rim: pattern ? colours.fill[kind] : null,
