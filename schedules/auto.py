@@ -18,7 +18,7 @@ from schedules.search import Find, Setting, known, search
 from schedules.simulate import Report, simulate
 
 CLOCKS = ("event", "lockstep")
-BUDGET = 1000  # timetables that local improvement times, by default
+BUDGET = 2000  # timetables that local improvement times, by default
 
 
 @dataclass(frozen=True)

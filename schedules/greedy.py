@@ -24,7 +24,8 @@ class Policy:
     Attributes:
       urgency: [C] smaller runs first.
       ahead: [S] how many F a rank may be ahead of its I or B.
-      whole: [K * M] whether a backward is one B, at stage * M + microbatch.
+      whole: [K * M] whether a backward is one B, at stage * M + microbatch; where a W of the stage
+        still has to run, it is I and W all the same.
       patience: the part of a W's time that a rank rather waits for a message under way.
       even: in lockstep, pass over what would make a slot last too long for the work in it.
       quorum: in lockstep, how many ranks have to run W in a slot in which nothing else runs.
@@ -59,7 +60,6 @@ class Board:
         self.there = [-1.0] * len(problem.awaited)
         self.orders: list[list[int]] = [[] for _ in range(problem.num_ranks)]
         self._size = problem.num_stages * problem.num_microbatches
-        self._row = [B * self._size if whole else I * self._size for whole in policy.whole]
 
     def messages(self, rank: int) -> list[tuple[float, int]]:
         """(arrival, code) of the next F and backward actions whose messages have been sent.
@@ -89,7 +89,9 @@ class Board:
                     found.append((there[message], k * each + m))
             m = back[k]
             if m < forward[k]:
-                code = self._row[k * each + m] + k * each + m
+                item = k * each + m  # a B may not overtake a W
+                kind = B if self.policy.whole[item] and self.weights[k] == m else I
+                code = kind * self._size + item
                 message = awaited[code]
                 if message < 0:
                     found.append((0.0, code))

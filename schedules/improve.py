@@ -1,7 +1,8 @@
-"""Local improvement of orders: move or swap actions of a rank, or run them again by their times.
+"""Local improvement of orders: move, swap, retime.
 
-A change is kept if it makes nothing slower, so that the search wanders over plateaus; what it
-returns is the best it met. Letters as in `schedules.ir`, C and codes as in `schedules.problem`.
+Annealing: at first a change that makes a timetable a little slower may be kept, at last none; what
+is returned is the best that was met. Letters as in `schedules.ir`, C and codes as in
+`schedules.problem`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from schedules.greedy import Policy, run
 from schedules.problem import Orders, Problem
 from schedules.timing import Timer
 
-_RETIMES = 0.1  # of all trials: one costs as much as ten moves
-_REACH = (1, 1, 2, 3, 5, 8)  # how many places an action moves; 1 swaps two
+_RETIMES = 0.02  # the share of trials that run everything again, which takes as long as ten moves
+_SWAPS = 0.3  # the share of the others that swap the same neighbours at many places
+_REACH = (1, 1, 2, 3, 5, 8)  # how many places an action moves
+_HEAT = 0.002  # the part of the makespan by which a trial may be slower, at first
 
 
 def improve(
@@ -36,18 +39,19 @@ def improve(
     whole = [B * size + item in kinds for item in range(size)]
     least, times = timer(orders)
     best, now, current = orders, least, orders
-    for _ in range(budget):
+    for step in range(budget):
         if least <= floor:
             break
-        trial = (
-            _retime(timer, times, whole, rng)
-            if rng.random() < _RETIMES
-            else _move(timer.problem, current, rng)
-        )
+        if rng.random() < _RETIMES:
+            trial: Orders | None = _retime(timer, times, whole, rng)
+        else:
+            change = _swap if rng.random() < _SWAPS else _move
+            trial = change(timer.problem, current, rng)
         if trial is None:
             continue
         makespan, begun = timer(trial)
-        if makespan <= now * (1 + 1e-12):
+        heat = _HEAT * least * (1 - step / budget)
+        if makespan <= now or rng.random() < math.exp((now - makespan) / heat):
             current, now, times = trial, makespan, begun
             if now < least * (1 - 1e-9):
                 best, least = current, now
@@ -75,6 +79,30 @@ def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
         return None
     changed = [*order[:start], *order[start + 1 :]]
     changed.insert(to, code)
+    if not _fits(problem, changed):
+        return None
+    result = list(orders)
+    result[rank] = changed
+    return result
+
+
+def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
+    """Two neighbours of a rank, and all of the same kinds and stages before or after them."""
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    rank = rng.randrange(len(orders))
+    changed = list(orders[rank])
+    start, last = rng.randrange(len(changed) - 1), len(changed) - 1
+    first, second = changed[start] // each, changed[start + 1] // each
+    kinds = {first // problem.num_stages, second // problem.num_stages}
+    if first == second or ((first - second) % problem.num_stages == 0 and kinds == {B, W}):
+        return None
+    n, end = rng.choice(((0, start + 1), (start, last), (0, last)))
+    while n < end:
+        one, other = changed[n], changed[n + 1]
+        if one // each == first and other // each == second and one % size != other % size:
+            changed[n], changed[n + 1] = other, one
+            n += 1
+        n += 1
     if not _fits(problem, changed):
         return None
     result = list(orders)

@@ -16,7 +16,7 @@ from schedules.timing import Timer
 
 
 def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
-    """Names and policies for one placement, and under lockstep one pattern.
+    """Names and policies for one placement, and in lockstep one pattern.
 
     They combine: which of F and backward comes first; which microbatch, the oldest or, with V > 1,
     in groups that pass chunk after chunk; and how far a rank may be ahead: as with 1F1B, as with
@@ -24,8 +24,11 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1
+    typed = timer.pattern not in (None, "single")
     for grouped, (depth, ahead), forward in itertools.product(
-        (False, True) if several else (False,), _depths(problem), (True, False)
+        (False, True) if several else (False,),
+        _depths(problem)[typed:],
+        (True,) if typed else (True, False),
     ):
         urgency = _urgency(problem, forward_first=forward, grouped=grouped)
         words = ["forward first" if forward else "backward first"]

@@ -7,6 +7,7 @@ of the I, whose end releases it (that of a B too).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class Problem:
 def pose(
     placement: Sequence[int], num_ranks: int, num_microbatches: int, costs: Costs, limit: float
 ) -> Problem:
-    """The problem of a placement under costs and a limit."""
+    """The problem of a placement under costs and a limit, of which only whole inputs count."""
     num_stages, each = len(placement), num_microbatches
     table, messages = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
     durations: list[float] = []
@@ -104,7 +105,7 @@ def pose(
         placement=tuple(placement),
         stages_of=stages_of,
         num_microbatches=num_microbatches,
-        limit=limit,
+        limit=math.floor(limit) if math.isfinite(limit) else limit,
         durations=durations,
         awaited=awaited,
         sent=sent,

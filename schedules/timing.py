@@ -127,10 +127,12 @@ def _lockstep(problem: Problem, orders: Orders, waits: list[list[int]]) -> tuple
             times[code] = now
             while now >= len(work):
                 work.append(0.0)
-            work[now] = max(work[now], durations[code])
+            if durations[code] > work[now]:  # noqa: PLR1730
+                work[now] = durations[code]
             message = sent[code]
             if message >= 0:
-                exchange[now % width] = max(exchange[now % width], lag[code])
+                if lag[code] > exchange[now % width]:  # noqa: PLR1730
+                    exchange[now % width] = lag[code]
                 usable[message] = now + 1
                 to = reader[code]
                 if stuck[to] == message:
