@@ -24,6 +24,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, actions, memory, runtime
 from schedules import from_orders
 from tests import models
+from tests.grids import covering, pairs
 from tests.models import Block, Hostile, Layered, Readout, Sliced, Tree, Words
 
 RANKS, MICROBATCHES = (1, 2, 4, 8), (1, 2, 3, 8, 17)
@@ -37,27 +38,17 @@ GRID = list(itertools.product(*FACTORS))
 FAST_TRIPLES = ((4, 3, "stage", "skip"),)
 
 
-def pairs(case) -> set:
-    return set(itertools.combinations(enumerate(case), 2))
-
-
 @functools.cache
-def covering(*factors) -> frozenset:
+def chosen(*factors) -> frozenset:
     """Few combinations in which every two values of different factors meet."""
-    grid = list(itertools.product(*factors))
-    chosen, missing = set(), set().union(*map(pairs, grid))
-    while missing:
-        best = max(grid, key=lambda case: len(pairs(case) & missing))
-        chosen.add(best)
-        missing -= pairs(best)
-    return frozenset(chosen)
+    return frozenset(covering(itertools.product(*factors)))
 
 
 def effort(S, M, family, remat, bubbles) -> list[pytest.MarkDecorator]:
     """Every pair of values is in `make test`, every pair under every family in CI."""
-    if (S, M, family, remat, bubbles) in covering(*FACTORS):
+    if (S, M, family, remat, bubbles) in chosen(*FACTORS):
         return []
-    if (S, M, remat, bubbles) in covering(RANKS, MICROBATCHES, REMATS, BUBBLES):
+    if (S, M, remat, bubbles) in chosen(RANKS, MICROBATCHES, REMATS, BUBBLES):
         return [pytest.mark.slow]
     return [pytest.mark.exhaustive]
 
@@ -134,10 +125,10 @@ def test_the_models_are_hostile():
 
 
 def test_the_fast_cases_hold_every_pair_of_values():
-    chosen = covering(*FACTORS)
-    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, GRID))
+    fast = chosen(*FACTORS)
+    assert set().union(*map(pairs, fast)) == set().union(*map(pairs, GRID))
     assert len(GRID) == 240
-    assert len(chosen) <= 30
+    assert len(fast) <= 30
 
 
 @pytest.mark.parametrize(("S", "M", "family", "remat", "bubbles"), cases())
