@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ def draw(options: argparse.Namespace) -> int:
         _save(options, schedules, path)
     if not options.output:
         colour = wants_colour(sys.stdout)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for schedule in schedules:
-            say(render(given.clocked(options, schedule), colour=colour))
+            say(render(given.clocked(options, schedule), colour=colour, width=width))
     return 0
 
 
