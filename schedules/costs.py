@@ -103,6 +103,12 @@ class Costs:
         full = np.broadcast_to(np.asarray(self.comm, np.float64), (num_ranks, num_ranks))
         return np.where(np.eye(num_ranks, dtype=bool), 0.0, full)
 
+    def lags(self, source: NDArray[np.int64], target: NDArray[np.int64], num_ranks: int) -> Times:
+        """[A] how long messages take from rank to rank, each pair of ranks given by two arrays."""
+        if _is_number(self.comm):  # without a table of all pairs, which may be huge
+            return np.where(source == target, 0.0, float(self.comm))  # type: ignore[arg-type]
+        return self.messages(num_ranks)[source, target]
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

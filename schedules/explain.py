@@ -142,7 +142,7 @@ def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Tim
     sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
     sender_of[wires.sent[sends]] = sends
     sender = sender_of[wires.awaited]  # -1 picks the last, which stays -1
-    lag = report.costs.messages(schedule.num_ranks)[flat.rank, wires.target]
+    lag = report.costs.lags(flat.rank, wires.target, schedule.num_ranks)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
     later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both

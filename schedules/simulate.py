@@ -122,7 +122,7 @@ def simulate(
         starts = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
     else:
         wires = links(schedule, flat)
-        lag = costs.messages(schedule.num_ranks)[flat.rank, wires.target]
+        lag = costs.lags(flat.rank, wires.target, schedule.num_ranks)
         pair = costs.pair if clock == "event" else None  # a run's own durations say it all
         rows = run(schedule, flat, wires, durations=lasting, lag=lag, pair=pair)
         starts = np.concatenate(rows)

@@ -459,7 +459,7 @@ refused_schedule = functools.partial(refusal, make, error=ScheduleError)
     ("name", "hint"),
     [
         ("1f1p", "did you mean '1f1b' or 'eager_1f1b'? "),
-        ("gpip", "did you mean 'gpipe'? "),
+        ("gpip", "did you mean 'gpipe' or 'dualpipe_v'? "),
         ("eager_1f1", "did you mean 'eager_1f1b' or 'interleaved_1f1b' or '1f1b'? "),
         ("zzz", ""),
         ("", ""),

@@ -63,6 +63,9 @@ def test_stages_and_pairs_of_ranks_may_differ():
     assert [costs.of(kind, 1) for kind in KINDS] == [3, 3.5, 2.5, 1]
     assert costs.table(2).tolist() == [[1, 3], [3, 3.5], [2, 2.5], [1, 1]]
     assert costs.messages(2).tolist() == [[0, 1], [2, 0]]  # what stays on its rank is free
+    source, target = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    assert costs.lags(source, target, 2).tolist() == [0, 1, 2, 0]
+    assert Costs(comm=8).lags(source, target, 2).tolist() == [0, 8, 8, 0]
 
 
 @pytest.mark.parametrize("clock", ["event", "lockstep"])
