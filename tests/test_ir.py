@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import Action, Schedule, ScheduleError, from_orders
-from schedules.ir import KINDS, fold, loop_placement
+from schedules.fold import fold
+from schedules.ir import KINDS, loop_placement
 
 NUMBERS = st.integers(0, 10**17)
 
@@ -100,8 +102,7 @@ def test_a_schedule_is_frozen_and_hashable():
 
 
 def test_folding_sorts_by_time_and_runs_the_later_stage_first():
-    timed = [(k + m, Action(k, "F", m)) for k in range(4) for m in range(3)]
-    schedule = fold("forward", 2, 3, 4, timed)
+    schedule = fold("forward", 2, {"F": np.arange(4)[:, None] + np.arange(3)})
     assert schedule.placement == loop_placement(4, 2) == (0, 1, 0, 1)
     assert [" ".join(map(str, order)) for order in schedule.orders] == [
         "0F0 0F1 2F0 0F2 2F1 2F2",
