@@ -31,11 +31,11 @@ train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
-	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not exhaustive" $(ARGS)
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs
-	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow --ignore tests/test_train_gpt.py $(ARGS)
-	$(BIN)/python -m pytest -m slow tests/test_train_gpt.py
+	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not exhaustive" --ignore tests/test_train_gpt.py $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" tests/test_train_gpt.py
 
 test-all: test test-slow ## also the whole parity grid (half an hour): after a change of the kernel
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m exhaustive --ignore tests/test_train_gpt.py $(ARGS)

@@ -50,7 +50,7 @@ def effort(S, M, family, remat, bubbles) -> list[pytest.MarkDecorator]:
         return []
     if (S, M, remat, bubbles) in chosen(RANKS, MICROBATCHES, REMATS, BUBBLES):
         return [pytest.mark.slow]
-    return [pytest.mark.exhaustive]
+    return [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def together(S, M, _family, remat, bubbles) -> pytest.MarkDecorator:

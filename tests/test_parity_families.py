@@ -57,7 +57,7 @@ def cases() -> list:
     def effort(case) -> list[pytest.MarkDecorator]:
         if case in FAST:
             return []
-        return [pytest.mark.slow if case in SLOW else pytest.mark.exhaustive]
+        return [pytest.mark.slow, *([] if case in SLOW else [pytest.mark.exhaustive])]
 
     return [pytest.param(*case, id="-".join(map(str, case)), marks=effort(case)) for case in GRID]
 

@@ -99,10 +99,11 @@ def fifty_losses_of_the_plain_model() -> np.ndarray:
     return plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "data"),
     [
-        pytest.param(*run, marks=pytest.mark.slow if run in LONG_RUNS else pytest.mark.exhaustive)
+        pytest.param(*run, marks=[] if run in LONG_RUNS else [pytest.mark.exhaustive])
         for run in itertools.product(("gpipe", "1f1b", "eager_1f1b"), ("1", "2"))
     ],
 )
