@@ -156,8 +156,9 @@ def test_no_timetable_beats_the_bound():
     reached = 0
     for _ in range(40):
         S, M, K, costs = draw(rng)
-        setting = Setting(S, M, K, costs, INF, "event")
-        finds = [find for find in known(setting) if isinstance(find, Find)]
+        limit = rng.choice((K // S, K // S + 1.5, K, INF))
+        setting = Setting(S, M, K, costs, limit, "event")
+        finds = [find for find in known(setting) if isinstance(find, Find) and find.peak <= limit]
         for find in finds + search(setting, finds, 50, 0):
             bound = shortest(find.timer.problem)
             assert find.makespan >= bound * (1 - 1e-9)
@@ -170,6 +171,23 @@ def test_the_bound_of_zb_h2():
         bound = shortest(pose(tuple(range(S)), S, M, Costs(), INF))
         assert bound == 3 * M + S - 1
         assert bound == simulate(build("zb_h2", num_ranks=S, num_microbatches=M)).makespan
+
+
+def test_the_bound_of_one_input_at_a_time():
+    """Then a rank is through with a microbatch before it starts the next one."""
+    costs = Costs(f=[1, 2, 4], i=[1, 2, 3], w=[0.5, 1, 0.25], comm=0.1)
+    choice = auto(3, 5, costs=costs, memory_limit=1, budget=0)
+    assert choice.report.makespan == pytest.approx(5 * (7 + 6 + 4 * 0.1 + 0.5))
+    assert choice.report.makespan == pytest.approx(shortest(pose((0, 1, 2), 3, 5, costs, 1)))
+
+
+def test_placements_are_a_loop_and_a_v():
+    def placements(S, K):
+        return Setting(S, 1, K, Costs(), INF, "event").placements()
+
+    assert placements(2, 2) == [(0, 1)]
+    assert placements(1, 3) == [(0, 0, 0)]
+    assert placements(2, 6) == [(0, 1, 0, 1, 0, 1), (0, 1, 1, 0, 0, 1)]
 
 
 def contest(S, M, K, costs, clock, limit, budget=60):
@@ -196,13 +214,13 @@ def contests(settings, seed):
 
 def test_auto_is_never_worse_than_a_family():
     gains = contests(8, seed=5)
-    assert sum(gain > 1e-6 for gain in gains) > 3
+    assert sum(gain > 1e-6 for gain in gains) > 1
 
 
 @pytest.mark.slow
 def test_auto_is_never_worse_than_a_family_in_a_longer_sweep():
     gains = contests(120, seed=6)
-    assert sum(gain > 1e-6 for gain in gains) > 100
+    assert sum(gain > 1e-6 for gain in gains) > 80
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
