@@ -8,6 +8,7 @@ in `schedules.ir`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from schedules.check import check
@@ -18,7 +19,8 @@ from schedules.search import Find, Setting, known, search
 from schedules.simulate import Report, simulate
 
 CLOCKS = ("event", "lockstep")
-BUDGET = 2000  # timetables that local improvement times, by default
+BUDGET = 2000  # timetables that local improvement times by default, if they are small
+_WORK = 2_000_000  # actions that it times by default, if they are large
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def auto(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     clock: str = "event",
-    budget: int = BUDGET,
+    budget: int | None = None,
     seed: int = 0,
 ) -> Choice:
     """Find the timetable with the smallest makespan; of equal ones that with the smallest peak.
@@ -91,7 +93,8 @@ def auto(
       costs: durations; by default F = I = W = 1 and messages are free.
       memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
       clock: "event", or "lockstep" as `simulate` has it without partners.
-      budget: how many timetables local improvement may time; 0 for none.
+      budget: how many timetables local improvement may time; by default 2000, and fewer if they
+        have more than 1000 actions.
       seed: of its choices.
 
     Raises:
@@ -99,15 +102,17 @@ def auto(
         one can), costs for other sizes, an unknown clock, or a budget or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    if budget is None:
+        budget = min(BUDGET, _WORK // (3 * setting.num_stages * num_microbatches))
     for argument, value in (("budget", budget), ("seed", seed)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ScheduleError(
-                f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for "
-                f"{BUDGET if argument == 'budget' else 0}"
+                f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
             )
     entries = list(known(setting))
-    finds = [entry for entry in entries if isinstance(entry, Find)]
-    fitting = [find for find in finds if find.peak <= setting.limit]
+    fitting = [
+        entry for entry in entries if isinstance(entry, Find) and entry.peak <= setting.limit
+    ]
     fitting += search(setting, fitting, budget, seed)
     timed = [(find, simulate(find.get(), setting.costs, clock)) for find in fitting]
     timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
@@ -117,14 +122,7 @@ def auto(
         Candidate(find.name, report.schedule, report.makespan, find.peak, _lost(report, best))
         for find, report in timed
     ]
-    for find in finds:
-        if find.peak > setting.limit:
-            lost = f"needs {find.peak} stage inputs, the limit is {setting.limit}"
-            candidates.append(Candidate(find.name, find.get(), find.makespan, find.peak, lost))
-    for entry in entries:
-        if not isinstance(entry, Find):
-            name, reason = entry
-            candidates.append(Candidate(name, None, math.inf, 0, f"cannot be built: {reason}"))
+    candidates += _unfit(entries, setting.limit)
     return Choice(best.schedule, best, tuple(candidates))
 
 
@@ -172,6 +170,18 @@ def _setting(
     limit = math.inf if memory_limit is None else memory_limit
     need_memory(limit, num_ranks, num_stages)
     return Setting(num_ranks, num_microbatches, num_stages, costs or Costs(), limit, clock)
+
+
+def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:
+    """Those that hold too much, then those that do not exist."""
+    for entry in entries:
+        if isinstance(entry, Find) and entry.peak > limit:
+            lost = f"needs {entry.peak} stage inputs, the limit is {limit}"
+            yield Candidate(entry.name, entry.get(), entry.makespan, entry.peak, lost)
+    for entry in entries:
+        if not isinstance(entry, Find):
+            name, reason = entry
+            yield Candidate(name, None, math.inf, 0, f"cannot be built: {reason}")
 
 
 def _rounded(makespan: float) -> float:

@@ -23,7 +23,7 @@ class Policy:
 
     Attributes:
       urgency: [C] smaller runs first.
-      ahead: [S] how many F a rank may be ahead of its I or B.
+      ahead: [S] how many F a rank may be ahead of its I or B; V or more.
       whole: [K * M] whether a backward is one B, at stage * M + microbatch; where a W of the stage
         still has to run, it is I and W all the same.
       patience: the part of a W's time that a rank rather waits for a message under way.

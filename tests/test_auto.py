@@ -346,8 +346,8 @@ def test_what_it_refuses():
         "clock='measured': a timetable can be chosen for one of 'event', 'lockstep'; give measured "
         "times as costs"
     )
-    assert refusal(budget=-1) == "budget=-1: must be an integer >= 0; leave it out for 2000"
-    assert refusal(seed=1.5) == "seed=1.5: must be an integer >= 0; leave it out for 0"
+    assert refusal(budget=-1) == "budget=-1: must be an integer >= 0; leave it out for the usual"
+    assert refusal(seed=1.5) == "seed=1.5: must be an integer >= 0; leave it out for the usual"
     assert refusal(num_ranks=0) == "num_ranks=0: must be an integer >= 1"
     assert refusal(num_stages=6) == (
         "num_stages=6 is not a multiple of num_ranks=4: every rank holds the same number of "
