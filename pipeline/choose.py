@@ -12,7 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
-from schedules import Schedule, ScheduleError, build, check, names
+from schedules import Schedule, ScheduleError, build, check, names, simulate
+from schedules.ticks import see_that_pattern_is_known
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
@@ -40,15 +41,47 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     return mesh
 
 
+def exchanges_are_barriers(mesh: Mesh) -> bool:
+    """Whether an exchange makes all ranks meet, and not only those that it joins.
+
+    Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
+    their partners and receive from them.
+    """
+    homes = {(device.platform, device.process_index) for device in mesh.devices.flat}
+    return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
+
+
+def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
+    """The slots of a tick, None for the fastest.
+
+    Raises:
+      ScheduleError: no such pattern.
+    """
+    if pattern is None:
+        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
+        return "paired" if bubbles == "masked" else None
+    see_that_pattern_is_known(pattern)
+    return pattern
+
+
 def choose_schedule(
     schedule: Any,
     *,
     num_ranks: int,
     num_stages: int,
     num_microbatches: int,
-    default: str = "eager_1f1b",
+    partners: bool = False,
+    pattern: str | None = None,
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
+
+    Args:
+      schedule: what the user asked for, or None.
+      num_ranks: S.
+      num_stages: K.
+      num_microbatches: M.
+      partners: exchanges keep only those ranks that they join, not all.
+      pattern: the slots of a tick, or None for the fastest.
 
     Raises:
       ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes.
@@ -59,10 +92,7 @@ def choose_schedule(
         "num_stages": num_stages,
     }
     if schedule is None:
-        built = build(default, **sizes)
-        return built, (
-            "the default: its paired ticks lose nothing where every exchange is a barrier"
-        )
+        return _default(sizes, partners=partners, pattern=pattern)
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), "given as a Schedule"
     if _is_path(schedule):
@@ -73,6 +103,29 @@ def choose_schedule(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
+
+
+def _default(
+    sizes: dict[str, Any],
+    *,
+    partners: bool,
+    pattern: str | None,
+    barriers: str = "eager_1f1b",
+    joined: str = "1f1b",
+) -> tuple[Schedule, str]:
+    """What runs when nothing is asked for: one choice for barriers, one for partners."""
+    eager = build(barriers, **sizes)
+    if not partners:
+        return eager, "the default: its paired ticks lose nothing where every exchange is a barrier"
+    frugal = build(joined, **sizes)
+    spans = [
+        simulate(one, clock="lockstep", pattern=pattern, partners=True).makespan
+        for one in (frugal, eager)
+    ]
+    where = "where an exchange keeps only those ranks that it joins"
+    if spans[0] <= spans[1]:
+        return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
+    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
 
 
 def _is_path(schedule: Any) -> bool:

@@ -10,9 +10,8 @@ def describe(plan: Plan) -> str:
     """A few lines: sizes, schedule and why, ticks, places, predicted bubbles."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
-    event, lockstep = (
-        simulate(schedule, clock=clock).bubble_rate for clock in ("event", "lockstep")
-    )
+    event = simulate(schedule)
+    lockstep = simulate(schedule, clock="lockstep", pattern=plan.pattern, partners=plan.partners)
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     lines = [
         (
@@ -21,11 +20,21 @@ def describe(plan: Plan) -> str:
         ),
         f"mesh {axes}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
-        f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}",
+        f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
         f"per rank {program.num_buffers} message buffers, {program.num_stashes} residual stashes",
         (
-            f"predicted bubble at F = I = W: {event:.1%} if ranks wait only for data, "
-            f"{lockstep:.1%} in lockstep"
+            f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
+            f"{lockstep.bubble_rate:.1%} in lockstep"
         ),
     ]
     return "\n".join(lines)
+
+
+def _why_slots(plan: Plan) -> str:
+    """Why a tick has these slots."""
+    if plan.pattern is None:
+        meet = "keep only the ranks that they join" if plan.partners else "are barriers"
+        return f"the fastest where exchanges {meet}"
+    if plan.bubbles == "masked":
+        return f"{plan.pattern}, and every rank computes all that a slot may hold"
+    return f"{plan.pattern}, as asked for"

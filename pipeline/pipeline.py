@@ -11,7 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives import STAGE
 from pipeline import differentiable, runtime
 from pipeline.cell import Batch, Model, Weights
-from pipeline.choose import choose_mesh, choose_schedule
+from pipeline.choose import (
+    choose_mesh,
+    choose_pattern,
+    choose_schedule,
+    exchanges_are_barriers,
+)
 from pipeline.describe import describe
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
@@ -43,6 +48,8 @@ class Pipeline(nnx.Module):
         keeps its residuals; a `jax.checkpoint` policy keeps what it says.
       bubbles: "skip" branches around idle slots; "masked" computes through them without any
         conditional.
+      pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
+        default the fastest on this mesh.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -65,18 +72,23 @@ class Pipeline(nnx.Module):
         loss_fn: LossFn | None = None,
         remat: Remat = "stage",
         bubbles: Bubbles = "skip",
+        pattern: str | None = None,
     ) -> None:
         num_stages = count_stages(stages)
         _check_options(num_microbatches, remat, bubbles)
         _check_functions(loss_fn=loss_fn, embed=embed, head=head)
+        pattern = choose_pattern(pattern, bubbles)
         mesh = choose_mesh(mesh, num_stages, schedule)
+        partners = not exchanges_are_barriers(mesh)
         timetable, why = choose_schedule(
             schedule,
             num_ranks=mesh.shape[STAGE],
             num_stages=num_stages,
             num_microbatches=num_microbatches,
+            partners=partners,
+            pattern=pattern,
         )
-        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why)
+        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why, pattern, partners)
         self.chunks = nnx.List(make_chunks(stages, mesh, timetable.stages_of))
         self.ends = _replicate(Ends(embed, head), mesh)
 

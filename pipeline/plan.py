@@ -30,6 +30,8 @@ class Plan:
       remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
       bubbles: "skip" branches around idle slots, "masked" computes through them.
       why: one line on how the schedule was chosen.
+      pattern: the slots of a tick, or None for the fastest.
+      partners: exchanges keep only those ranks that they join, not all.
     """
 
     mesh: Mesh
@@ -38,6 +40,8 @@ class Plan:
     remat: Remat
     bubbles: Bubbles
     why: str
+    pattern: str | None = None
+    partners: bool = False
 
     @property
     def keep(self) -> Keep:
@@ -62,14 +66,9 @@ class Plan:
     @functools.cached_property
     def training(self) -> Program:
         """The lowered timetable."""
-        return lower(self.schedule, keep=self.keep, pattern=self._pattern)
+        return lower(self.schedule, keep=self.keep, pattern=self.pattern, partners=self.partners)
 
     @functools.cached_property
     def forward(self) -> Program:
-        """Its forward actions alone."""
-        return lower(self.schedule.forward(), pattern=self._pattern)
-
-    @property
-    def _pattern(self) -> str | None:
-        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
-        return "paired" if self.bubbles == "masked" else None
+        """Its forward actions alone, for which a slot of one kind is the best pattern."""
+        return lower(self.schedule.forward(), partners=self.partners)

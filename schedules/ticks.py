@@ -134,16 +134,26 @@ def best_ticks(
     Raises:
       ScheduleError: no such pattern.
     """
-    if pattern is not None and pattern not in PATTERNS:
-        raise ScheduleError(
-            f"pattern={pattern!r} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
-            f"or leave it out for the fastest"
-        )
+    if pattern is not None:
+        see_that_pattern_is_known(pattern)
     names = _worth_trying(schedule, partners=partners) if pattern is None else [pattern]
     if len(names) == 1:
         return lay_out(schedule, names[0])
     layouts = [lay_out(schedule, name) for name in names]
     return min(layouts, key=lambda ticks: makespan(ticks, costs, partners=partners))
+
+
+def see_that_pattern_is_known(pattern: str) -> None:
+    """See that there are ticks of this name.
+
+    Raises:
+      ScheduleError: there are none.
+    """
+    if pattern not in PATTERNS:
+        raise ScheduleError(
+            f"pattern={pattern!r} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
+            f"or leave it out for the fastest"
+        )
 
 
 def _worth_trying(schedule: Schedule, *, partners: bool) -> list[str]:

@@ -649,7 +649,7 @@ def test_describe():
         "8 stages on 4 ranks, 2 per rank, 3 microbatches\n"
         "mesh data 2 x stage 4: 8 of 8 devices\n"
         "schedule 1f1b: asked for by name\n"
-        "21 ticks of slots FBIW\n"
+        "21 ticks of slots FBIW: the fastest where exchanges are barriers\n"
         "per rank 2 message buffers, 6 residual stashes\n"
         "predicted bubble at F = I = W: 41.9% if ranks wait only for data, 45.5% in lockstep"
     )

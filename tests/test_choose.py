@@ -1,0 +1,158 @@
+"""How a pipeline chooses schedule and slots for its mesh, and what it says of that.
+
+Letters: S ranks, K stages, V chunks per rank, M microbatches.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from pipeline import pipeline as module
+from pipeline.choose import choose_pattern, choose_schedule, exchanges_are_barriers
+from schedules import ScheduleError, simulate
+from tests import models
+from tests.models import Block
+
+BARRIERS = "the default: its paired ticks lose nothing where every exchange is a barrier"
+JOINED = "where an exchange keeps only those ranks that it joins"
+
+
+def mesh(*devices: tuple[str, int]) -> Any:
+    """A mesh of devices that are not here: (platform, process)."""
+    fakes = [SimpleNamespace(platform=name, process_index=process) for name, process in devices]
+    return SimpleNamespace(devices=np.array(fakes, dtype=object).reshape(1, -1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "are"),
+    [
+        ([("cpu", 0), ("cpu", 0)], True),
+        ([("cpu", 3), ("cpu", 3)], True),
+        ([("cpu", 0), ("cpu", 1)], False),
+        ([("gpu", 0), ("gpu", 0)], False),
+        ([("tpu", 0), ("tpu", 0), ("tpu", 1)], False),
+    ],
+)
+def test_where_exchanges_are_barriers(devices, are):
+    assert exchanges_are_barriers(mesh(*devices)) is are
+
+
+def test_virtual_devices_of_this_process_meet_at_a_barrier():
+    assert exchanges_are_barriers(make_mesh(stage=4, data=2))
+
+
+def choose(S: int, V: int, M: int, **options: Any) -> tuple[str, str]:
+    schedule, why = choose_schedule(
+        None, num_ranks=S, num_stages=S * V, num_microbatches=M, **options
+    )
+    return schedule.name, why
+
+
+@pytest.mark.parametrize(("S", "V", "M"), [(1, 1, 3), (2, 1, 16), (8, 1, 5), (2, 2, 4), (3, 3, 16)])
+def test_the_default_where_exchanges_are_barriers(S, V, M):
+    assert choose(S, V, M) == ("eager_1f1b", BARRIERS)
+
+
+@pytest.mark.parametrize(("S", "M"), [(1, 3), (2, 16), (4, 2), (8, 33)])
+def test_the_default_where_exchanges_keep_only_partners(S, M):
+    why = f"the default: no slower than eager_1f1b {JOINED}, and holds less"
+    assert choose(S, 1, M, partners=True) == ("1f1b", why)
+
+
+@pytest.mark.parametrize(
+    ("V", "pattern"), [(2, None), (1, "paired")], ids=["chunks alternate", "paired ticks"]
+)
+def test_the_default_where_partner_ticks_are_of_no_use(V, pattern):
+    why = f"the default: faster than 1f1b in ticks of this kind, also {JOINED}"
+    assert choose(4, V, 16, partners=True, pattern=pattern) == ("eager_1f1b", why)
+
+
+def test_the_reason_holds_under_the_clock():
+    spans = {
+        name: simulate(schedule, clock="lockstep", partners=True)
+        for name in ("1f1b", "eager_1f1b")
+        for schedule in [choose_schedule(name, num_ranks=4, num_stages=4, num_microbatches=16)[0]]
+    }
+    assert spans["1f1b"].makespan == spans["eager_1f1b"].makespan
+    assert spans["1f1b"].pattern == "partner"
+    assert max(spans["1f1b"].peak_activations) < max(spans["eager_1f1b"].peak_activations)
+
+
+# --- the slots of a tick ---
+
+
+def make(S: int = 2, M: int = 4, **options: Any) -> Pipeline:
+    stages = models.build(Block, S)
+    return Pipeline(stages, M, mesh=make_mesh(stage=S), loss_fn=models.squares, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "6 ticks of slots F + BIW: the fastest where exchanges are barriers"),
+        (
+            {"schedule": "1f1b", "pattern": "partner"},
+            "5 ticks of slots FBIW + FBIW: partner, as asked for",
+        ),
+        (
+            {"schedule": "zb_h1", "pattern": "unit"},
+            "7 ticks of slots F + BI + W: unit, as asked for",
+        ),
+        (
+            {"bubbles": "masked"},
+            "6 ticks of slots F + BIW: paired, and every rank computes all that a slot may hold",
+        ),
+    ],
+)
+def test_describe_says_why_a_tick_has_its_slots(options, line):
+    assert make(**options).describe().splitlines()[3] == line
+
+
+def test_a_mesh_of_partners(monkeypatch):
+    """Without being asked: 1f1b, in partner ticks."""
+    monkeypatch.setattr(module, "exchanges_are_barriers", lambda mesh: False)
+    assert make(4, 8).describe().splitlines()[2:4] == [
+        f"schedule 1f1b: the default: no slower than eager_1f1b {JOINED}, and holds less",
+        (
+            "11 ticks of slots FBIW + FBIW: the fastest where exchanges keep only the ranks that "
+            "they join"
+        ),
+    ]
+    assert make(4, 8, bubbles="masked").schedule.name == "eager_1f1b"
+
+
+def test_no_such_pattern():
+    with pytest.raises(ScheduleError) as caught:
+        make(pattern="triple")
+    assert str(caught.value) == (
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'partner', 'single', "
+        "'unit'], or leave it out for the fastest"
+    )
+    assert choose_pattern(None, "skip") is None
+
+
+CASES = [
+    (2, "1f1b", "partner", None, "skip"),
+    (4, "1f1b", "partner", "stage", "skip"),
+    (4, "1f1b", "single", "stage", "skip"),
+    (2, "zb_h1", "unit", "stage", "skip"),
+    (4, "zb_h1", "unit", None, "skip"),
+    (2, "zb_h1", "partner", "stage", "skip"),
+    (2, "1f1b", "partner", "stage", "masked"),
+    (2, "zb_h1", "unit", None, "masked"),
+]
+
+
+@pytest.mark.parametrize(("S", "schedule", "pattern", "remat", "bubbles"), CASES)
+def test_loss_and_gradients_in_every_pattern(S, schedule, pattern, remat, bubbles):
+    x, t = models.rows(12), models.rows(12, seed=3)
+    pipe = make(S, 6, schedule=schedule, pattern=pattern, remat=remat, bubbles=bubbles)
+    want = models.reference(models.build(Block, S), x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+    np.testing.assert_allclose(pipe.loss(x, t), want[0], rtol=1e-5)
