@@ -1,72 +1,89 @@
-"""Which values to stash: the fewest bytes from which every residual follows cheaply.
+"""Which values to stash: the fewest bytes from which everything needed follows cheaply.
 
-A residual is often an elementwise function of another, or of something smaller that both follow
-from: `relu(h)`, its mask and its square all follow from `h`. Choosing what to keep is a minimum
-cut between what must be computed and what is needed, as in the partitioner of AOTAutograd (He and
-Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware", MLSys 2023).
+What is needed is often an elementwise function of another value, or of something smaller that
+several follow from: `relu(h)`, its mask and its square all follow from `h`. Choosing what to keep
+is a minimum cut between what must be computed and what is needed, as in the partitioner of
+AOTAutograd (He and Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion
+Aware", MLSys 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from pipeline.jaxprs import Var, is_cheap, operands, producers
+Value = Any  # anything hashable with a type ``aval``
 
 _SOURCE, _SINK = 0, 1
 _UNITS = 1 << 22  # the total of all sizes in units of capacity: flows are 32-bit integers
 
 
-def smallest_cut(jaxpr: Any, wanted: Iterable[Var], free: set[Var]) -> list[Var]:
-    """Variables to keep so that ``wanted`` can be computed by cheap equations.
+def num_bytes(value: Value) -> int:
+    """The size of an array, at least 1."""
+    return max(1, value.aval.size * value.aval.dtype.itemsize)
+
+
+def smallest_cut(
+    wanted: Iterable[Value],
+    before: Callable[[Value], list[Value] | None],
+    size: Callable[[Value], int | None] = num_bytes,
+    avoid: Callable[[Value], bool] = lambda _: False,
+) -> list[Value]:
+    """Values to keep so that ``wanted`` can be computed from them.
+
+    Of equal choices it takes the one nearest to what is wanted: least is computed again.
 
     Args:
-      jaxpr: the computation.
-      wanted: variables that will be needed; none of them free.
-      free: variables that will be at hand anyway.
+      wanted: values that will be needed.
+      before: what a value is computed from; None if it is at hand only when kept. Values that
+        will be at hand anyway are left out of ``wanted`` and of these lists.
+      size: the bytes that keeping a value costs; None if it cannot be kept.
+      avoid: of equal choices, which not to take.
     """
-    made_by = producers(jaxpr)
     wanted = list(dict.fromkeys(wanted))
-    index: dict[Var, int] = {}
-    forced: set[Var] = set()  # computed in no cheap way: available only if kept
-    edges: list[tuple[Var, Var]] = []
+    index: dict[Value, int] = {}
+    forced: set[Value] = set()
+    edges: list[tuple[Value, Value]] = []
     frontier = list(wanted)
     while frontier:
-        var = frontier.pop()
-        if var in index:
+        value = frontier.pop()
+        if value in index:
             continue
-        index[var] = 2 + 2 * len(index)  # its entrance; index + 1 is its exit
-        eqn = made_by.get(var)
-        if eqn is None or not is_cheap(eqn):
-            forced.add(var)
-            continue
-        before = [v for v in operands(eqn) if v not in free]
-        edges += [(v, var) for v in before]
-        frontier += before
-    if not index:
+        index[value] = 2 + 2 * len(index)  # its entrance; index + 1 is its exit
+        sources = before(value)
+        if sources is None:
+            forced.add(value)
+        else:
+            edges += [(source, value) for source in sources]
+            frontier += sources
+    if not forced:
         return []
-    sizes = {v: max(1, v.aval.size * v.aval.dtype.itemsize) for v in index}
-    total = sum(sizes.values())
-    # Every variable costs one unit beside its bytes: of equal cuts, the one with fewest arrays.
-    capacity = {v: 1 + round(size / total * _UNITS) for v, size in sizes.items()}
+    sizes = {value: size(value) for value in index}
+    total = sum(s or 0 for s in sizes.values())
     endless = 2 * _UNITS + len(index)
+    # Every value costs one unit beside its bytes: of equal cuts, the one with fewest arrays.
+    capacity = {
+        v: endless if s is None else 1 + avoid(v) + round(s / total * _UNITS)
+        for v, s in sizes.items()
+    }
     links = [(index[v], index[v] + 1, capacity[v]) for v in index]
-    links += [(index[u] + 1, index[v], endless) for u, v in edges]
+    links += [(index[u] + 1, index[v], endless) for u, v in dict.fromkeys(edges)]
     links += [(_SOURCE, index[v], endless) for v in forced]
     links += [(index[v] + 1, _SINK, endless) for v in wanted]
-    reached = _reached(links, 2 + 2 * len(index))
-    return [v for v in index if index[v] in reached and index[v] + 1 not in reached]
+    behind = _behind(links, 2 + 2 * len(index))
+    return [v for v in index if index[v] not in behind and index[v] + 1 in behind]
 
 
-def _reached(links: list[tuple[int, int, int]], nodes: int) -> set[int]:
-    """Nodes on the source's side of a minimum cut."""
+def _behind(links: list[tuple[int, int, int]], nodes: int) -> set[int]:
+    """Nodes on the sink's side of the minimum cut nearest to it."""
     tail, head, capacity = (np.array(column, np.int32) for column in zip(*links, strict=True))
     graph = csr_array((capacity, (tail, head)), shape=(nodes, nodes))
     spare = (graph - maximum_flow(graph, _SOURCE, _SINK).flow).tocsr()
     spare.data = np.maximum(spare.data, 0)
     spare.eliminate_zeros()
-    return set(breadth_first_order(spare, _SOURCE, return_predecessors=False).tolist())
+    backwards = spare.T.tocsr()
+    return set(breadth_first_order(backwards, _SINK, return_predecessors=False).tolist())

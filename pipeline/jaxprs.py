@@ -10,30 +10,6 @@ from jax.extend.core import Literal
 Var = Any
 Eqn = Any
 
-# Elementwise arithmetic and changes of layout: XLA fuses them into what reads them.
-# fmt: off
-_CHEAP = frozenset(
-    (
-        "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
-        "convert_element_type", "copy", "copy_p", "div", "eq", "exp", "exp2", "expand_dims",
-        "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "logistic", "lt",
-        "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pvary",
-        "reduce_precision", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice",
-        "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose",
-        "unstack", "xor",
-    )
-)
-# fmt: on
-_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call"))
-
-
-def is_cheap(eqn: Eqn) -> bool:
-    """Whether computing an equation again costs next to nothing beside reading its result."""
-    if eqn.primitive.name in _CALLS:
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return body is not None and all(map(is_cheap, body.eqns))
-    return eqn.primitive.name in _CHEAP
-
 
 def producers(jaxpr: Any) -> dict[Var, Eqn]:
     """The equation that makes each variable."""

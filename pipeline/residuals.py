@@ -19,7 +19,8 @@ from jax.extend.core import Literal
 
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.cut import smallest_cut
-from pipeline.jaxprs import Var, evaluate, operands
+from pipeline.jaxprs import Var, evaluate, operands, producers
+from pipeline.primitives import is_cheap
 from pipeline.tree import Leaves, Tree, combine, partition
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
@@ -67,7 +68,15 @@ class Residuals:
         self._again = jaxpr.invars[: len(jax.tree.leaves((weights, fixed, side)))]
         free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
         wanted = [v for v in self._residuals if not isinstance(v, Literal) and v not in free]
-        self._kept = smallest_cut(jaxpr, wanted, free)
+        made_by = producers(jaxpr)
+
+        def before(var: Var) -> list[Var] | None:
+            eqn = made_by.get(var)
+            if eqn is None or not is_cheap(eqn):
+                return None
+            return [v for v in operands(eqn) if v not in free]
+
+        self._kept = smallest_cut(wanted, before)
         self.stashed = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._kept]
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:

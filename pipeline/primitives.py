@@ -1,0 +1,120 @@
+"""What is known of JAX's primitives: what they cost, what they hold, what differs by release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+Eqn = Any
+
+# Elementwise arithmetic and changes of layout: XLA fuses them into what reads them.
+# fmt: off
+_CHEAP = frozenset(
+    (
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
+        "convert_element_type", "copy", "copy_p", "div", "empty2", "eq", "exp", "exp2",
+        "expand_dims", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "logistic",
+        "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pvary",
+        "reduce_precision", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice",
+        "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose",
+        "unstack", "xor",
+    )
+)
+# One pass over memory, or little more: not worth a stash, nor doing twice.
+_LIGHT = frozenset(
+    (
+        "argmax", "argmin", "atan2", "axis_index", "bitcast_convert_type", "cbrt", "cos",
+        "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "erf", "erf_inv", "erfc", "expm1",
+        "log", "log1p", "nextafter", "population_count", "pow", "random_bits", "random_fold_in",
+        "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max",
+        "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rem", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sin", "tan", "threefry2x32",
+    )
+)
+# Parts of arrays, taken or put: light, and they fuse into what reads them.
+_PICKS = frozenset(("dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-add"))
+# The same numbers elsewhere, or in another format.
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "pvary",
+        "reduce_precision", "reshape", "rev", "squeeze", "stop_gradient", "transpose",
+    )
+)
+# fmt: on
+_CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+)
+_REMATS = frozenset(("remat", "remat2", "checkpoint"))
+_HARMLESS = frozenset(("NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"))
+
+CHEAP, LIGHT, HEAVY = range(3)
+
+
+def is_cheap(eqn: Eqn) -> bool:
+    """Whether computing an equation again costs next to nothing beside reading its result."""
+    if eqn.primitive.name in _CALLS:
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        return body is not None and all(map(is_cheap, body.eqns))
+    return eqn.primitive.name in _CHEAP
+
+
+def cost_of(eqn: Eqn) -> int:
+    """CHEAP, LIGHT or HEAVY; everything unknown is heavy."""
+    name = eqn.primitive.name
+    if name in _CHEAP:
+        return CHEAP
+    if name in _LIGHT or name in _PICKS:
+        # Some hold a jaxpr: what a scatter combines with.
+        return LIGHT
+    return HEAVY
+
+
+def moves(eqn: Eqn) -> bool:
+    """Whether an equation only moves or reformats its operand."""
+    return eqn.primitive.name in _MOVES
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether a type is that of a mutable buffer."""
+    return isinstance(aval, jax.ref.AbstractRef)
+
+
+def varying_in(aval: Any) -> tuple[str, ...]:
+    """The manual mesh axes over which a type says that values vary."""
+    return tuple(sorted(aval.manual_axis_type.varying))
+
+
+def has_effect(eqn: Eqn) -> bool:
+    """Whether an equation does something beside its results and its refs, such as a print."""
+    return any(type(effect).__name__ not in _HARMLESS for effect in eqn.effects)
+
+
+def callee(eqn: Eqn) -> tuple[Any, Sequence[bool]]:
+    """The jaxpr that an equation merely calls, or None; and which operands must not be merged.
+
+    A jit that fixes shardings is not mere. `jax.checkpoint` bars those operands from which it
+    computes for the second time.
+    """
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
+    barred: Sequence[bool] = (False,) * count
+    if name in _REMATS:
+        prevent = params["prevent_cse"] if params["differentiated"] else False
+        barred = (prevent,) * count if isinstance(prevent, bool) else prevent
+    elif name not in _CALLS or not _is_mere(params):
+        return None, barred
+    return params.get("jaxpr", params.get("call_jaxpr")), barred
+
+
+def _is_mere(params: dict[str, Any]) -> bool:
+    fixed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in fixed)
+
+
+def loop_sizes(eqn: Eqn) -> tuple[int, int]:
+    """How many constants a `scan` has, and how many values it carries."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # since jax 0.12
+    return len(consts), len(carry)
