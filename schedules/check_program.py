@@ -17,9 +17,15 @@ from schedules.check_tables import Place, check_tables, fail, stage_of
 from schedules.ir import Action, Kind
 from schedules.program import Channel, Program
 
-WHAT = ("output", "input gradient", "residuals")
-OUTPUT, GRADIENT, RESIDUALS = range(3)
-POOLS = {"operand": "buffer", "gradient": "buffer", "stash": "stash"}  # by table column
+WHAT = ("output", "input gradient", "residuals", "crossing values")
+OUTPUT, GRADIENT, RESIDUALS, CROSSING = range(4)
+POOLS = {  # by table column
+    "operand": "buffer",
+    "gradient": "buffer",
+    "stash": "stash",
+    "crossing": "crossing",
+}
+LEAVES = {"F": ("stash", RESIDUALS), "I": ("crossing", CROSSING)}  # what an action keeps, and where
 COLUMNS = tuple(POOLS.items())
 
 
@@ -53,7 +59,11 @@ class _Machine:
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
         self.program = program
-        self.trash = {"buffer": program.num_buffers, "stash": program.num_stashes}
+        self.trash = {
+            "buffer": program.num_buffers,
+            "stash": program.num_stashes,
+            "crossing": program.num_crossings,
+        }
         self.tables = {name: getattr(program, name).tolist() for name in (*POOLS, "microbatch")}
         # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
         self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
@@ -80,7 +90,7 @@ class _Machine:
         stage, microbatch = divmod(item, self.program.schedule.num_microbatches)
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
 
-    def _reads(self, action: Action) -> tuple[int, int, int]:
+    def _reads(self, action: Action) -> tuple[int, int, int, int]:
         """The values that the columns of `POOLS` must point an action at; -1: at trash."""
         stage, kind, microbatch = action
         schedule = self.program.schedule
@@ -90,11 +100,13 @@ class _Machine:
         keeps_input = self.program.keep == "input"
         before = own - step + OUTPUT if stage else -1
         if kind == "F":
-            return before, -1, -1
+            return before, -1, -1, -1
+        if kind == "W":
+            return -1, -1, -1, own + CROSSING
         after = -1 if is_last else own + step + GRADIENT
         if keeps_input:
-            return before, after, -1
-        return -1, own + OUTPUT if is_last else after, own + RESIDUALS
+            return before, after, -1, -1
+        return -1, own + OUTPUT if is_last else after, own + RESIDUALS, -1
 
     def run(self) -> None:
         """Every slot in turn, then see that nothing is left to do."""
@@ -128,7 +140,8 @@ class _Machine:
         action, values = due.pop()
         unread = self.unread[rank]
         own = (stage * self.program.schedule.num_microbatches + microbatch) * len(WHAT)
-        keeps = kind == "F" and own + RESIDUALS in unread
+        store, kept = LEAVES.get(kind, ("", OUTPUT))
+        keeps = bool(store) and own + kept in unread
         for (column, pool), value in zip(COLUMNS, values, strict=True):
             place = self.tables[column][tick][slot][rank]
             if value >= 0:
@@ -139,10 +152,10 @@ class _Machine:
                     unread[value] -= 1
                 else:
                     del unread[value], held[place]
-            elif place != self.trash[pool] and not (keeps and pool == "stash"):
+            elif place != self.trash[pool] and not (keeps and pool == store):
                 self._fail_trash(at, action, column)
         if keeps:
-            self._store(at, "stash", self.tables["stash"][tick][slot][rank], own + RESIDUALS)
+            self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
 
     def _exchange(self, tick: int, slot: int, results: list[int]) -> None:

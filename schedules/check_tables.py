@@ -42,7 +42,7 @@ def _check_shapes(program: Program) -> None:
     """[T, slots, S] each, and [T, slots, S, C]; integers."""
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
-    for name in ("op", "microbatch", "operand", "gradient", "stash", "arrival"):
+    for name in ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival"):
         table = getattr(program, name)
         expected = (*shape, num_channels) if name == "arrival" else shape
         if table.shape != expected or table.dtype != np.int32:
@@ -98,6 +98,7 @@ def _check_ranges(program: Program) -> None:
         "operand": program.num_buffers,
         "gradient": program.num_buffers,
         "stash": program.num_stashes,
+        "crossing": program.num_crossings,
         "arrival": program.num_buffers,
     }
     for name, most in largest.items():
@@ -117,6 +118,7 @@ def _check_idle(program: Program) -> None:
         "operand": program.num_buffers,
         "gradient": program.num_buffers,
         "stash": program.num_stashes,
+        "crossing": program.num_crossings,
     }
     for name, value in nothing.items():
         wrong = np.argwhere(idle & (getattr(program, name) != value))

@@ -54,6 +54,8 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
     num_ranks = schedule.num_ranks
     num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
     num_stashes, stashes = colour(stashed.rank, stashed.born, stashed.read, num_ranks)
+    crossing = held["crossing"]
+    num_crossings, crossings = colour(crossing.rank, crossing.born, crossing.read, num_ranks)
     ops, branch = _ops(ticks)
     channels, channel = _channels(ticks, messages)
 
@@ -65,13 +67,19 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
         "operand": np.full(shape, num_buffers, np.int32),
         "gradient": np.full(shape, num_buffers, np.int32),
         "stash": np.full(shape, num_stashes, np.int32),
+        "crossing": np.full(shape, num_crossings, np.int32),
         "arrival": np.full((*shape, num_channels), num_buffers, np.int32),
     }
     table["op"][ticks.times, flat.rank] = branch
     table["microbatch"][ticks.times, flat.rank] = flat.microbatch
     table["arrival"][messages.born, messages.rank, channel] = buffers
     start = len(held["operand"].rank)
-    places = {"operand": buffers[:start], "gradient": buffers[start:], "stash": stashes}
+    places = {
+        "operand": buffers[:start],
+        "gradient": buffers[start:],
+        "stash": stashes,
+        "crossing": crossings,
+    }
     for column, place in places.items():
         for times in held[column].touched:
             does = times >= 0
@@ -83,6 +91,7 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
         slots=tuple(Slot(*slot) for slot in slots),
         num_buffers=num_buffers,
         num_stashes=num_stashes,
+        num_crossings=num_crossings,
         **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
     )
 

@@ -36,13 +36,13 @@ class Values(NamedTuple):
 
 
 def values(ticks: Ticks, keep: Keep) -> dict[str, Values]:
-    """All values of a layout by table column: "operand", "gradient" and "stash"."""
+    """All values of a layout by table column: all but "op", "microbatch" and "arrival"."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     shape = (schedule.num_stages, schedule.num_microbatches)
     when = np.full((len(KINDS), *shape), -1)
     when[flat.kind, flat.stage, flat.microbatch] = ticks.times
     forward, is_trained = when[F], (when[[B, I, W]] >= 0).any(axis=0)
-    later = np.array([False, True, True, True])[:, None, None]  # all kinds but F
+    runs_f, backs, ends = (_those(*kinds) for kinds in ((F,), (B, I), (I, W)))
     home = np.array(schedule.placement, np.int64)
     has_input, is_last = np.zeros(shape, bool), np.zeros(shape, bool)
     has_input[1:] = is_last[-1] = True
@@ -56,17 +56,25 @@ def values(ticks: Ticks, keep: Keep) -> dict[str, Values]:
             home,
             np.roll(home, 1),
             np.roll(forward, 1, axis=0),
-            np.where(with_residuals & later, -1, when),
+            np.where(runs_f | (backs & ~with_residuals), when, -1),
         ),
         "gradient": _values(
             is_trained & (with_residuals | ~is_last),
             home,
             sender,
             sent,
-            np.where(later, when, -1),
+            np.where(backs, when, -1),
         ),
-        "stash": _values(is_trained & with_residuals, home, home, forward, when),
+        "stash": _values(
+            is_trained & with_residuals, home, home, forward, np.where(runs_f | backs, when, -1)
+        ),
+        "crossing": _values(when[W] >= 0, home, home, when[I], np.where(ends, when, -1)),
     }
+
+
+def _those(*kinds: int) -> Mask:
+    """[4, 1, 1] whether a kind is one of these."""
+    return np.isin(np.arange(len(KINDS)), kinds)[:, None, None]
 
 
 def _values(there: Mask, home: Ints, source: Ints, born: Ints, touched: Ints) -> Values:

@@ -4,11 +4,13 @@ A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one
 rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
 `schedules.ir`; C is the number of channels of a slot.
 
-Every rank owns two pools. *Buffers* hold activation-shaped messages: a stage's input from its
+Every rank owns three pools. *Buffers* hold activation-shaped messages: a stage's input from its
 arrival until the last action that reads it, a gradient from its arrival until its backward.
 *Stashes* hold residuals of a forward pass until its backward (``keep="residuals"`` only).
-Buffer ``num_buffers`` and stash ``num_stashes``, one past the last, are trash: what nobody
-reads is written there, so that no store needs a condition.
+*Crossings* hold what I leaves for W, until then; W reads nothing else, so the operand, the
+gradient and the stash of a split backward end at its I. Buffer ``num_buffers``, stash
+``num_stashes`` and crossing ``num_crossings``, one past the last, are trash: what nobody reads is
+written there, so that no store needs a condition.
 """
 
 from __future__ import annotations
@@ -81,10 +83,12 @@ class Program:
       gradient: [T, slots, S] buffer that a backward starts from: the message from the next
         stage or, on the last stage with ``keep="residuals"``, that stage's own output.
       stash: [T, slots, S] stash that F writes or a backward reads.
+      crossing: [T, slots, S] crossing that I writes or W reads.
       arrival: [T, slots, S, C] buffer where each channel's message is stored; C is the largest
         number of channels of any slot, columns beyond a slot's own are trash.
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank, the peak over ranks.
+      num_crossings: crossings per rank, the peak over ranks.
     """
 
     schedule: Schedule
@@ -95,9 +99,11 @@ class Program:
     operand: Table
     gradient: Table
     stash: Table
+    crossing: Table
     arrival: Table
     num_buffers: int
     num_stashes: int
+    num_crossings: int
 
     @property
     def num_ticks(self) -> int:

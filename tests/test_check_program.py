@@ -27,7 +27,7 @@ from tests.sizes import CHUNKS, is_legal, sizes
 
 KEEPS = ["input", "residuals"]
 PATTERNS = list(schedules.ticks.PATTERNS)
-TABLES = ["op", "microbatch", "operand", "gradient", "stash", "arrival"]
+TABLES = ["op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival"]
 TAIL = "; this program would compute something else, so lower the schedule again"
 
 
