@@ -6,21 +6,23 @@ and sends it.
 
 With ``keep="input"`` a backward starts from the stage's input and runs its forward again, so the
 last stage's forward, whose output only its own backward needs, does nothing. With
-``keep="residuals"`` it starts from what the forward stashed. Embed, head and loss are always
-differentiated within the backward; nothing of theirs is stashed.
+``keep="residuals"`` it starts from what the forward stashed. A backward in two halves does all but
+the gradients of the stage's weights in I, and W reads only what its I left. Embed, head and loss
+are always differentiated within B or I; nothing of theirs is stashed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.accumulate import wide
+from pipeline.backward import SplitBackward
 from pipeline.cell import Cell, at
 from pipeline.memory import Pool, Total
 from pipeline.tree import Leaves, Tree, blank, combine, partition
@@ -52,7 +54,8 @@ class Actions:
       program: what will run; a program without backward is an inference.
       take_loss: whether a forward's results are losses rather than outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
-      spare_stash: whether stashes need a trash place, for whoever writes them unconditionally.
+      masked: whether everything is computed unconditionally: stashes and crossings then need a
+        trash place, and gradients are formed by value.
 
     Attributes:
       buffers: messages, by place.
@@ -60,6 +63,7 @@ class Actions:
       chunk_grads: [V] totals, and ends_grads, totals for embed and head.
       results: [M, b, ...] outputs of an inference.
       input_grads: [M, b, ...] gradients for the inputs' float leaves.
+      halves: a stage's backward in two, if the program splits any.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Actions:
         *,
         take_loss: bool,
         want_inputs: bool = False,
-        spare_stash: bool = False,
+        masked: bool = False,
     ) -> None:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         self.training = not program.schedule.is_forward
@@ -77,7 +81,11 @@ class Actions:
         self.residuals = cell.residuals() if self.training and program.keep == "residuals" else None
         self.buffers = Pool(cell.activation, program.num_buffers + 1, axes)
         stashed = self.residuals.stashed if self.residuals else []
-        self.stashes = Pool(stashed, program.num_stashes + spare_stash, axes)
+        self.stashes = Pool(stashed, program.num_stashes + masked, axes)
+        is_split = any(op.kind in "IW" for slot in program.slots for op in slot.ops)
+        self.halves = cell.split_backward(self.residuals, in_place=not masked) if is_split else None
+        crossing = self.halves.crossing if self.halves else []
+        self.crossings = Pool(crossing, program.num_crossings + masked, axes)
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
         self.chunk_grads = [Total(wide(w) if self.training else [], axes) for w in cell.weights]
         self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)
@@ -106,7 +114,12 @@ class Actions:
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
-        return self._forward(op, row) if op.kind == "F" else self._backward(op, row)
+        return {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_half,
+            "W": self._weight_half,
+        }[op.kind](op, row)
 
     def no_message(self) -> Tree:
         """What an action that has nothing to say sends."""
@@ -148,30 +161,58 @@ class Actions:
         else:
             arguments = cell.stage_arguments(op.chunk, microbatch)
             stage = self.residuals.backward(*arguments, self.stashes[row["stash"]])
-            y = self.buffers[row["gradient"]] if op.last else None  # the place of the gradient
-        if op.last:
-            dy = self._loss_gradient(y, microbatch, again=op.kind == "W")
+            y = self.buffers[row["gradient"]]  # on the last stage the place has its own output
+        dy = self._loss_gradient(y, microbatch) if op.last else self._arrived(row)
+        wants_x = not op.first or self.wants_upstream
+        dx = stage(dy, self.chunk_grads[op.chunk].refs, want_x=wants_x)
+        return self._upstream(op, row, dx)
+
+    def _input_half(self, op: Op, row: Row) -> Tree:
+        halves, microbatch = cast("SplitBackward", self.halves), row["microbatch"]
+        arguments = self.cell.stage_arguments(op.chunk, microbatch)
+        dy: Any
+        if self.residuals is None:
+            stash = self.operand(op, row)
         else:
-            dy, _ = partition(self.buffers[row["gradient"]])
-        refs = None if op.kind == "I" else self.chunk_grads[op.chunk].refs
-        ends_here = op.kind == "W" or (op.first and not self.wants_upstream)
-        dx = stage(dy, refs, want_x=not ends_here)
-        if ends_here:
-            return self.no_message()
-        if op.first:
-            _, embed = cell.embed_pullback(microbatch)
+            stash = self.stashes[row["stash"]]
+        if not op.last:
+            dy = self._arrived(row)
+        elif self.residuals is None:
+            dy = functools.partial(self._loss_gradient, microbatch=microbatch)
+        else:
+            dy = self._loss_gradient(self.buffers[row["gradient"]], microbatch)
+        refs = self.chunk_grads[op.chunk].refs
+        dx, self.crossings[row["crossing"]] = halves.input_half(*arguments, stash, dy, refs)
+        return self._upstream(op, row, dx)
+
+    def _weight_half(self, op: Op, row: Row) -> Tree:
+        halves = cast("SplitBackward", self.halves)
+        arguments = self.cell.stage_arguments(op.chunk, row["microbatch"])
+        crossing = self.crossings[row["crossing"]]
+        halves.weight_half(*arguments, crossing, self.chunk_grads[op.chunk].refs)
+        return self.no_message()
+
+    def _arrived(self, row: Row) -> Leaves:
+        """The gradient that the next stage has sent."""
+        floats, _ = partition(self.buffers[row["gradient"]])
+        return floats
+
+    def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
+        """Where the gradient for a stage's input goes: into a message, or through embed."""
+        if not op.first:
+            return self.as_message(dx)
+        if self.wants_upstream:
+            _, embed = self.cell.embed_pullback(row["microbatch"])
             found = embed(dx, self.ends_grads.refs, want_x=self.want_inputs)
             if self.want_inputs:
-                self.input_grads[microbatch] = found
-            return self.no_message()
-        return self.as_message(dx)
+                self.input_grads[row["microbatch"]] = found
+        return self.no_message()
 
-    def _loss_gradient(self, y: Tree, microbatch: Any, *, again: bool) -> Leaves:
-        """The gradient for the last stage's output; the first time, also the loss itself."""
+    def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
+        """The gradient for the last stage's output; counts the loss itself."""
         total, weight, pullback = self.cell.loss_pullback(y, microbatch)
-        if not again:
-            self.loss.add([total, weight])
-        return pullback(self.one(), None if again else self.ends_grads.refs, want_x=True)
+        self.loss.add([total, weight])
+        return pullback(self.one(), self.ends_grads.refs, want_x=True)
 
     def one(self) -> jax.Array:
         """The cotangent that a loss is differentiated with."""

@@ -7,6 +7,7 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from flax import nnx
 
 from collectives import vary
 from pipeline.accumulate import Pullback, differentiate
+from pipeline.backward import SplitBackward
 from pipeline.loss import LossFn, as_sum_and_weight
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
@@ -199,6 +201,22 @@ class Cell:
     def residuals(self) -> Residuals:
         """A stage's pullback taken apart into a forward and a backward function."""
         return Residuals(self.stage, *self.stage_arguments(0, 0), blank(self.activation, self.axes))
+
+    def split_backward(self, residuals: Residuals | None, *, in_place: bool) -> SplitBackward:
+        """A stage's backward in two halves, from residuals or from the stage's input."""
+        x = blank(self.activation, self.axes)
+        dy, _ = partition(x)
+        if residuals is None:
+            linearize = functools.partial(stage_pullback, self.stage)
+            return SplitBackward(linearize, *self.stage_arguments(0, 0), x, dy, in_place=in_place)
+        stash = blank(residuals.stashed, self.axes)
+        return SplitBackward(
+            lambda *arguments: (None, residuals.backward(*arguments)),
+            *self.stage_arguments(0, 0),
+            stash,
+            dy,
+            in_place=in_place,
+        )
 
     def _check_activation(self) -> Tree:
         """The type of an activation; every stage must return what it was given."""

@@ -21,12 +21,17 @@ def describe(plan: Plan) -> str:
         f"mesh {axes}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
-        f"per rank {program.num_buffers} message buffers, {program.num_stashes} residual stashes",
+        (
+            f"per rank {program.num_buffers} message buffers, {program.num_stashes} residual "
+            f"stashes, {program.num_crossings} stashes from I for W"
+        ),
         (
             f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
             f"{lockstep.bubble_rate:.1%} in lockstep"
         ),
     ]
+    if plan.whole:  # known once a step was traced
+        lines.append(f"I also does what could not be split off for W: {'; '.join(plan.whole)}")
     return "\n".join(lines)
 
 

@@ -4,18 +4,24 @@ For hardware on which collectives inside a branch are in doubt. The arithmetic o
 whatever lies in the buffers, so each of its results is dropped by a select, never by a product: a
 NaN times zero is a NaN. Gradients are formed by value and selected before they are added, which
 costs a temporary of their size; embed, head and loss run on every rank.
+
+Where backwards are split, a slot computes the half for the input, then the half for the weights:
+of what the first has just left (B), or of what the rank's I left before (W). Together these are the
+multiplications of one backward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pipeline.actions import Actions, Row
+from pipeline.backward import SplitBackward
 from pipeline.cell import Cell, at
 from pipeline.memory import Total
 from pipeline.tree import Leaves, Tree, partition
@@ -31,6 +37,9 @@ class Facts:
         self.backward = self._holds(lambda op: op.kind != "F")
         self.for_input = self._holds(lambda op: op.kind in ("B", "I"))
         self.for_weights = self._holds(lambda op: op.kind in ("B", "W"))
+        self.splits = any(op.kind in ("I", "W") for op in slot.ops)
+        self.leaves = self._holds(lambda op: op.kind == "I")
+        self.both = self._holds(lambda op: op.kind == "B")
         self.first = self._holds(lambda op: op.first)
         self.last = self._holds(lambda op: op.last)
         chunks = {op.chunk for op in slot.ops}
@@ -100,25 +109,61 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
 
 
 def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
-    cell, microbatch = actions.cell, row["microbatch"]
-    message = actions.buffers[row["gradient"]]
-    if actions.residuals is None:
-        y, stage = cell.stage_pullback(facts.chunk, microbatch, x)
-    else:
-        arguments = cell.stage_arguments(facts.chunk, microbatch)
-        y, stage = message, actions.residuals.backward(*arguments, actions.stashes[row["stash"]])
-    dy, _ = partition(message)
-    if facts.last is not False:
-        dy = _loss_gradient(cell, actions, facts, y, dy, microbatch)
-    dw, dx = stage.values(dy)
+    dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
     for chunk, total in enumerate(actions.chunk_grads):
+        if facts.for_weights is False:
+            continue
         if not isinstance(facts.chunk, int):
             _add(total, facts.for_weights & (facts.chunk == chunk), dw)
         elif facts.chunk == chunk:
             _add(total, facts.for_weights, dw)
-    if facts.first is not False and actions.wants_upstream:
-        _embed_gradient(cell, actions, facts.first & facts.for_input, dx, microbatch)
+    if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
+        real = facts.first & facts.for_input
+        _embed_gradient(actions.cell, actions, real, dx, row["microbatch"])
     return actions.as_message(dx)
+
+
+def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """The gradients for a stage's input and for its weights."""
+    cell, microbatch = actions.cell, row["microbatch"]
+    if actions.residuals is None:
+        y, stage = cell.stage_pullback(facts.chunk, microbatch, x)
+    else:
+        arguments = cell.stage_arguments(facts.chunk, microbatch)
+        y = actions.buffers[row["gradient"]]
+        stage = actions.residuals.backward(*arguments, actions.stashes[row["stash"]])
+    dw, dx = stage.values(_output_gradient(actions, facts, row, y))
+    return dx, dw
+
+
+def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """The same, by the two halves of a split backward."""
+    halves = cast("SplitBackward", actions.halves)
+    arguments = actions.cell.stage_arguments(facts.chunk, row["microbatch"])
+    dx, _ = partition(actions.no_message())
+    dw, crossing = [], None
+    if facts.for_input is not False:
+        dy: Any = functools.partial(_output_gradient, actions, facts, row)
+        if actions.residuals is None:
+            stash = x
+        else:
+            stash, dy = actions.stashes[row["stash"]], dy(actions.buffers[row["gradient"]])
+        dx, crossing = halves.input_half(*arguments, stash, dy, [])
+        trash = actions.crossings.places - 1
+        actions.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+    if facts.for_weights is not False:
+        left = actions.crossings[row["crossing"]]
+        left = left if facts.both is False else _select(facts.both, crossing, left)
+        dw = halves.weight_half(*arguments, left, [])
+    return dx, dw
+
+
+def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
+    """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
+    dy, _ = partition(actions.buffers[row["gradient"]])
+    if facts.last is False:
+        return dy
+    return _loss_gradient(actions.cell, actions, facts, y, dy, row["microbatch"])
 
 
 def _loss_gradient(

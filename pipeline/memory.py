@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from pipeline.primitives import varying_in
 from pipeline.tree import Leaves, Tree, zeros
 
 
@@ -21,13 +22,16 @@ class Pool:
     Args:
       types: a tree of shapes and dtypes, one value.
       places: how many.
-      axes: the mesh axes over which values vary.
+      axes: the mesh axes over which values vary whose types do not say it themselves.
     """
 
     def __init__(self, types: Tree, places: int, axes: tuple[str, ...]) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
-        self._refs = [jax.new_ref(vary(zeros(t, lead=(places,)), axes)) for t in leaves]
+        self._refs = [
+            jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
+            for t in leaves
+        ]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self._refs, jax.tree.leaves(value), strict=True):

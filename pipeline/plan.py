@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -32,6 +32,7 @@ class Plan:
       why: one line on how the schedule was chosen.
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
+      whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class Plan:
     why: str
     pattern: str | None = None
     partners: bool = False
+    whole: list[str] = field(default_factory=list)
 
     @property
     def keep(self) -> Keep:

@@ -81,9 +81,10 @@ def is_ref(aval: Any) -> bool:
     return isinstance(aval, jax.ref.AbstractRef)
 
 
-def varying_in(aval: Any) -> tuple[str, ...]:
-    """The manual mesh axes over which a type says that values vary."""
-    return tuple(sorted(aval.manual_axis_type.varying))
+def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The manual mesh axes over which values of a type vary, if the type says so."""
+    found = getattr(aval, "manual_axis_type", None)
+    return otherwise if found is None else tuple(sorted(found.varying))
 
 
 def has_effect(eqn: Eqn) -> bool:

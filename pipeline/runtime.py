@@ -25,7 +25,7 @@ from pipeline.plan import Plan
 from pipeline.tree import Tree
 from schedules.program import Program
 
-FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "arrival")
+FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
 MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
 
 
@@ -61,8 +61,9 @@ def train(
             plan.training,
             take_loss=True,
             want_inputs=want_inputs,
-            spare_stash=plan.bubbles == "masked",
+            masked=plan.bubbles == "masked",
         )
+        plan.whole[:] = actions.halves.whole if actions.halves else ()
         _scan(actions, plan, plan.training, tables)
         total, weight = sum_over(actions.loss.all(), plan.axes)
         scale = 1 / weight if normalise else jnp.ones(())
