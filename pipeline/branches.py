@@ -15,7 +15,7 @@ import jax
 from collectives import vary
 from pipeline.halves import Given, Halve, Mask, Pieces, given_inside
 from pipeline.primitives import varying_in
-from pipeline.steps import Atom, Block, Branches, Cost, Name, Step, names, read, run
+from pipeline.steps import Atom, Block, Branches, Name, Step, cost_inside, names, read, run
 from pipeline.tree import zeros
 
 
@@ -80,6 +80,7 @@ def _switch(step: Step, branches: Sequence[_Branch], makes: Sequence[Name]) -> S
     operands = [
         {n: a for n, a in b.operands.items() if n in u} for b, u in zip(branches, used, strict=True)
     ]
+    inside = [s for b in branches for s in b.steps]
     reads = list(dict.fromkeys(n for given in operands for n in names(given.values())))
 
     def function(branch: _Branch, given: dict[Name, Atom], outer: dict[Name, Any]) -> Any:
@@ -100,9 +101,9 @@ def _switch(step: Step, branches: Sequence[_Branch], makes: Sequence[Name]) -> S
         reads=(step.reads[0], *reads),
         makes=tuple(makes),
         call=call,
-        cost=Cost.HEAVY,
+        cost=cost_inside(inside),
         label=step.label,
-        effect=any(s.effect for b in branches for s in b.steps),
+        effect=any(s.effect for s in inside),
     )
 
 

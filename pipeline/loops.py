@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from pipeline.halves import Given, Halve, Mask, Pieces, given_inside
-from pipeline.steps import Atom, Cost, Loop, Name, Step, names, read, run
+from pipeline.steps import Atom, Loop, Name, Step, cost_inside, names, read, run
 from pipeline.usage import closed_mask
 
 
@@ -121,7 +121,7 @@ def _loop_step(
         reads=(*consts.values(), *(c.start for c in carries), *xs.values()),
         makes=(*(c.end for c in carries), *(name for _, name in ys)),
         call=call,
-        cost=Cost.HEAVY,
+        cost=cost_inside(steps),
         label=label,
         effect=any(s.effect for s in steps),
     )

@@ -16,7 +16,8 @@ import jax
 from jax.extend.core import Literal
 
 from pipeline.primitives import callee, cost_of, has_effect, is_ref, loop_sizes, moves
-from pipeline.steps import Atom, Block, Branches, Cost, Loop, Name, Step
+from pipeline.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
+from pipeline.tree import shape_text
 
 
 def read_block(closed: Any, num_refs: int = 0) -> Block:
@@ -83,8 +84,8 @@ class _Reader:
                 reads=reads,
                 makes=makes,
                 call=_binder(eqn),
-                cost=Cost(cost_of(eqn)),
-                label=f"{eqn.primitive.name} -> {', '.join(str(n.aval) for n in makes)}",
+                cost=cost_inside(_steps(inner)) if inner else Cost(cost_of(eqn)),
+                label=f"{eqn.primitive.name} -> {', '.join(shape_text(n.aval) for n in makes)}",
                 effect=any(s.effect for s in _steps(inner)) if inner else has_effect(eqn),
                 moves=moves(eqn),
                 inner=inner,

@@ -17,7 +17,7 @@ from pipeline.cut import num_bytes, smallest_cut
 from pipeline.halves import Given, Halves, Mask, Pieces
 from pipeline.loops import split_loop
 from pipeline.primitives import is_ref
-from pipeline.steps import Atom, Block, Branches, Cost, Loop, Name, Step, names, prune
+from pipeline.steps import Atom, Block, Branches, Cost, Loop, Name, Step, names, narrow, prune
 from pipeline.usage import adds_to, is_pinned, sources_of
 
 
@@ -81,8 +81,16 @@ class _Splitter:
         pinned, adds = is_pinned(step, refs), adds_to(step, refs)
         if not any(mine) and not pinned:
             self._add(step, late=True)
+        elif step.through:
+            self._add(narrow(step, mine), late=False)
+            if any(theirs):
+                self._add(narrow(step, theirs), late=True)
         elif step.inner and (adds or not all(mine)):
             pieces = self._split(step, mine, theirs)
+            if pieces.second and not self._stays(pieces.second):
+                # Nothing in it is worth putting off: what it makes may cross, if that is small.
+                either = [a or b for a, b in zip(mine, theirs, strict=True)]
+                pieces = self._split(step, either, [False] * len(either))
             self.whole += pieces.whole
             if pieces.first is not None:
                 self._add(pieces.first, late=False)

@@ -111,6 +111,17 @@ class Step:
         return self.names
 
 
+def cost_inside(steps: Iterable[Step]) -> Cost:
+    """What a body costs: it is not computed again, however cheap its steps are."""
+    return max((step.cost for step in steps), default=Cost.LIGHT, key=int) or Cost.LIGHT
+
+
+def narrow(step: Step, wanted: Sequence[bool]) -> Step:
+    """Only some results of a step whose results can be had alone."""
+    parts = [p for p, w in zip(zip(step.reads, step.makes, strict=True), wanted, strict=True) if w]
+    return replace(step, reads=tuple(r for r, _ in parts), makes=tuple(m for _, m in parts))
+
+
 def names(atoms: Iterable[Atom]) -> list[Name]:
     """Those that are not literals."""
     return [atom for atom in atoms if isinstance(atom, Name)]
@@ -129,9 +140,7 @@ def prune(
         if not any(made) and not always(step):
             continue
         if step.through and not all(made):
-            parts = [(r, m) for r, m, w in zip(step.reads, step.makes, made, strict=True) if w]
-            reads, makes = zip(*parts, strict=True)
-            step = replace(step, reads=reads, makes=makes)  # noqa: PLW2901
+            step = narrow(step, made)  # noqa: PLW2901
         needed.update(step.names)
         kept.append(step)
     return tuple(kept[::-1])
