@@ -163,8 +163,7 @@ class Actions:
             stage = self.residuals.backward(*arguments, self.stashes[row["stash"]])
             y = self.buffers[row["gradient"]]  # on the last stage the place has its own output
         dy = self._loss_gradient(y, microbatch) if op.last else self._arrived(row)
-        wants_x = not op.first or self.wants_upstream
-        dx = stage(dy, self.chunk_grads[op.chunk].refs, want_x=wants_x)
+        dx = stage(dy, self.chunk_grads[op.chunk].refs, want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
     def _input_half(self, op: Op, row: Row) -> Tree:
@@ -182,7 +181,9 @@ class Actions:
         else:
             dy = self._loss_gradient(self.buffers[row["gradient"]], microbatch)
         refs = self.chunk_grads[op.chunk].refs
-        dx, self.crossings[row["crossing"]] = halves.input_half(*arguments, stash, dy, refs)
+        dx, self.crossings[row["crossing"]] = halves.input_half(
+            *arguments, stash, dy, refs, want_x=self._wants_x(op)
+        )
         return self._upstream(op, row, dx)
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
@@ -191,6 +192,10 @@ class Actions:
         crossing = self.crossings[row["crossing"]]
         halves.weight_half(*arguments, crossing, self.chunk_grads[op.chunk].refs)
         return self.no_message()
+
+    def _wants_x(self, op: Op) -> bool:
+        """Whether anybody needs the gradient for a stage's input."""
+        return not op.first or self.wants_upstream
 
     def _arrived(self, row: Row) -> Leaves:
         """The gradient that the next stage has sent."""

@@ -87,6 +87,8 @@ class SplitBackward:
         stash: Tree,
         dy: Leaves | Callable[[Tree], Leaves],
         refs: Leaves,
+        *,
+        want_x: bool = True,
     ) -> tuple[Leaves, Leaves]:
         """The gradients for the stage's input, and what crosses.
 
@@ -97,6 +99,7 @@ class SplitBackward:
           stash: as `linearize` takes it.
           dy: gradients for the output, or a function that gives them of the output.
           refs: the weights' gradients; only what could not be taken apart adds to them here.
+          want_x: whether to compute the gradients for the input.
         """
         known = self._known(weights, fixed, side, stash)
         known |= dict(zip(self._inputs[5], refs, strict=True))
@@ -106,12 +109,13 @@ class SplitBackward:
             done, known = set(map(id, forward)), run(forward, known)
             dy = dy(jax.tree.unflatten(self._y_tree, [read(known, a) for a in self._y]))
         known |= dict(zip(self._inputs[4], dy, strict=True))
+        wanted = self._dx if want_x else []
 
         def remains(step: Step) -> bool:
             return id(step) not in done and (step.effect or bool(touched(step)))
 
-        env = run(prune(self._first, [*self._dx, *self._crossing], known, remains), known)
-        return [read(env, a) for a in self._dx], [env[n] for n in self._crossing]
+        env = run(prune(self._first, [*wanted, *self._crossing], known, remains), known)
+        return [read(env, a) for a in wanted], [env[n] for n in self._crossing]
 
     def weight_half(
         self, weights: Leaves, fixed: Tree, side: Tree, crossing: Leaves, refs: Leaves
