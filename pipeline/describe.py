@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.plan import Plan
 from schedules import simulate
+from schedules.program import Program
 
 
 def describe(plan: Plan) -> str:
@@ -21,18 +22,26 @@ def describe(plan: Plan) -> str:
         f"mesh {axes}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
-        (
-            f"per rank {program.num_buffers} message buffers, {program.num_stashes} residual "
-            f"stashes, {program.num_crossings} stashes from I for W"
-        ),
+        f"per rank {_places(program)}",
         (
             f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
             f"{lockstep.bubble_rate:.1%} in lockstep"
         ),
     ]
     if plan.whole:  # known once a step was traced
-        lines.append(f"I also does what could not be split off for W: {'; '.join(plan.whole)}")
+        lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")
     return "\n".join(lines)
+
+
+def _places(program: Program) -> str:
+    """What a rank's memory is divided into."""
+    places = [
+        f"{program.num_buffers} message buffers",
+        f"{program.num_stashes} residual stashes",
+    ]
+    if program.num_crossings:
+        places.append(f"{program.num_crossings} stashes of what I leaves for W")
+    return ", ".join(places)
 
 
 def _why_slots(plan: Plan) -> str:

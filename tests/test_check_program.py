@@ -252,6 +252,38 @@ def test_the_message_says_where_and_what(program, message):
     assert refusal(program) == f"program of schedule '1f1b': {message}{TAIL}"
 
 
+SPLIT = lower(SMALL["split"], keep="residuals", pattern="single")
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            edited(SPLIT, crossing=((6, 0, 0), 1)),
+            (
+                "tick 6, slot 0, rank 0: 0W0 reads its crossing from crossing 1: expected the "
+                "crossing values of stage 0 for microbatch 0, found the crossing values of stage "
+                "0 for microbatch 1"
+            ),
+        ),
+        (
+            edited(SPLIT, stash=((6, 0, 0), 0)),
+            "tick 6, slot 0, rank 0: 0W0 has no stash: expected trash, stash 2, found stash 0",
+        ),
+        (
+            edited(SPLIT, crossing=((5, 0, 0), 0)),
+            (
+                "tick 5, slot 0, rank 0: the crossing values of stage 0 for microbatch 1: "
+                "expected a free crossing, found crossing 0: the crossing values of stage 0 for "
+                "microbatch 0"
+            ),
+        ),
+    ],
+)
+def test_the_message_about_a_split_backward(program, message):
+    assert refusal(program) == f"program of schedule 'custom': {message}{TAIL}"
+
+
 def with_slot(**fields) -> Program:
     return replace(PROGRAM, slots=(PROGRAM.slots[0]._replace(**fields),))
 

@@ -109,14 +109,22 @@ def test_places_are_as_many_as_the_true_peak(name, keep):
             continue
         schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
         program = lower(schedule, keep=keep)
-        for column, count in (("buffer", program.num_buffers), ("stash", program.num_stashes)):
-            assert count == peak(program, column)
+        for pool, (_, count, _) in pools(program).items():
+            assert count == peak(program, pool)
+
+
+def pools(program: Program) -> dict[str, tuple[list[str], int, str]]:
+    """The columns that point into each pool, its places, and the kind of action that fills it."""
+    return {
+        "buffer": (["operand", "gradient"], program.num_buffers, ""),
+        "stash": (["stash"], program.num_stashes, "F"),
+        "crossing": (["crossing"], program.num_crossings, "I"),
+    }
 
 
 def peak(program: Program, pool: str) -> int:
     """The most values of a pool that any rank holds between two slots, found slot by slot."""
-    columns = ["stash"] if pool == "stash" else ["operand", "gradient"]
-    trash = program.num_stashes if pool == "stash" else program.num_buffers
+    columns, trash, filler = pools(program)[pool]
     most, width = 0, len(program.slots)
     for rank in range(program.schedule.num_ranks):
         births: list[tuple[int, int]] = []
@@ -128,9 +136,9 @@ def peak(program: Program, pool: str) -> int:
             ]
             if pool == "buffer":
                 births += [(time, place) for place in program.arrival[at].tolist() if place < trash]
-            elif program.op[at] and program.stash[at] < trash:
+            elif program.op[at] and getattr(program, pool)[at] < trash:
                 op = program.slots[at[1]].ops[program.op[at] - 1]
-                births += [(time, int(program.stash[at]))] if op.kind == "F" else []
+                births += [(time, int(getattr(program, pool)[at]))] if op.kind == filler else []
         live = np.zeros(program.num_ticks * width + 1, int)
         for born, place in births:
             again = min((b for b, p in births if p == place and b > born), default=10**9)
@@ -149,6 +157,33 @@ def test_residuals_replace_the_input_in_the_backward():
         Channel(0, ((1, 1),)),
         Channel(1, ((0, 1), (1, 0))),
     )
+
+
+SPLIT = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W1", "1W0"]]
+
+
+@pytest.mark.parametrize("keep", ["input", "residuals"])
+def test_all_but_what_crosses_ends_at_the_first_half(keep):
+    """W reads what its I has left and nothing else."""
+    program = lower(from_orders(SPLIT), keep=keep, pattern="single")
+    kinds = np.array([".", *(op.kind for op in program.slots[0].ops)])[program.op]
+    assert program.num_crossings == 2
+    is_w = kinds == "W"
+    assert (program.crossing < 2).tolist() == (is_w | (kinds == "I")).tolist()
+    for column, trash in (
+        ("operand", program.num_buffers),
+        ("gradient", program.num_buffers),
+        ("stash", program.num_stashes),
+    ):
+        assert (getattr(program, column)[is_w] == trash).all()
+
+
+def test_the_inputs_of_split_backwards_are_as_few_as_those_of_whole_ones():
+    split, whole = (
+        lower(build(name, num_ranks=4, num_microbatches=12)) for name in ("zb_h1", "1f1b")
+    )
+    assert split.num_buffers == whole.num_buffers
+    assert (split.num_crossings, whole.num_crossings) == (4, 0)
 
 
 def test_a_schedule_without_messages_has_no_channels():

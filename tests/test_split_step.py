@@ -264,3 +264,55 @@ def test_a_masked_tick_multiplies_as_often_with_split_backwards(remat):
         for name in ("zb_h1", "1f1b")
     )
     assert split == plain
+
+
+# --- what is said of it ---
+
+
+@jax.custom_vjp
+def entangled(x, w):
+    """A product both of whose gradients come out of one loop that cannot be looked into."""
+    return x @ w
+
+
+def _both(kept, ct):
+    x, w = kept
+
+    def body(carry):
+        n, dx, dw = carry
+        return n + 1, dx + ct @ w.T, dw + x.T @ ct
+
+    start = 0, jnp.zeros_like(x), jnp.zeros_like(w)
+    start = jax.tree.map(lambda a: vary(a, ("data", "stage")), start)
+    return jax.lax.while_loop(lambda carry: carry[0] < 1, body, start)[1:]
+
+
+entangled.defvjp(lambda x, w: (x @ w, (x, w)), _both)
+
+
+class Entangled(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = models.normal(rngs, models.WIDTH, models.WIDTH)
+
+    def __call__(self, x):
+        return x + jnp.tanh(entangled(x, self.w[...]))
+
+
+@pytest.mark.parametrize("bubbles", ["skip", "masked"])
+def test_what_cannot_be_split_is_right_and_listed(bubbles):
+    stages = models.build(Entangled, 2)
+    pipe = Pipeline(
+        stages,
+        4,
+        schedule="zb_h1",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.squares,
+        bubbles=bubbles,
+    )
+    assert "whole" not in pipe.describe()
+    x, t = models.rows(8), models.rows(8, seed=1)
+    found = pipe.value_and_grad(x, t)
+    models.assert_matches(pipe, found, models.reference(stages, x, t, models.squares))
+    places, *_, last = pipe.describe().splitlines()[4:]
+    assert places.endswith(" message buffers, 0 residual stashes, 2 stashes of what I leaves for W")
+    assert last == "I does whole what cannot be split: while -> int32[], float32[2,8], float32[8,8]"
