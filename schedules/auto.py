@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from schedules.arguments import is_one_of
 from schedules.check import check
-from schedules.costs import Costs
+from schedules.costs import Costs, of_unit_length_by_default
 from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.limits import need_memory
 from schedules.search import Find, Setting, known, search
@@ -158,7 +159,8 @@ def _setting(
     """The arguments, if they make sense."""
     from schedules.registry import build  # noqa: PLC0415  it imports this module
 
-    if clock not in CLOCKS:
+    costs = of_unit_length_by_default(costs)
+    if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
             f"clock={shorten(clock)}: a timetable can be chosen for one of "
             f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
@@ -169,7 +171,7 @@ def _setting(
     num_stages = largest.num_stages
     limit = math.inf if memory_limit is None else memory_limit
     need_memory(limit, num_ranks, num_stages)
-    return Setting(num_ranks, num_microbatches, num_stages, costs or Costs(), limit, clock)
+    return Setting(num_ranks, num_microbatches, num_stages, costs, limit, clock)
 
 
 def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:

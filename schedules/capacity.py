@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule, ScheduleError, shorten
 
 HELD = 250  # bytes for an action, as an object and in the columns of `schedules.flat`
 LOWERED = 100  # more bytes for an action while a schedule is lowered
@@ -27,8 +27,8 @@ def see_that_actions_fit(num_stages: int, num_microbatches: int) -> None:
     actions = 2 * num_stages * num_microbatches
     _see_that_it_fits(
         actions * HELD,
-        f"num_microbatches={num_microbatches} with num_stages={num_stages}: a schedule of "
-        f"{actions} actions or more",
+        f"num_microbatches={shorten(num_microbatches)} with num_stages={shorten(num_stages)}: a "
+        f"schedule of {shorten(actions)} actions or more",
         "use fewer microbatches, or fewer stages",
     )
 

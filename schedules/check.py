@@ -6,16 +6,17 @@ It trusts nobody: it shares no code with the families, nor with the lowering. Le
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
+from schedules.arguments import is_number
 from schedules.costs import Times
 from schedules.events import run
-from schedules.faults import Culprit, Fault, error
+from schedules.faults import MOST_NAMED, Culprit, Fault, error
 from schedules.flat import B, F, I, activations, is_dense, once
 from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.parts import is_count, see_that_it_is_one
 from schedules.rules import RULES, Case, inspect
 
 
@@ -35,9 +36,10 @@ def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
     Raises:
       ScheduleError: with every fault, and a grid in which the culprits are marked.
     """
+    see_that_it_is_one(schedule)
     if memory_limit is not None and not _is_limit(memory_limit):
         raise ScheduleError(
-            f"memory_limit={memory_limit!r} is not a number >= 1 of stage inputs per rank; "
+            f"memory_limit={shorten(memory_limit)} is not a number >= 1 of stage inputs per rank; "
             f"give one, or None for no limit"
         )
     faults = list(_faults(schedule))
@@ -60,8 +62,7 @@ def _faults(schedule: Schedule) -> tuple[Fault, ...]:
 
 
 def _is_limit(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and not math.isnan(value) and value >= 1  # type: ignore[arg-type, operator]
+    return is_number(value) and value >= 1  # type: ignore[operator]
 
 
 def _sizes(schedule: Schedule) -> Iterator[Fault]:
@@ -71,15 +72,15 @@ def _sizes(schedule: Schedule) -> Iterator[Fault]:
         schedule.num_stages,
         schedule.num_microbatches,
     )
-    if type(num_microbatches) is not int or min(num_ranks, num_stages, num_microbatches) < 1:
+    if min(num_ranks, num_stages, num_microbatches) < 1:
         what = f"S={num_ranks}, K={num_stages}, M={num_microbatches}"
         rule = "a schedule has at least one rank, one stage and one microbatch; give each"
     elif not is_dense(schedule):
         actions = sum(map(len, schedule.orders))
         what = f"{actions} actions for K * M = {num_stages * num_microbatches}"
         rule = "every stage runs every microbatch at least once; correct num_microbatches"
-    elif any(type(rank) is not int for rank in schedule.placement):
-        what = f"placement={schedule.placement!r}"
+    elif not all(map(is_count, schedule.placement)):
+        what = f"placement={shorten(schedule.placement, 120)}"
         rule = "a placement is a tuple of ranks, one integer for each stage; correct it"
     elif not _are_positions(schedule.pairs, num_ranks):
         what = f"pairs={shorten(schedule.pairs, 120)}"
@@ -119,7 +120,7 @@ def _deadlocks(case: Case) -> Iterator[Fault]:
             culprits.append(_circle(case, [waits[rank] for rank in circle]))
     if culprits:
         rule = "let each rank run what another waits for before it waits itself; move one of them"
-        yield Fault("deadlock", rule, culprits, len(culprits))
+        yield Fault("deadlock", rule, culprits[:MOST_NAMED], len(culprits))
 
 
 def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
@@ -167,4 +168,4 @@ def _memory(case: Case, limit: float) -> Iterator[Fault]:
     if culprits:
         what = f"more than memory_limit={limit} stage inputs held at once"
         rule = "run backward actions earlier, or raise the limit"
-        yield Fault(what, rule, culprits, len(culprits))
+        yield Fault(what, rule, culprits[:MOST_NAMED], len(culprits))

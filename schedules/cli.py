@@ -15,7 +15,9 @@ from typing import TypeAlias
 from schedules import cli_commands as commands
 from schedules import cli_options as options
 from schedules.auto import BUDGET
+from schedules.files import shown
 from schedules.ir import ScheduleError
+from schedules.palette import printable
 from schedules.registry import names
 
 USAGE_EXIT, INTERRUPTED = 2, 130
@@ -50,12 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chosen = _parser().parse_args(arguments)
         code: int = chosen.run(chosen)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # `... | head`: the reader has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (options.UsageError, ScheduleError, ImportError, OSError) as error:
-        sys.stderr.write(f"python -m schedules: {_told(error)}\n")
+        commands.complain(_told(error))
         return USAGE_EXIT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -65,10 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _told(error: Exception) -> str:
     """What to say of it."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; give a path that can be read and written"
+        return (
+            f"{shown(error.filename)}: {error.strerror}; give a path that can be read and written"
+        )
     if isinstance(error, ImportError):
         return f"{error}; a picture needs matplotlib: install it, or draw an .html page"
-    return str(error)
+    return "\n".join(map(printable, str(error).split("\n")))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,13 +167,13 @@ def _compare(sub: _Commands) -> None:
     )
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE")
     group = parser.add_argument_group("sizes")
-    group.add_argument("-S", "--ranks", type=int, metavar="S", help="devices on the stage axis")
-    group.add_argument("-M", "--microbatches", type=int, metavar="M", help="slices of the batch")
+    for short, name, about in options.SIZES:
+        group.add_argument(short, name, type=options.count, metavar=short[1], help=about)
     group.add_argument(
         "-K",
         "--stages",
         dest="stages_list",
-        type=int,
+        type=options.count,
         nargs="+",
         metavar="K",
         help="slices of the model, one or several numbers (S)",
@@ -195,7 +200,7 @@ def _auto(sub: _Commands) -> None:
         metavar="FILE",
         help="write the winner: .csv or .json timetable, or a drawing; may be repeated",
     )
-    parser.add_argument("--budget", type=int, default=BUDGET, help=f"timetables tried ({BUDGET})")
+    parser.add_argument("--budget", type=int, help=f"timetables tried ({BUDGET}; fewer if large)")
     parser.add_argument("--seed", type=int, default=0, help="of local improvement (0)")
     options.add_sizes(parser, required=True)
     options.add_clock(parser)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +16,9 @@ from schedules import cli_options as given
 from schedules.auto import Choice, auto
 from schedules.check import check
 from schedules.explain import CAUSES
+from schedules.files import shown
 from schedules.ir import Schedule, ScheduleError
+from schedules.limits import OutOfReachError
 from schedules.lower import lower
 from schedules.palette import printable
 from schedules.records import report_record, schedule_record, write_json
@@ -22,17 +26,27 @@ from schedules.registry import names
 from schedules.simulate import Report
 from schedules.terminal import render, wants_colour
 
+DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 
 
 def say(text: str) -> None:
-    """Print to standard output, whatever it can encode."""
+    """Print to standard output, whatever it can encode; to nobody, where a shell closed it."""
+    if sys.stdout is None:
+        return
     encoding = sys.stdout.encoding or "ascii"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
 
 
+def complain(text: str) -> None:
+    """Say on standard error why there is nothing to show; to nobody, where a shell closed it."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"python -m schedules: {text}\n")
+
+
 def draw(options: argparse.Namespace) -> int:
     """A timetable on the terminal, or in the files named."""
+    _see_that_it_can_be_written(options.output, DRAWINGS)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
         _save(options, schedules, path)
@@ -42,6 +56,18 @@ def draw(options: argparse.Namespace) -> int:
         for schedule in schedules:
             say(render(given.clocked(options, schedule), colour=colour, width=width))
     return 0
+
+
+def _see_that_it_can_be_written(paths: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Before anything is searched for, simulated or written."""
+    for path in paths:
+        if Path(path).suffix.lower() not in suffixes:
+            raise given.UsageError(
+                f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
+                f"trace for Perfetto)"
+            )
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def _save(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
@@ -61,14 +87,9 @@ def _save(options: argparse.Namespace, schedules: Sequence[Schedule], path: str)
         from schedules.trace import save_trace  # noqa: PLC0415  likewise
 
         save_trace(reports, path)
-    elif name.endswith(".txt"):
+    else:
         text = "\n\n".join(render(report, colour=False) for report in reports)
         Path(path).write_text(text + "\n", encoding="utf-8")
-    else:
-        raise given.UsageError(
-            f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
-            f"trace for Perfetto)"
-        )
 
 
 _BOTH = ("event", "lockstep")
@@ -136,12 +157,12 @@ def check_files(options: argparse.Namespace) -> int:
             check(schedule, memory_limit=options.memory_limit)
             verdicts.append({"file": path, "legal": True, "reason": None})
         except ScheduleError as error:
-            verdicts.append({"file": path, "legal": False, "reason": f"{path}: {error}"})
+            verdicts.append({"file": path, "legal": False, "reason": f"{shown(path)}: {error}"})
     if options.json:
         say(json.dumps(verdicts, indent=2))
     else:
         for verdict in verdicts:
-            say(str(verdict["reason"] or f"{verdict['file']}: legal"))
+            say(str(verdict["reason"] or f"{shown(str(verdict['file']))}: legal"))
     return 0 if all(verdict["legal"] for verdict in verdicts) else ILLEGAL
 
 
@@ -212,6 +233,7 @@ def choose(options: argparse.Namespace) -> int:
             "auto chooses slots itself, for barriers and without pairs; leave "
             "out --pattern, --partners and --pair"
         )
+    _see_that_it_can_be_written(options.output, (".csv", *DRAWINGS))
     try:
         choice = auto(
             options.ranks,
@@ -223,8 +245,8 @@ def choose(options: argparse.Namespace) -> int:
             budget=options.budget,
             seed=options.seed,
         )
-    except ScheduleError as error:
-        sys.stderr.write(f"python -m schedules: {error}\n")
+    except OutOfReachError as error:
+        complain(str(error))
         return ILLEGAL
     for path in options.output:
         if given.is_file(path):

@@ -20,6 +20,10 @@ from schedules.simulate import CLOCKS, Report, simulate
 from schedules.ticks import PATTERNS
 
 FILES = (".csv", ".json")
+SIZES = (
+    ("-S", "--ranks", "devices on the stage axis"),
+    ("-M", "--microbatches", "slices of the batch"),
+)
 
 
 class UsageError(Exception):
@@ -39,12 +43,9 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
     group = parser.add_argument_group(
         "sizes", None if required else "of a family; a file has its own"
     )
-    for short, name, about in (
-        ("-S", "--ranks", "devices on the stage axis"),
-        ("-M", "--microbatches", "slices of the batch"),
-    ):
-        group.add_argument(short, name, type=int, metavar=short[1], help=about, required=required)
-    group.add_argument("-K", "--stages", type=int, metavar="K", help="slices of the model (S)")
+    for short, name, about in SIZES:
+        group.add_argument(short, name, type=count, metavar=short[1], help=about, required=required)
+    group.add_argument("-K", "--stages", type=count, metavar="K", help="slices of the model (S)")
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,7 @@ def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
     """The memory limit."""
     parser.add_argument(
         "--memory-limit",
-        type=float,
+        type=limit,
         metavar="N",
         help=f"stage inputs that a rank may hold at once{whose}",
     )
@@ -84,6 +85,20 @@ def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Output for machines."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def count(text: str) -> int:
+    """How many of something there are."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
+
+
+def limit(text: str) -> float:
+    """How much of something there may be."""
+    if math.isnan(number := float(text)):
+        raise argparse.ArgumentTypeError("must be a number, not nan")
+    return number
 
 
 def durations(text: str) -> float | tuple[float, ...]:
@@ -142,6 +157,8 @@ def load(options: argparse.Namespace, name: str, num_stages: int | None = None) 
         return read(name)
     if name not in names() and Path(name).exists():
         raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
+    if name not in (*names(), "auto"):
+        build(name, num_ranks=1, num_microbatches=1)  # which says what there is
     if options.ranks is None or options.microbatches is None:
         raise UsageError(f"{name} is a family: give its sizes, for example -S 4 -M 8")
     return build(
@@ -155,7 +172,7 @@ def load(options: argparse.Namespace, name: str, num_stages: int | None = None) 
 
 def _wanted(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """The options of a family that is made to measure, as far as they were given."""
-    taken = registry.options(name) if name in names() else ()
+    taken = registry.options(name)
     wishes: dict[str, Callable[[], Any]] = {
         "costs": lambda: costs(options) if hasattr(options, "f") else None,
         "memory_limit": lambda: getattr(options, "memory_limit", None),
@@ -176,6 +193,7 @@ def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None
 
 
 __all__ = [
+    "SIZES",
     "Parser",
     "ScheduleError",
     "UsageError",
@@ -185,6 +203,7 @@ __all__ = [
     "add_sizes",
     "clocked",
     "costs",
+    "count",
     "is_file",
     "load",
     "read",

@@ -5,13 +5,13 @@ Letters as in `schedules.ir`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.arguments import is_number, need, see_that_it_is_a_duration
 from schedules.ir import Kind, ScheduleError, shorten
 
 Times = NDArray[np.float64]
@@ -43,14 +43,14 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("f", "i", "w"):
             value = getattr(self, name)
-            if _is_number(value):
-                _see_that_it_is_a_duration(name, value, value)
+            if is_number(value):
+                self._set(name, value)
             else:
                 object.__setattr__(self, name, _tuple(name, value, value, "[K] numbers"))
-        if _is_number(self.comm):
-            _see_that_it_is_a_duration("comm", self.comm, self.comm)
+        if is_number(self.comm):
+            self._set("comm", self.comm)
         else:
-            rows = _tuple("comm", self.comm, self.comm, "[S, S] numbers", each=Iterable)
+            rows = _tuple("comm", self.comm, self.comm, "[S, S] numbers", each=Sequence)
             matrix = tuple(_tuple("comm", self.comm, row, "[S, S] numbers") for row in rows)
             if any(len(row) != len(rows) for row in matrix):
                 raise ScheduleError(
@@ -59,16 +59,20 @@ class Costs:
                     f"square of S rows; give that, or one number for all"
                 )
             object.__setattr__(self, "comm", matrix)
-        _see_that_it_is_a_duration("optimizer", self.optimizer, self.optimizer)
+        self._set("optimizer", self.optimizer)
         if self.pair is not None:
-            _see_that_it_is_a_duration("pair", self.pair, self.pair)
+            self._set("pair", self.pair)
+
+    def _set(self, name: str, value: object) -> None:
+        _see_that_it_lasts(name, value, value)
+        object.__setattr__(self, name, _plain(value))
 
     def of(self, kind: Kind, stage: int) -> float:
         """Duration of one action."""
         if kind == "B":
             return self.of("I", stage) + self.of("W", stage)
         value = getattr(self, kind.lower())
-        return float(value if _is_number(value) else value[stage])
+        return float(value if is_number(value) else value[stage])
 
     def table(self, num_stages: int) -> Times:
         """[4, K] duration of F, B, I and W (the order of `ir.KINDS`) of every stage.
@@ -79,7 +83,7 @@ class Costs:
         rows = []
         for name in ("f", "i", "w"):
             value = getattr(self, name)
-            if not _is_number(value) and len(value) != num_stages:
+            if not is_number(value) and len(value) != num_stages:
                 raise ScheduleError(
                     f"Costs({name}={shorten(value)}) has {len(value)} numbers for {num_stages} "
                     f"stages; give one for each stage, or one number for all"
@@ -94,7 +98,7 @@ class Costs:
         Raises:
           ScheduleError: comm is given for another number of ranks.
         """
-        if not _is_number(self.comm) and len(self.comm) != num_ranks:  # type: ignore[arg-type]
+        if not is_number(self.comm) and len(self.comm) != num_ranks:  # type: ignore[arg-type]
             raise ScheduleError(
                 f"Costs(comm={shorten(self.comm)}) is for "
                 f"{len(self.comm)} ranks, the schedule has "  # type: ignore[arg-type]
@@ -105,33 +109,46 @@ class Costs:
 
     def lags(self, source: NDArray[np.int64], target: NDArray[np.int64], num_ranks: int) -> Times:
         """[A] how long messages take from rank to rank, each pair of ranks given by two arrays."""
-        if _is_number(self.comm):  # without a table of all pairs, which may be huge
+        if is_number(self.comm):  # without a table of all pairs, which may be huge
             return np.where(source == target, 0.0, float(self.comm))  # type: ignore[arg-type]
         return self.messages(num_ranks)[source, target]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+def of_unit_length_by_default(costs: Costs | None) -> Costs:
+    """What a function was given for its costs; None is every F, I and W one long.
+
+    Raises:
+      ScheduleError: something else.
+    """
+    if costs is None:
+        return Costs()
+    need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=...), or None")
+    return costs
 
 
-def _see_that_it_is_a_duration(name: str, given: object, value: object) -> None:
-    if not (_is_number(value) and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
-        within = "" if value is given else f" has {value!r}"
-        raise ScheduleError(
-            f"Costs({name}={shorten(given)}){within}: a duration is a finite number >= 0; "
-            f"give the measured time, in the same unit for all"
-        )
+def _plain(value: object) -> float:
+    """A number as one of Python's: those of numpy impose their type on every sum."""
+    number: float = value.item() if isinstance(value, np.generic) else value  # type: ignore[assignment]
+    return number
+
+
+def _see_that_it_lasts(name: str, given: object, value: object) -> None:
+    within = "" if value is given else f" has {shorten(value)}"
+    see_that_it_is_a_duration(f"Costs({name}={shorten(given)}){within}", value)
 
 
 def _tuple(
     name: str, given: object, value: object, wanted: str, each: type | None = None
 ) -> tuple[float, ...]:
     """A sequence of durations (or of what ``each`` says) as a tuple."""
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):
-        parts = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+        parts: tuple[float, ...] = tuple(value)  # type: ignore[arg-type]
+        if parts and each is None:
+            for part in parts:
+                _see_that_it_lasts(name, given, part)
+            return tuple(map(_plain, parts))
         if parts:
-            for part in parts if each is None else ():
-                _see_that_it_is_a_duration(name, given, part)
             return parts
     raise ScheduleError(
         f"Costs({name}={shorten(given)}): must be one number, or {wanted}; give the measured "

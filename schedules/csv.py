@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from schedules.check import check
+from schedules.files import read, replace, shown
 from schedules.grid import in_cells, steps
 from schedules.ir import Action, Schedule, ScheduleError, from_orders, shorten
 
@@ -46,13 +46,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
             text = ";".join(map(str, actions))
             cells[column] = f"({text})OVERLAP_F_B" if len(actions) > 1 else text
         lines.append(",".join(cells) + "\n")
-    target = Path(os.path.realpath(path))  # through a link, as open() would
-    part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
-    try:
-        part.write_text("".join(lines), encoding="ascii", newline="")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    replace("".join(lines), path)
 
 
 def from_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
@@ -69,22 +63,16 @@ def from_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Schedu
     """
     orders = _orders(path, _rows(path))
     try:
-        return check(from_orders(orders, name=Path(path).stem if name is None else name))
+        return check(
+            from_orders(orders, name=Path(os.fsdecode(path)).stem if name is None else name)
+        )
     except ScheduleError as error:
-        raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+        raise ScheduleError(f"{shown(path)}: {error}") from None
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
     """The cells of every row, stripped."""
-    where = os.fspath(path)
-    try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ScheduleError(
-            f"{shorten(where, 200)}: cannot be read as a timetable: {reason}; give the path of a "
-            f"CSV file"
-        ) from None
+    where, data = shown(path), read(path, "the path of a CSV file")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -130,7 +118,7 @@ def _orders(
     if faults:
         more = len(faults) - MOST_CELLS
         named = [*faults[:MOST_CELLS], f"and {more} more"] if more > 0 else faults
-        raise ScheduleError(f"{os.fspath(path)}: " + "\n".join(named))
+        raise ScheduleError(f"{shown(path)}: " + "\n".join(named))
     return orders
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schedules.grid import grid
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule, ScheduleError, shorten
 
 MOST_NAMED = 8  # culprits of one fault that are named, and marked; the rest are counted
+MOST_CHARACTERS = 600  # of their names together
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ def error(schedule: Schedule, faults: Sequence[Fault]) -> ScheduleError:
         f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "
         f"M={schedule.num_microbatches} microbatches"
     )
-    lines = [f"schedule {schedule.name!r} ({sizes}) has {total}"]
+    lines = [f"schedule {shorten(schedule.name, 120)} ({sizes}) has {total}"]
     marks: list[tuple[int, int]] = []
     notes: dict[int, str] = {}
     for fault in faults:
-        named = [culprit.text for culprit in fault.culprits]
-        more = f"; and {fault.count - len(named)} more" if fault.count > len(named) else ""
-        lines += [f"- {fault.what}: {'; '.join(named)}{more}", f"  {fault.rule}"]
+        named, count = "; ".join(culprit.text for culprit in fault.culprits), len(fault.culprits)
+        if len(named) > MOST_CHARACTERS:  # a circle of many ranks, numbers of many digits
+            named = f"{named[: MOST_CHARACTERS - 3]}..."
+        more = f"; and {fault.count - count} more" if fault.count > count else ""
+        lines += [f"- {fault.what}: {named}{more}", f"  {fault.rule}"]
         for culprit in fault.culprits:
             marks += culprit.marks
             if culprit.missing is not None:

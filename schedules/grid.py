@@ -17,9 +17,11 @@ import numpy as np
 
 from schedules.events import links, run
 from schedules.flat import flatten, is_dense
-from schedules.ir import Action, Schedule
+from schedules.ir import Action, Schedule, shorten
+from schedules.parts import is_count
 
 MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid
+MOST_OF_A_CELL = 40  # two numbers of 18 digits fit
 GAP = "..."
 
 
@@ -43,7 +45,7 @@ def grid(
     """
     columns, notes = steps(schedule), notes or {}
     cell = len(f"[{schedule.num_stages}F{schedule.num_microbatches}]")
-    cell = 2 * cell - 1 if schedule.pairs else cell
+    cell = 2 * cell - 1 if flatten(schedule).pair.any() else cell
     marked = {(rank, columns[rank][position]) for rank, position in marks}
     num_steps = max((row[-1] + 1 for row in columns if row), default=0)
     rows = _shown({r for r, _ in marked} | set(notes), schedule.num_ranks, clip and MOST_RANKS)
@@ -51,7 +53,7 @@ def grid(
     lines = [["step", *(GAP if c < 0 else str(c) for c in shown)]]
     for rank in rows:
         cells = dict(in_cells(schedule, columns, rank)) if rank >= 0 else {}
-        texts = (GAP if c < 0 else "&".join(map(str, cells.get(c, "."))) for c in shown)
+        texts = (GAP if c < 0 else "&".join(map(label, cells.get(c, "."))) for c in shown)
         lines.append([f"rank {rank}", *texts] if rank >= 0 else [GAP])
     brackets = {
         (y, x)
@@ -66,13 +68,22 @@ def grid(
     )
 
 
+def label(action: object) -> str:
+    """What stands in a cell; what is no action, as a user would write it in Python, cut."""
+    try:
+        text = str(action)
+    except ValueError:  # a number of thousands of digits
+        return shorten(action)
+    return text if len(text) <= MOST_OF_A_CELL and text.isprintable() else shorten(action)
+
+
 def steps(schedule: Schedule) -> list[list[int]]:
     """[S] lists of the column of each action: the two of a pair share one.
 
     Event-clock steps, or one after the other where that clock never ends.
     """
     flat = flatten(schedule)
-    is_placed = all(type(rank) is int for rank in schedule.placement)
+    is_placed = all(map(is_count, schedule.placement))
     if schedule.num_ranks and schedule.num_stages and is_placed and is_dense(schedule):
         starts = run(schedule, flat, links(schedule, flat), pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):

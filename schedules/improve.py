@@ -51,7 +51,7 @@ def improve(
             continue
         makespan, begun = timer(trial)
         heat = _HEAT * least * (1 - step / budget)
-        if makespan <= now or rng.random() < math.exp((now - makespan) / heat):
+        if makespan <= now or (heat and rng.random() < math.exp((now - makespan) / heat)):
             current, now, times = trial, makespan, begun
             if now < least * (1 - 1e-9):
                 best, least = current, now

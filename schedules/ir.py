@@ -20,9 +20,9 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -53,7 +53,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read ``"3F0"``; anything else is a ScheduleError."""
-        match = _ACTION.fullmatch(text)
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
                 f"action {shorten(text)} is not of the form {{stage}}{{kind}}{{microbatch}} with "
@@ -65,7 +65,10 @@ class Action(NamedTuple):
 
 def shorten(text: object, most: int = 40) -> str:
     """The repr of what a user gave, cut to fit an error message."""
-    shown = repr(text)
+    try:
+        shown = repr(text)
+    except Exception:  # noqa: BLE001  an int of 5000 digits, or whatever an object may raise
+        shown = f"<{type(text).__name__}>"
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
@@ -92,7 +95,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         # A schedule without pairs is written in one way only, so that equality is what it seems.
-        if type(self.pairs) is tuple and not any(self.pairs):
+        if type(self.pairs) is tuple and all(type(row) is tuple and not row for row in self.pairs):
             object.__setattr__(self, "pairs", ())
 
     @property
@@ -116,7 +119,8 @@ class Schedule:
     @functools.cached_property
     def chunk_of(self) -> tuple[int, ...]:
         """[K] the local index of each stage on its rank."""
-        return tuple(self.stages_of[rank].index(k) for k, rank in enumerate(self.placement))
+        chunk = {k: n for held in self.stages_of for n, k in enumerate(held)}
+        return tuple(chunk[k] for k in range(self.num_stages))
 
     @functools.cached_property
     def is_forward(self) -> bool:
@@ -173,20 +177,33 @@ def from_orders(
     """
     parsed: list[tuple[Action, ...]] = []
     pairs: list[tuple[int, ...]] = []
-    for order in orders:
+    for order in _items("orders", orders, "one sequence of actions for each rank"):
         actions: list[Action] = []
         positions: list[int] = []
-        for item in order:
+        for item in _items("orders", order, "one sequence of actions for each rank"):
             found = _read(item)
             if len(found) == 2:
                 positions.append(len(actions))
             actions += found
         parsed.append(tuple(actions))
         pairs.append(tuple(positions))
-    if placement is None:
-        placement = _read_placement(parsed)
+    placement = (
+        _read_placement(parsed)
+        if placement is None
+        else _items("placement", placement, "one rank for each stage")
+    )
     microbatches = 1 + max((a.microbatch for order in parsed for a in order), default=-1)
     return Schedule(name, microbatches, tuple(parsed), tuple(placement), tuple(pairs))
+
+
+def _items(argument: str, value: Iterable[Any], wanted: str) -> tuple[Any, ...]:
+    """What is in a sequence; numpy's integers as Python's."""
+    try:
+        if not isinstance(value, str):
+            return tuple(getattr(value, "tolist", lambda: value)())
+    except TypeError:  # nothing to iterate over
+        pass
+    raise ScheduleError(f"{argument} hold {shorten(value)}, which is not {wanted}; give that")
 
 
 def _read(item: object) -> list[Action]:
@@ -199,12 +216,17 @@ def _read(item: object) -> list[Action]:
     else:
         parts = [item]
     actions = [Action.parse(part) if isinstance(part, str) else part for part in parts]
-    if not all(isinstance(action, Action) for action in actions):
+    if not all(map(_is_action, actions)):
         raise ScheduleError(
             f"orders hold {shorten(item)}, which is neither an action nor a pair of two; write an "
             f"action like '3F0' and a pair like '1F0&2B1'"
         )
     return actions  # type: ignore[return-value]
+
+
+def _is_action(item: object) -> bool:
+    """Whether it is one, with numbers for numbers; whether those make sense is for `check`."""
+    return isinstance(item, Action) and type(item.stage) is type(item.microbatch) is int
 
 
 def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:

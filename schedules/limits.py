@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import math
 
+from schedules.arguments import is_number
 from schedules.flat import F, I, W
-from schedules.ir import ScheduleError
+from schedules.ir import ScheduleError, shorten
 from schedules.problem import Problem
+
+
+class OutOfReachError(ScheduleError):
+    """A limit that no timetable can meet."""
 
 
 def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
@@ -19,21 +24,18 @@ def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
     once; and V are enough on any placement, one microbatch after the other.
 
     Raises:
-      ScheduleError: no number, or under V.
+      ScheduleError: no number.
+      OutOfReachError: one under V.
     """
-    if (
-        isinstance(memory_limit, bool)
-        or not isinstance(memory_limit, int | float)
-        or math.isnan(memory_limit)
-    ):
+    if not is_number(memory_limit) or math.isnan(memory_limit):  # type: ignore[arg-type]
         raise ScheduleError(
-            f"memory_limit={memory_limit!r}: must be a number of stage inputs per rank, or None; "
-            f"give how many fit into a rank's memory"
+            f"memory_limit={shorten(memory_limit)}: must be a number of stage inputs per rank, or "
+            f"None; give how many fit into a rank's memory"
         )
     least = num_stages // num_ranks
-    if memory_limit < least:
-        raise ScheduleError(
-            f"memory_limit={memory_limit!r} with num_ranks={num_ranks} and "
+    if memory_limit < least:  # type: ignore[operator]
+        raise OutOfReachError(
+            f"memory_limit={shorten(memory_limit)} with num_ranks={num_ranks} and "
             f"num_stages={num_stages}: a microbatch passes all {least} stages of a rank before its "
             f"first gradient, so no schedule holds fewer than {least} stage inputs; use "
             f"memory_limit={least} or more"

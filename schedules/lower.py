@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedules.arguments import is_one_of, need
 from schedules.check import check
-from schedules.costs import Costs
+from schedules.costs import Costs, of_unit_length_by_default
 from schedules.flat import Ints, flatten
-from schedules.ir import KINDS, Schedule, ScheduleError
+from schedules.ir import KINDS, Schedule, ScheduleError, shorten
 from schedules.places import Values, colour, values
 from schedules.program import Channel, Keep, Op, Program, Slot, Table
 from schedules.ticks import Ticks, best_ticks
@@ -39,10 +40,12 @@ def lower(
     Raises:
       ScheduleError: unknown keep or pattern, or an illegal schedule.
     """
-    if keep not in ("input", "residuals"):
-        raise ScheduleError(f"keep={keep!r}: must be 'input' or 'residuals'")
+    need("partners", partners, bool, "give True or False")
+    if not is_one_of(keep, ("input", "residuals")):
+        raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
     check(schedule)
-    return allocate(best_ticks(schedule, pattern, costs or Costs(), partners=partners), keep)
+    costs = of_unit_length_by_default(costs)
+    return allocate(best_ticks(schedule, pattern, costs, partners=partners), keep)
 
 
 def allocate(ticks: Ticks, keep: Keep) -> Program:

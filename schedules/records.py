@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from schedules.check import check
+from schedules.files import read, replace
 from schedules.grid import in_cells, steps
 from schedules.ir import Schedule, ScheduleError, from_orders, shorten
 from schedules.simulate import Report
@@ -63,7 +64,7 @@ def report_record(report: Report) -> dict[str, Any]:
 
 def write_json(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write a schedule as JSON."""
-    Path(path).write_text(json.dumps(schedule_record(schedule)) + "\n", encoding="ascii")
+    replace(json.dumps(schedule_record(schedule)) + "\n", path)
 
 
 def read_json(path: str | os.PathLike[str]) -> Schedule:
@@ -72,14 +73,13 @@ def read_json(path: str | os.PathLike[str]) -> Schedule:
     Raises:
       ScheduleError: no such file, no such record, or no legal schedule.
     """
-    where = shorten(os.fspath(path), 200)
+    where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
+    data = read(path, wanted)
     try:
-        record = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(
-            f"{where}: cannot be read as a timetable: {shorten(reason, 200)}; give a JSON file "
-            f"that `python -m schedules convert` wrote"
+            f"{where}: cannot be read as a timetable: {shorten(str(error), 200)}; give {wanted}"
         ) from None
     if not _has_shape(record):
         raise ScheduleError(
@@ -90,12 +90,21 @@ def read_json(path: str | os.PathLike[str]) -> Schedule:
         name = record.get("name")
         schedule = from_orders(
             record["orders"],
-            name=name if isinstance(name, str) else Path(path).stem,
+            name=name if isinstance(name, str) else Path(os.fsdecode(path)).stem,
             placement=record["placement"],
         )
+        _see_that_count_is(record.get("num_microbatches"), schedule.num_microbatches)
         return check(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
+
+
+def _see_that_count_is(given: object, found: int) -> None:
+    if given not in (None, found):
+        raise ScheduleError(
+            f"num_microbatches is {shorten(given)}, but the orders run {found}; correct it, or add "
+            f"the actions that are missing"
+        )
 
 
 def _has_shape(record: Any) -> bool:

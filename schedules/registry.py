@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
+from schedules.arguments import is_one_of
 from schedules.auto import build_auto
 from schedules.capacity import see_that_actions_fit
 from schedules.costs import Costs
@@ -85,11 +86,11 @@ def build(
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
         that need more memory than there is, or an option that the family does not take.
     """
-    if name not in _FAMILIES and name not in _TAILORED:
-        near = difflib.get_close_matches(str(name), (*names(), "auto"), n=3, cutoff=0.4)
+    if not is_one_of(name, (*_FAMILIES, *_TAILORED)):
+        near = difflib.get_close_matches(str(name)[:40], (*names(), "auto"), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ScheduleError(
-            f"schedule={name!r} is not a known family; {hint}known: {', '.join(names())}"
+            f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
     num_stages = num_ranks if num_stages is None else num_stages
     sizes = {
@@ -99,14 +100,14 @@ def build(
     }
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{argument}={value!r}: must be an integer >= 1")
+            raise ScheduleError(f"{argument}={shorten(value)}: must be an integer >= 1")
     if num_stages % num_ranks:
         lower = num_stages // num_ranks * num_ranks
         near_stages = [k for k in (lower, lower + num_ranks) if k > 0]
         raise ScheduleError(
-            f"num_stages={num_stages} is not a multiple of num_ranks={num_ranks}: every rank "
-            f"holds the same number of stages; use num_stages="
-            f"{' or '.join(map(str, near_stages))}, or another number of ranks"
+            f"num_stages={shorten(num_stages)} is not a multiple of "
+            f"num_ranks={shorten(num_ranks)}: every rank holds the same number of stages; use "
+            f"num_stages={' or '.join(map(shorten, near_stages))}, or another number of ranks"
         )
     see_that_actions_fit(num_stages, num_microbatches)
     wishes = {

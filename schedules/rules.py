@@ -15,8 +15,8 @@ import numpy as np
 from schedules.events import Links, links
 from schedules.faults import MOST_NAMED, Culprit, Fault
 from schedules.flat import B, F, Flat, I, Ints, Mask, W, flatten
-from schedules.grid import steps
-from schedules.ir import KINDS, Action, Schedule
+from schedules.grid import label, steps
+from schedules.ir import KINDS, Action, Schedule, shorten
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Case:
         """An action, and where the grid shows it."""
         rank, position = self.mark(index)
         action = self.schedule.orders[rank][position]
-        return f"{action} (rank {rank}, step {self.columns[rank][position]})"
+        return f"{label(action)} (rank {rank}, step {self.columns[rank][position]})"
 
 
 def inspect(schedule: Schedule) -> Case:
@@ -186,7 +186,9 @@ def _overlaps(case: Case) -> Iterator[Fault]:
     def tell(item: int) -> Culprit:
         (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
         there = ((rank, position),) if 0 <= position < actions else ()
-        return Culprit(f"position {position} of the {actions} actions of rank {rank}", there)
+        return Culprit(
+            f"position {shorten(position)} of the {actions} actions of rank {rank}", there
+        )
 
     yield from _fault(
         "pair without two actions of its own",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from schedules.arguments import is_one_of, need, see_that_it_is_a_duration
 from schedules.check import check
-from schedules.costs import Costs, Times
+from schedules.costs import Costs, Times, of_unit_length_by_default
 from schedules.events import links, run
 from schedules.flat import Flat, activations, flatten
 from schedules.ir import Action, Schedule, ScheduleError, shorten
@@ -71,7 +72,7 @@ class Report:
     def step_bubble_rate(self) -> float:
         """The share of all ranks' time, from 0 to the makespan, in which they do not work."""
         whole = self.makespan * len(self.work)
-        return 1.0 - sum(self.work) / whole if whole else 0.0
+        return max(0.0, 1.0 - sum(self.work) / whole) if whole else 0.0
 
     @property
     def efficiency(self) -> float:
@@ -114,7 +115,7 @@ def simulate(
     """
     _see_that_arguments_fit(clock, pattern, partners, durations)
     check(schedule)
-    costs, flat = costs or Costs(), flatten(schedule)
+    costs, flat = of_unit_length_by_default(costs), flatten(schedule)
     lasting = _durations(schedule, flat, costs, durations)
     if clock == "lockstep":
         ticks = best_ticks(schedule, pattern, costs, partners=partners)
@@ -143,16 +144,19 @@ def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
 def _see_that_arguments_fit(
     clock: str, pattern: str | None, partners: bool, durations: Mapping[Action, float] | None
 ) -> None:
-    if clock not in CLOCKS:
+    need("partners", partners, bool, "give True or False")
+    if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
-            f"clock={clock!r} is not a clock; choose one of {', '.join(map(repr, CLOCKS))}"
+            f"clock={shorten(clock)} is not a clock; choose one of {', '.join(map(repr, CLOCKS))}"
         )
     if clock != "lockstep" and (pattern is not None or partners):
-        given = f"pattern={pattern!r}" if pattern is not None else f"partners={partners!r}"
+        given = f"pattern={shorten(pattern)}" if pattern is not None else f"partners={partners!r}"
         raise ScheduleError(
             f"{given} with clock={clock!r}: only lockstep ticks have slots that end in exchanges; "
             f"leave it out, or choose clock='lockstep'"
         )
+    if durations is not None:
+        need("durations", durations, Mapping, "give {action: time} for every action, from a run")
     if (clock == "measured") != (durations is not None):
         raise ScheduleError(
             f"clock={clock!r} with{'out' if durations is None else ''} durations: the measured "
@@ -176,11 +180,7 @@ def _durations(
         )
     times = [measured[action] for action in actions]
     for action, time in zip(actions, times, strict=True):
-        if not (isinstance(time, int | float) and 0 <= time < float("inf")):
-            raise ScheduleError(
-                f"durations[{action}]={shorten(time)}: a duration is a finite number >= 0; give "
-                f"the measured time, in the same unit for all"
-            )
+        see_that_it_is_a_duration(f"durations[{action}]={shorten(time)}", time)
     return np.array(times, np.float64)
 
 
@@ -200,7 +200,7 @@ def _report(
     begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
     work = [float(part.sum()) for part in np.split(lasting, cuts)]
-    idle = [whole - part for whole, part in zip(span, work, strict=True)]
+    idle = [max(0.0, whole - part) for whole, part in zip(span, work, strict=True)]
     longest = max(range(len(span)), key=span.__getitem__)
     return Report(
         schedule=schedule,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from schedules.arguments import is_one_of
 from schedules.capacity import see_that_slots_fit
 from schedules.costs import Costs, Times
 from schedules.flat import Ints, flatten
-from schedules.ir import KINDS, Schedule, ScheduleError
+from schedules.ir import KINDS, Schedule, ScheduleError, shorten
 from schedules.slots import Pattern, slot_times
 from schedules.walk import follow
 
@@ -136,7 +137,7 @@ def best_ticks(
     """
     if pattern is not None:
         see_that_pattern_is_known(pattern)
-    names = _worth_trying(schedule, partners=partners) if pattern is None else [pattern]
+    names = [pattern] if pattern is not None else _worth_trying(schedule, costs, partners=partners)
     if len(names) == 1:
         return lay_out(schedule, names[0])
     layouts = [lay_out(schedule, name) for name in names]
@@ -149,21 +150,25 @@ def see_that_pattern_is_known(pattern: str) -> None:
     Raises:
       ScheduleError: there are none.
     """
-    if pattern not in PATTERNS:
+    if not is_one_of(pattern, PATTERNS):
         raise ScheduleError(
-            f"pattern={pattern!r} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
+            f"pattern={shorten(pattern)} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
             f"or leave it out for the fastest"
         )
 
 
-def _worth_trying(schedule: Schedule, *, partners: bool) -> list[str]:
-    """Patterns that can be the fastest: W needs no slot where there is none of it."""
+def _worth_trying(schedule: Schedule, costs: Costs, *, partners: bool) -> list[str]:
+    """Patterns that can be the fastest: W needs no slot where there is none of it.
+
+    Where everybody meets, partner slots gain only if messages take time, of which each slot then
+    carries a part, or if W can run beside what is longer.
+    """
     kinds = {action.kind for order in schedule.orders for action in order}
     names = ["single"]
     if kinds - {"F"}:
         names.append("paired")
         if "W" in kinds:
             names.append("unit")
-        if partners:  # where everybody meets, it has all the limits and no gain
+        if partners or "W" in kinds or costs.comm != 0:
             names.append("partner")
     return names

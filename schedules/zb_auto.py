@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from schedules.costs import Costs
-from schedules.ir import Schedule, ScheduleError
+from schedules.arguments import is_number
+from schedules.costs import Costs, of_unit_length_by_default
+from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.limits import need_memory
 from schedules.sizes import need_stages_per_rank
 from schedules.zb_plan import Choices, Plan
@@ -82,12 +83,12 @@ def _plans(
     need_stages_per_rank("zb_auto", 1, num_ranks, num_stages)
     limit = 2 * num_ranks if memory_limit is None else memory_limit
     need_memory(limit, num_ranks, num_stages)
-    if not 0 <= weight_memory <= 1:
+    if not (is_number(weight_memory) and 0 <= weight_memory <= 1):
         raise ScheduleError(
-            f"weight_memory={weight_memory!r}: is the part of a stage input's memory that is held "
-            f"from I to W; give a number from 0 to 1"
+            f"weight_memory={shorten(weight_memory)}: is the part of a stage input's memory that "
+            f"is held from I to W; give a number from 0 to 1"
         )
-    costs = costs or Costs()
+    costs = of_unit_length_by_default(costs)
     table, lag = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
     for choices in itertools.starmap(Choices, itertools.product((False, True), repeat=3)):
         plan = Plan(num_microbatches, table, lag, limit, weight_memory, choices)

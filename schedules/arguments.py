@@ -1,0 +1,57 @@
+"""What arguments are: the questions that many functions ask of what they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from schedules.ir import ScheduleError, shorten
+
+LONGEST = 1e200  # duration
+
+
+def is_number(value: object) -> bool:
+    """A real number that a float can hold, of Python's or numpy's; no bool, which is a mistake."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def see_that_it_is_a_duration(what: str, value: object) -> None:
+    """See that a time can be added up, a million times.
+
+    Raises:
+      ScheduleError: it is no finite number >= 0, or so large that sums overflow.
+    """
+    if not (is_number(value) and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
+        raise ScheduleError(
+            f"{what}: a duration is a finite number >= 0; give the measured time, in the same "
+            f"unit for all"
+        )
+    if value > LONGEST:  # type: ignore[operator]
+        raise ScheduleError(
+            f"{what}: sums of durations above {LONGEST:g} overflow; choose a larger unit, the same "
+            f"for all"
+        )
+
+
+def is_one_of(value: object, words: Iterable[str]) -> bool:
+    """Whether it is one of some words; anything may be asked, arrays and lists too."""
+    return isinstance(value, str) and value in words
+
+
+def need(argument: str, value: object, kind: type, remedy: str) -> None:
+    """See that a value is of a kind.
+
+    Raises:
+      ScheduleError: it is not.
+    """
+    if not isinstance(value, kind):
+        a = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ScheduleError(f"{argument}={shorten(value)} is not {a} {kind.__name__}; {remedy}")

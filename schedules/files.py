@@ -1,0 +1,56 @@
+"""Files of timetables: read whole or refused, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from schedules.ir import ScheduleError, shorten
+
+Where = str | os.PathLike[str]
+
+
+def read(path: Where, wanted: str) -> bytes:
+    """All of a file; pipes and devices are none, since they may never end.
+
+    Raises:
+      ScheduleError: it cannot be read; ``wanted`` is what to give instead.
+    """
+    file = Path(os.fsdecode(path))
+    try:
+        if file.exists() and not file.is_file():
+            reason = "Is a directory" if file.is_dir() else "Is a pipe or a device, no file"
+        else:
+            return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = getattr(error, "strerror", None) or str(error)
+    where = shorten(os.fsdecode(path), 200)
+    raise ScheduleError(f"{where}: cannot be read as a timetable: {reason}; give {wanted}")
+
+
+def replace(text: str, path: Where) -> None:
+    """Write ASCII text; a reader sees the old file or the whole new one, never a part.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # through a link, as open() would
+    if target.exists() and not target.is_file():  # what is no file stays what it is
+        target.write_text(text, encoding="ascii", newline="")
+        return
+    part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
+    try:
+        part.write_text(text, encoding="ascii", newline="")
+        part.replace(target)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None  # as it was given, not our own
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def shown(path: Where) -> str:
+    """A path to begin a message with; quoted if it is long, or holds what a terminal would obey."""
+    text = os.fsdecode(path)
+    return text if text.isprintable() and len(text) < 200 else shorten(text, 200)
