@@ -188,7 +188,8 @@ def memory(case: Case) -> None:
     least = min(size for name, size in temporary.items() if name.startswith("ours"))
     rows = [[name, f"{size:,}", f"{least / size:.2f}"] for name, size in temporary.items()]
     print(table(["variant", "bytes", "least of ours /"], rows))
-    print("wanted of every peer: <= 0.33\n")
+    print("wanted of every peer: <= 0.33; a rank's gradients alone take", end=" ")
+    print(f"{4 * sum(w.size for w in jax.tree.leaves(operands[0])) // 4:,}\n")
 
 
 def with_four_devices(section: str, arguments: argparse.Namespace) -> None:
@@ -202,6 +203,7 @@ def with_four_devices(section: str, arguments: argparse.Namespace) -> None:
     case = CASES["mlp-64"].small() if arguments.small else CASES["mlp-64"]
     if section == "memory":
         memory(case)
+        memory(dataclasses.replace(case, name="mlp-256", rows=4 * case.rows))
     else:
         time_four(case, arguments)
 

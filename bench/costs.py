@@ -1,0 +1,120 @@
+"""What one action takes: the kernel runs a step in which all other actions are idle.
+
+The step is one rank's, S = 1, K = 3 stages: the first, which needs no gradient for its input, one
+in the middle, and the last, which has the loss. Time is measured in context: one F, all F of a
+stage, then also I, then also W.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+from bench.cases import Case, mean_square
+from bench.measure import Variant, interleaved
+from bench.pinned import Builders, Pinned
+from collectives import make_mesh
+from pipeline import Pipeline
+from schedules import Program, Schedule, from_orders
+
+ROLES = ("first", "middle", "last")  # stages 0, 1 and 2 of the step
+# The kinds of backward that a step has, and the kinds of action that are not idle.
+STEPS = {
+    "F": ("FB", "F"),
+    "FB": ("FB", "FB"),
+    "FI": ("FIW", "FI"),
+    "FIW": ("FIW", "FIW"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each kind of action, by role.
+
+    Attributes:
+      of: (kind, role) to seconds.
+      empty: a step without any action.
+    """
+
+    of: dict[tuple[str, str], float]
+    empty: float
+
+
+def timetable(kinds: str, microbatches: int) -> Schedule:
+    """One rank, three stages; a backward runs when the next microbatch has gone forward."""
+    order = []
+    for m in range(microbatches + 1):
+        order += [f"{k}F{m}" for k in range(3) if m < microbatches]
+        order += [f"{k}{kind}{m - 1}" for k in (2, 1, 0) for kind in kinds[1:] if m]
+    return from_orders([order], name=kinds)
+
+
+def only(program: Program, stage: int, kinds: str, most: int) -> Program:
+    """The program with one stage's actions of some kinds on the first microbatches.
+
+    Other kinds of the same stage are compiled all the same: results that nobody could read would
+    not be computed.
+    """
+    op, early = np.zeros_like(program.op), program.microbatch < most
+    slots = []
+    for index, slot in enumerate(program.slots):
+        kept = tuple(one for one in slot.ops if one.chunk == stage)
+        for branch, one in enumerate(kept, start=1):
+            if one.kind in kinds:
+                here = program.op[:, index] == slot.ops.index(one) + 1
+                op[:, index][here & early[:, index]] = branch
+        slots.append(slot._replace(ops=kept))
+    return dataclasses.replace(program, op=op, slots=tuple(slots))
+
+
+def step(
+    case: Case, remat: Any, of: str, stage: int, kinds: str, *, most: int | None = None
+) -> Variant:
+    """A step of some actions."""
+    mesh = make_mesh(stage=1)
+    pipe = Pipeline(
+        case.stages(3),
+        case.microbatches,
+        schedule=timetable(of, case.microbatches),
+        mesh=mesh,
+        loss_fn=mean_square,
+        remat=remat,
+    )
+    # What `Plan` would lower, less the other actions.
+    most = case.microbatches if most is None else most
+    pipe.plan.__dict__["training"] = only(pipe.plan.training, stage, kinds, most)
+    return functools.partial(pipe.value_and_grad, *case.data())
+
+
+def builders(case: Case, remat: Any) -> Builders:
+    """All steps, by "role kinds"."""
+    found: dict[str, Callable[[], Variant]] = {
+        # Not none at all: a table of zeros compiles to something else, ten times as slow.
+        "one F": functools.partial(step, case, remat, "FB", 1, "F", most=1)
+    }
+    for stage, role in enumerate(ROLES):
+        for name, (of, kinds) in STEPS.items():
+            found[f"{role} {name}"] = functools.partial(step, case, remat, of, stage, kinds)
+    return found
+
+
+def measure(case: Case, stages: int, remat: Any, rounds: int) -> Measured:
+    """Costs of the actions of K equal stages, on one core."""
+    case = dataclasses.replace(case, layers=3 * case.layers // stages, microbatches=8)
+    make = functools.partial(builders, case, remat)
+    with Pinned(make) as pinned:
+        taken = interleaved({n: functools.partial(pinned.seconds, n) for n in make()}, rounds)
+    one_f = (taken["middle F"] - taken["one F"]) / (case.microbatches - 1)
+    empty = taken["one F"] - one_f
+    of: dict[tuple[str, str], float] = {}
+    for role in ROLES:
+        f, fb, fi, fiw = (taken[f"{role} {name}"] for name in STEPS)
+        sums = {"F": f - empty, "B": fb - f, "I": fi - f, "W": fiw - fi}
+        of |= {(kind, role): max(0.0, t / case.microbatches) for kind, t in sums.items()}
+    return Measured(of, empty)
