@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from pipeline.plan import Plan
+from pipeline.unlike import Overlaid
 from schedules import simulate
 
 
-def describe(plan: Plan) -> str:
-    """A few lines: sizes, schedule and why, ticks, places, predicted bubbles."""
+def describe(plan: Plan, chunks: Sequence[Any]) -> str:
+    """A few lines: sizes, schedule and why, ticks, places, predicted bubbles, unlike stages."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
     event = simulate(schedule)
@@ -32,6 +36,9 @@ def describe(plan: Plan) -> str:
     ]
     if plan.whole:  # known once a step was traced
         lines.append(f"I also does what could not be split off for W: {'; '.join(plan.whole)}")
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, Overlaid):
+            lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
     return "\n".join(lines)
 
 
