@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from pipeline.seen import code, seen_by
 from pipeline.tree import Tree, path_text, shape_text, signature
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def follow(cell: Cell, x: Tree) -> list[Tree]:
     """
     found, known = [x], {}
     for k, seat in enumerate(cell.model.stages):
-        key = cell.code(seat), signature(x)
+        key = code(cell, seat), signature(x)
         if key not in known:
             known[key] = _output(cell, k, found)
         x = known[key]
@@ -41,7 +42,7 @@ def follow(cell: Cell, x: Tree) -> list[Tree]:
 
 def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
     """The type of activation k + 1."""
-    view = cell.on(cell.model.stages[k])
+    view = seen_by(cell, cell.model.stages[k])
 
     def run(x: Tree) -> Tree:
         return jax.eval_shape(lambda x: view.stage(*view.stage_arguments(view.home, 0), x), x)

@@ -7,8 +7,6 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +20,11 @@ from collectives import vary
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import SplitBackward
 from pipeline.boundary import follow
-from pipeline.lanes import Lane, Lazy, SharedHalves, SharedResiduals, make_lanes
+from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
+from pipeline.seen import code
 from pipeline.stage import Definition, Seat
 from pipeline.tree import Leaves, Tree, blank, combine, partition, signature
 
@@ -107,7 +106,7 @@ class Cell:
       axes: the mesh axes over which everything varies.
 
     Attributes:
-      weights: [V] lists of leaves.
+      states: all state of the rank; weights: [V] lists of the leaves of its parameters.
       ends_weights: leaves of embed and head.
       activation, output: trees of types, a stage's input and the last stage's output.
       wire: a tree of types, a message.
@@ -121,7 +120,7 @@ class Cell:
         self.num_chunks = len(weights.chunks)
         self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
         self.ends_weights = jax.tree.leaves(weights.ends)
-        self._states = weights
+        self.states = weights
         self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
         self._ends_tree = jax.tree.structure(weights.ends)
         states = [split_streams(rest) for rest in weights.chunks_rest]
@@ -238,40 +237,13 @@ class Cell:
             in_place=in_place,
         )
 
-    # --- stages that are not alike ---
-
-    def on(self, seat: Seat, x: Tree = None, y: Tree = None) -> Cell:
-        """The cell as a stage and those like it see it: weights and types are theirs."""
-        seen = copy.copy(self)
-        seen.model = dataclasses.replace(self.model, chunk=seat.definition)
-        seen.lanes, seen.home, seen.activation, seen.output = (), seat.chunk, x, y
-        states = self._states
-        if seat.views is None:
-            seen.chunk_tree = jax.tree.structure(states.chunks[seat.chunk])
-            return seen
-        params, rest = seat.views.params, seat.views.rest
-
-        def state(chunk: int) -> tuple[Tree, Tree]:
-            return split_streams(rest.tree(jax.tree.leaves(states.chunks_rest[chunk])))
-
-        seen.chunk_tree = params.treedef
-        seen.weights = Lazy(self.num_chunks, lambda chunk: params.leaves(self.weights[chunk]))
-        seen.streams = Lazy(self.num_chunks, lambda chunk: state(chunk)[0])
-        seen.fixed = Lazy(self.num_chunks, lambda chunk: state(chunk)[1])
-        return seen
-
-    def code(self, seat: Seat) -> Any:
-        """What stages that are one computation have in common, but for their activations."""
-        states = self._states.chunks[seat.chunk], self._states.chunks_rest[seat.chunk]
-        return seat.definition, seat.views or signature(states)
-
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
         x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
         activations = follow(self, x)
         self.activation, self.output = activations[0], activations[-1]
         self.wire: Tree = self.activation
-        codes = {self.code(seat) for seat in self.model.stages}
+        codes = {code(self, seat) for seat in self.model.stages}
         if len(codes) > 1 or len(set(map(signature, activations))) > 1:
             self.wire, self.lanes = make_lanes(self, activations)
         else:

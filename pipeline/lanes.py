@@ -16,7 +16,6 @@ backward needs of it is stashed beside its residuals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ import jax
 from pipeline.accumulate import Pullback
 from pipeline.overlay import View, overlay_trees
 from pipeline.residuals import Residuals
+from pipeline.seen import code, seen_by
 from pipeline.stage import Seat
 from pipeline.tree import Leaves, Tree, signature
 
@@ -58,7 +58,7 @@ def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[La
     members: dict[Any, list[int]] = {}
     for k, seat in enumerate(cell.model.stages):
         ends = signature(activations[k]), signature(activations[k + 1])
-        members.setdefault((cell.code(seat), seat.chunk, ends), []).append(k)
+        members.setdefault((code(cell, seat), seat.chunk, ends), []).append(k)
     lanes = [
         Lane(
             tuple(stages),
@@ -70,19 +70,6 @@ def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[La
         for (_, _, ends), stages in members.items()
     ]
     return wire, tuple(lanes)
-
-
-class Lazy(Sequence[Any]):
-    """A list whose elements are made when somebody asks, which is inside their branch."""
-
-    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
-        self._length, self._make = length, make
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._make(index)
 
 
 class WithOutput:
@@ -119,7 +106,7 @@ class SharedResiduals:
         last = len(cell.model.stages) - 1
         self.of: list[Any] = []
         for lane in cell.lanes:
-            residuals = cell.on(lane.seat, lane.x, lane.y).residuals()
+            residuals = seen_by(cell, lane.seat, lane.x, lane.y).residuals()
             kept_elsewhere = last not in lane.stages or lane.y_view is not None
             self.of.append(residuals if kept_elsewhere else WithOutput(residuals, lane.y))
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
@@ -137,7 +124,7 @@ class SharedHalves:
     def __init__(self, cell: Cell, residuals: SharedResiduals | None, *, in_place: bool) -> None:
         starts = residuals.of if residuals else [None] * len(cell.lanes)
         self.of = [
-            cell.on(lane.seat, lane.x, lane.y).split_backward(start, in_place=in_place)
+            seen_by(cell, lane.seat, lane.x, lane.y).split_backward(start, in_place=in_place)
             for lane, start in zip(cell.lanes, starts, strict=True)
         ]
         self.whole = list(dict.fromkeys(text for halves in self.of for text in halves.whole))

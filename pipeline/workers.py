@@ -22,6 +22,7 @@ from pipeline.lanes import SharedHalves, SharedResiduals, WithOutput
 from pipeline.masked import run_masked
 from pipeline.memory import Seen, SeenTotal
 from pipeline.overlay import View
+from pipeline.seen import seen_by
 from pipeline.tree import Leaves, Tree
 from schedules.program import Op, Program, Slot
 
@@ -67,7 +68,7 @@ class Worker(Actions):
         vars(self).update(vars(crew))
         self.lane = lane = crew.cell.lanes[index]
         self._schedule = program.schedule
-        self.cell = crew.cell.on(lane.seat, lane.x, lane.y)
+        self.cell = seen_by(crew.cell, lane.seat, lane.x, lane.y)
         self.buffers = Seen(crew.buffers, lane.x_view, lane.x, self.cell.axes)
         self.returned = Seen(crew.buffers, lane.y_view, lane.y, self.cell.axes)
         if isinstance(crew.residuals, SharedResiduals):
