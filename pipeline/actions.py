@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.accumulate import wide
-from pipeline.backward import SplitBackward
 from pipeline.cell import Cell, at
 from pipeline.memory import Pool, Total
 from pipeline.tree import Leaves, Tree, blank, combine, partition
@@ -78,16 +77,23 @@ class Actions:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         self.training = not program.schedule.is_forward
         axes, num_microbatches = cell.axes, program.schedule.num_microbatches
-        self.residuals = cell.residuals() if self.training and program.keep == "residuals" else None
-        self.buffers = Pool(cell.activation, program.num_buffers + 1, axes)
+        self.residuals: Any = None
+        if self.training and program.keep == "residuals":
+            self.residuals = cell.residuals()
+        self.buffers: Any = Pool(cell.wire, program.num_buffers + 1, axes)
+        self.returned: Any = self.buffers  # the same, read as what a stage returns
         stashed = self.residuals.stashed if self.residuals else []
-        self.stashes = Pool(stashed, program.num_stashes + masked, axes)
+        self.stashes: Any = Pool(stashed, program.num_stashes + masked, axes)
         is_split = any(op.kind in "IW" for slot in program.slots for op in slot.ops)
-        self.halves = cell.split_backward(self.residuals, in_place=not masked) if is_split else None
+        self.halves: Any = None
+        if is_split:
+            self.halves = cell.split_backward(self.residuals, in_place=not masked)
         crossing = self.halves.crossing if self.halves else []
-        self.crossings = Pool(crossing, program.num_crossings + masked, axes)
+        self.crossings: Any = Pool(crossing, program.num_crossings + masked, axes)
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
-        self.chunk_grads = [Total(wide(w) if self.training else [], axes) for w in cell.weights]
+        self.chunk_grads: list[Any] = [
+            Total(wide(w) if self.training else [], axes) for w in cell.weights
+        ]
         self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)
         self.results = Pool([] if take_loss else self._output_types(), num_microbatches, axes)
         floats, _ = partition(at(cell.batch.inputs, 0))
@@ -96,7 +102,7 @@ class Actions:
     def _output_types(self) -> Tree:
         cell = self.cell
         return jax.eval_shape(
-            lambda: cell.outputs(cell.ends_weights, blank(cell.activation, cell.axes), 0)
+            lambda: cell.outputs(cell.ends_weights, blank(cell.output, cell.axes), 0)
         )
 
     @property
@@ -104,9 +110,9 @@ class Actions:
         """Whether anybody needs the gradient for stage 0's input."""
         return self.want_inputs or (self.cell.model.has_embed and bool(self.cell.ends_weights))
 
-    def run_slot(self, slot: Slot, row: Row) -> Tree:
-        """Do the slot's action, if this rank has one; returns its message."""
-        message = self.no_message()
+    def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
+        """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
+        message = self.no_message() if message is None else message
         for branch, op in enumerate(slot.ops, start=1):
             message = _at_most_once(
                 row["op"] == branch, functools.partial(self._run, op, row), message
@@ -123,7 +129,11 @@ class Actions:
 
     def no_message(self) -> Tree:
         """What an action that has nothing to say sends."""
-        return blank(self.cell.activation, self.cell.axes)
+        return blank(self.cell.wire, self.cell.axes)
+
+    def sent(self, y: Tree) -> Tree:
+        """An output in the form of a message."""
+        return y
 
     def _forward(self, op: Op, row: Row) -> Tree:
         if self.training and op.last and self.residuals is None:
@@ -136,7 +146,7 @@ class Actions:
             y, self.stashes[row["stash"]] = self.residuals.forward(*arguments)
         if op.last and not self.training:
             self._finish(y, microbatch)
-        return y
+        return self.sent(y)
 
     def operand(self, op: Op, row: Row) -> Tree:
         """A stage's input: from its message, or made from the user's inputs."""
@@ -161,13 +171,13 @@ class Actions:
         else:
             arguments = cell.stage_arguments(op.chunk, microbatch)
             stage = self.residuals.backward(*arguments, self.stashes[row["stash"]])
-            y = self.buffers[row["gradient"]]  # on the last stage the place has its own output
+            y = self.own_output(row)
         dy = self._loss_gradient(y, microbatch) if op.last else self._arrived(row)
         dx = stage(dy, self.chunk_grads[op.chunk].refs, want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
     def _input_half(self, op: Op, row: Row) -> Tree:
-        halves, microbatch = cast("SplitBackward", self.halves), row["microbatch"]
+        halves, microbatch = self.halves, row["microbatch"]
         arguments = self.cell.stage_arguments(op.chunk, microbatch)
         dy: Any
         if self.residuals is None:
@@ -179,7 +189,7 @@ class Actions:
         elif self.residuals is None:
             dy = functools.partial(self._loss_gradient, microbatch=microbatch)
         else:
-            dy = self._loss_gradient(self.buffers[row["gradient"]], microbatch)
+            dy = self._loss_gradient(self.own_output(row), microbatch)
         refs = self.chunk_grads[op.chunk].refs
         dx, self.crossings[row["crossing"]] = halves.input_half(
             *arguments, stash, dy, refs, want_x=self._wants_x(op)
@@ -187,10 +197,9 @@ class Actions:
         return self._upstream(op, row, dx)
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
-        halves = cast("SplitBackward", self.halves)
         arguments = self.cell.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.crossings[row["crossing"]]
-        halves.weight_half(*arguments, crossing, self.chunk_grads[op.chunk].refs)
+        self.halves.weight_half(*arguments, crossing, self.chunk_grads[op.chunk].refs)
         return self.no_message()
 
     def _wants_x(self, op: Op) -> bool:
@@ -199,7 +208,7 @@ class Actions:
 
     def _arrived(self, row: Row) -> Leaves:
         """The gradient that the next stage has sent."""
-        floats, _ = partition(self.buffers[row["gradient"]])
+        floats, _ = partition(self.returned[row["gradient"]])
         return floats
 
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
@@ -212,6 +221,10 @@ class Actions:
             if self.want_inputs:
                 self.input_grads[row["microbatch"]] = found
         return self.no_message()
+
+    def own_output(self, row: Row) -> Tree:
+        """The last stage's output, which lies where others find the gradient that has arrived."""
+        return self.returned[row["gradient"]]
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; counts the loss itself."""

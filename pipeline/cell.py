@@ -8,6 +8,7 @@ uses, so that no gradient is reduced before the end of the step.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,11 +19,14 @@ from flax import nnx
 from collectives import vary
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import SplitBackward
+from pipeline.boundary import follow
+from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
-from pipeline.stage import Definition
-from pipeline.tree import Leaves, Tree, blank, combine, partition, path_text, shape_text
+from pipeline.seen import code
+from pipeline.stage import Definition, Seat
+from pipeline.tree import Leaves, Tree, blank, combine, partition, signature
 
 Chunk = int | jax.Array
 
@@ -61,7 +65,7 @@ def at(tree: Tree, index: Any) -> Tree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def pick(trees: list[Tree], index: Chunk) -> Tree:
+def pick(trees: Sequence[Tree], index: Chunk) -> Tree:
     """One of several equal trees; the index may be traced."""
     if isinstance(index, int):
         return trees[index]
@@ -75,13 +79,15 @@ class Model:
     """The static half of the user's model.
 
     Attributes:
-      chunk: definition of a stage; ends: definition of `Ends`.
+      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
+      chunk: definition of a stage.
       has_embed, has_head: whether the ends do anything.
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
         no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
     """
 
+    stages: tuple[Seat, ...]
     chunk: Definition
     ends: Definition
     has_embed: bool
@@ -100,24 +106,30 @@ class Cell:
       axes: the mesh axes over which everything varies.
 
     Attributes:
-      weights: [V] lists of leaves.
+      states: all state of the rank; weights: [V] lists of the leaves of its parameters.
       ends_weights: leaves of embed and head.
-      activation: a tree of types, what passes between stages.
+      activation, output: trees of types, a stage's input and the last stage's output.
+      wire: a tree of types, a message.
+      lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
+      home: a chunk that has stages of this kind.
     """
 
     def __init__(self, model: Model, weights: Weights, batch: Batch, axes: tuple[str, ...]) -> None:
         weights, self.batch = vary(weights, axes), vary(batch, axes)
         self.model, self.axes = model, axes
         self.num_chunks = len(weights.chunks)
-        self.weights = [jax.tree.leaves(params) for params in weights.chunks]
+        self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
         self.ends_weights = jax.tree.leaves(weights.ends)
-        self._chunk_tree = jax.tree.structure(weights.chunks[0])
+        self.states = weights
+        self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
         self._ends_tree = jax.tree.structure(weights.ends)
-        self._streams, self._fixed = map(
-            list, zip(*map(split_streams, weights.chunks_rest), strict=True)
-        )
+        states = [split_streams(rest) for rest in weights.chunks_rest]
+        self.streams: Sequence[Tree] = [streams for streams, _ in states]
+        self.fixed: Sequence[Tree] = [fixed for _, fixed in states]
         self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
-        self.activation = self._check_activation()
+        self.lanes: tuple[Lane, ...] = ()
+        self.home = 0
+        self._follow_activations()
 
     # --- the model on trees; weights are given, so that they can be differentiated ---
 
@@ -139,7 +151,7 @@ class Cell:
         streams, extras = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
-            params = jax.tree.unflatten(self._chunk_tree, weights)
+            params = jax.tree.unflatten(self.chunk_tree, weights)
             rest = nnx.merge_state(streams, fixed)
             return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
 
@@ -194,48 +206,45 @@ class Cell:
 
     def stage_arguments(self, chunk: Chunk, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
         """What `stage` takes before its input."""
-        streams = fold(pick(self._streams, chunk), microbatch, self.axes)
+        streams = fold(pick(self.streams, chunk), microbatch, self.axes)
         side = streams, at(self.batch.extras, microbatch)
-        return pick(self.weights, chunk), pick(self._fixed, chunk), side
+        return pick(self.weights, chunk), pick(self.fixed, chunk), side
 
-    def residuals(self) -> Residuals:
+    def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
-        return Residuals(self.stage, *self.stage_arguments(0, 0), blank(self.activation, self.axes))
+        if self.lanes:
+            return SharedResiduals(self)
+        arguments = self.stage_arguments(self.home, 0)
+        return Residuals(self.stage, *arguments, blank(self.activation, self.axes))
 
-    def split_backward(self, residuals: Residuals | None, *, in_place: bool) -> SplitBackward:
+    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
+        if self.lanes:
+            return SharedHalves(self, residuals, in_place=in_place)
         x = blank(self.activation, self.axes)
-        dy, _ = partition(x)
+        y = x if self.output is self.activation else blank(self.output, self.axes)
+        (dy, _), home = partition(y), self.home
         if residuals is None:
             linearize = functools.partial(stage_pullback, self.stage)
-            return SplitBackward(linearize, *self.stage_arguments(0, 0), x, dy, in_place=in_place)
+            arguments = self.stage_arguments(home, 0)
+            return SplitBackward(linearize, *arguments, x, dy, in_place=in_place)
         stash = blank(residuals.stashed, self.axes)
         return SplitBackward(
             lambda *arguments: (None, residuals.backward(*arguments)),
-            *self.stage_arguments(0, 0),
+            *self.stage_arguments(home, 0),
             stash,
             dy,
             in_place=in_place,
         )
 
-    def _check_activation(self) -> Tree:
-        """The type of an activation; every stage must return what it was given."""
+    def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
         x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
-        y = jax.eval_shape(lambda x: self.stage(*self.stage_arguments(0, 0), x), x)
-        structures: list[Any] = [jax.tree.structure(x), jax.tree.structure(y)]
-        if structures[0] != structures[1]:
-            raise ValueError(
-                f"a stage turns an activation of structure {structures[0]} into "
-                f"{structures[1]}; every stage returns what it receives, so that any "
-                f"stage can follow any other: move the change into embed or head"
-            )
-        given = jax.tree_util.tree_leaves_with_path(x)
-        for (path, a), b in zip(given, jax.tree.leaves(y), strict=True):
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
-                raise ValueError(
-                    f"a stage turns {path_text(path)} of its activation from {shape_text(a)} "
-                    f"into {shape_text(b)} (per microbatch and data shard); every stage returns "
-                    f"the shape and dtype it receives: move the change into embed or head"
-                )
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+        activations = follow(self, x)
+        self.activation, self.output = activations[0], activations[-1]
+        self.wire: Tree = self.activation
+        codes = {code(self, seat) for seat in self.model.stages}
+        if len(codes) > 1 or len(set(map(signature, activations))) > 1:
+            self.wire, self.lanes = make_lanes(self, activations)
+        else:
+            self.output = self.activation

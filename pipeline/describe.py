@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from pipeline.plan import Plan
+from pipeline.unlike import Overlaid
 from schedules import simulate
 from schedules.program import Program
 
 
-def describe(plan: Plan) -> str:
-    """A few lines: sizes, schedule and why, ticks, places, predicted bubbles."""
+def describe(plan: Plan, chunks: Sequence[Any]) -> str:
+    """A few lines: sizes, schedule and why, ticks, places, predicted bubbles, unlike stages."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
     event = simulate(schedule)
@@ -30,6 +34,9 @@ def describe(plan: Plan) -> str:
     ]
     if plan.whole:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, Overlaid):
+            lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
     return "\n".join(lines)
 
 

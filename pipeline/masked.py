@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pipeline.actions import Actions, Row
-from pipeline.backward import SplitBackward
 from pipeline.cell import Cell, at
 from pipeline.memory import Total
-from pipeline.tree import Leaves, Tree, partition
+from pipeline.tree import Leaves, Tree, blank, partition
 from schedules.program import Op, Slot
 
 
@@ -98,14 +97,14 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
         trash = actions.stashes.places - 1
         actions.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
     if actions.training or facts.last is False:
-        return y
+        return actions.sent(y)
     real = facts.forward & facts.last
     if actions.take_loss:
         _add(actions.loss, real, list(cell.loss(cell.ends_weights, y, microbatch)))
     else:
         found = cell.outputs(cell.ends_weights, y, microbatch)
         actions.results[microbatch] = _select(real, found, actions.results[microbatch])
-    return y
+    return actions.sent(y)
 
 
 def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
@@ -130,7 +129,7 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
         y, stage = cell.stage_pullback(facts.chunk, microbatch, x)
     else:
         arguments = cell.stage_arguments(facts.chunk, microbatch)
-        y = actions.buffers[row["gradient"]]
+        y = actions.own_output(row)
         stage = actions.residuals.backward(*arguments, actions.stashes[row["stash"]])
     dw, dx = stage.values(_output_gradient(actions, facts, row, y))
     return dx, dw
@@ -138,16 +137,16 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
 
 def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """The same, by the two halves of a split backward."""
-    halves = cast("SplitBackward", actions.halves)
+    halves = actions.halves
     arguments = actions.cell.stage_arguments(facts.chunk, row["microbatch"])
-    dx, _ = partition(actions.no_message())
+    dx, _ = partition(blank(actions.cell.activation, actions.cell.axes))
     dw, crossing = [], None
     if facts.for_input is not False:
         dy: Any = functools.partial(_output_gradient, actions, facts, row)
         if actions.residuals is None:
             stash = x
         else:
-            stash, dy = actions.stashes[row["stash"]], dy(actions.buffers[row["gradient"]])
+            stash, dy = actions.stashes[row["stash"]], dy(actions.own_output(row))
         dx, crossing = halves.input_half(*arguments, stash, dy, [])
         trash = actions.crossings.places - 1
         actions.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
@@ -160,7 +159,7 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
 
 def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
     """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
-    dy, _ = partition(actions.buffers[row["gradient"]])
+    dy, _ = partition(actions.returned[row["gradient"]])
     if facts.last is False:
         return dy
     return _loss_gradient(actions.cell, actions, facts, y, dy, row["microbatch"])

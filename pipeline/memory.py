@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from pipeline.overlay import Part, Spot, View
 from pipeline.primitives import varying_in
-from pipeline.tree import Leaves, Tree, zeros
+from pipeline.tree import Leaves, Tree, blank, zeros
 
 
 class Pool:
@@ -28,21 +29,21 @@ class Pool:
     def __init__(self, types: Tree, places: int, axes: tuple[str, ...]) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
-        self._refs = [
+        self.refs = [
             jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
             for t in leaves
         ]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
-        for ref, leaf in zip(self._refs, jax.tree.leaves(value), strict=True):
+        for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
             ref[place] = leaf
 
     def __getitem__(self, place: Any) -> Tree:
-        return jax.tree.unflatten(self._treedef, [ref[place] for ref in self._refs])
+        return jax.tree.unflatten(self._treedef, [ref[place] for ref in self.refs])
 
     def all(self) -> Tree:
         """[places, ...] leaves."""
-        return jax.tree.unflatten(self._treedef, [ref[...] for ref in self._refs])
+        return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
 
 
 class Total:
@@ -59,3 +60,64 @@ class Total:
     def all(self) -> Leaves:
         """The totals."""
         return [ref[...] for ref in self.refs]
+
+
+class Seen:
+    """A pool whose places values of several kinds share, as one kind sees it.
+
+    Args:
+      pool: the shared pool.
+      view: how a value lies in a place; None where none ever does, and what is read is a value
+        that nobody uses.
+      types: a tree of types, one value.
+      axes: the mesh axes over which values vary.
+    """
+
+    def __init__(self, pool: Pool, view: View | None, types: Tree, axes: tuple[str, ...]) -> None:
+        self.places = pool.places
+        self._pool, self._view, self._types, self._axes = pool, view, types, axes
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        spots = self._view.spots if self._view else ()
+        for spot, leaf in zip(spots, jax.tree.leaves(value), strict=True):
+            Part(self._pool.refs[spot.cell], spot, place)[...] = leaf
+
+    def __getitem__(self, place: Any) -> Tree:
+        if self._view is None:
+            return blank(self._types, self._axes)
+        found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
+        return jax.tree.unflatten(self._view.treedef, found)
+
+
+class SeenTotal:
+    """Totals of one stage's gradients, within those that several share.
+
+    Gradients are added in place where they have a ref of their own. Those that are a part of one
+    are summed beside it first, from `begin` to `end`.
+    """
+
+    def __init__(self, total: Total, spots: tuple[Spot, ...], axes: tuple[str, ...]) -> None:
+        self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
+        self._own = [spot.part is None for spot in spots]
+        self._refs = [total.refs[spot.cell] for spot in spots]
+        self._axes = axes
+        self.refs: Leaves = []
+
+    def begin(self) -> None:
+        """Make `refs` for the gradients of one action."""
+        self.refs = [
+            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), self._axes))
+            for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
+        ]
+
+    def end(self, *, changed: bool) -> None:
+        """Add what was summed, if anything."""
+        for ref, part, own in zip(self.refs, self._parts, self._own, strict=True):
+            if changed and not own:
+                part[...] += ref[...]
+        self.refs = []
+
+    def add(self, values: Leaves) -> None:
+        """Add one value to each."""
+        for part, value in zip(self._parts, values, strict=True):
+            part[...] += value

@@ -22,7 +22,7 @@ from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
 from pipeline.plan import Bubbles, Plan, Remat
 from pipeline.randomness import advance
-from pipeline.stage import Ends, count_stages, define, make_chunks
+from pipeline.stage import Ends, count_stages, define, make_chunks, seats, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -163,17 +163,16 @@ class Pipeline(nnx.Module):
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""
-        held = self.schedule.stages_of
-        split = [nnx.split(chunk) for chunk in self.chunks]
-        found: dict[int, nnx.Module] = {}
-        for rank, stages in enumerate(held):
-            for (graphdef, state), k in zip(split, stages, strict=True):
-                found[k] = nnx.merge(graphdef, jax.tree.map(lambda x, r=rank: x[r], state))
+        found = {
+            k: take_stage(chunk, rank)
+            for rank, held in enumerate(self.schedule.stages_of)
+            for chunk, k in zip(self.chunks, held, strict=True)
+        }
         return [found[k] for k in range(len(found))]
 
     def describe(self) -> str:
         """What runs, where, and what it is predicted to cost."""
-        return describe(self.plan)
+        return describe(self.plan, self.chunks)
 
     def _operands(self, inputs: Tree, targets: Tree, extras: Any) -> tuple[Model, Weights, Batch]:
         batch = make_batch(
@@ -189,6 +188,7 @@ class Pipeline(nnx.Module):
         )
         ends, ends_params, ends_rest = define(self.ends, "embed or head")
         model = Model(
+            stages=seats(self.chunks, definitions, self.schedule.stages_of),
             chunk=definitions[0],
             ends=ends,
             has_embed=self.embed is not None,

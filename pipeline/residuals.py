@@ -31,12 +31,16 @@ def stage_pullback(
 ) -> tuple[Tree, Pullback]:
     """A stage's output, and its pullback over (weights, x's float leaves)."""
     floats, others = partition(x)
+    like: Tree = None
 
     def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Leaves]:
-        return partition(f(w, fixed, side, combine(x, xf, others)))
+        nonlocal like
+        y = f(w, fixed, side, combine(x, xf, others))
+        like = jax.tree.map(jax.typeof, y)
+        return partition(y)
 
     y, y_others, pullback = differentiate(g, weights, floats)
-    return combine(x, y, y_others), pullback
+    return combine(like, y, y_others), pullback
 
 
 class Residuals:

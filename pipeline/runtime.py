@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
-from pipeline.masked import run_masked
 from pipeline.plan import Plan
 from pipeline.tree import Tree
+from pipeline.workers import Crew, runner
 from schedules.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
@@ -56,7 +56,7 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
         cell = _cell(plan, model, weights, batch)
-        actions = Actions(
+        actions = _actions(cell)(
             cell,
             plan.training,
             take_loss=True,
@@ -94,7 +94,7 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
         cell = _cell(plan, model, weights, batch)
-        actions = Actions(cell, plan.forward, take_loss=take_loss)
+        actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         _scan(actions, plan, plan.forward, tables)
         if take_loss:
             total, weight = sum_over(actions.loss.all(), plan.axes)
@@ -132,6 +132,10 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
     return Cell(model, local, jax.tree.map(split, batch), plan.axes)
 
 
+def _actions(cell: Cell) -> type[Actions]:
+    return Crew if cell.lanes else Actions
+
+
 def _squeeze(tree: Tree) -> Tree:
     """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
     return jax.tree.map(lambda x: x[0], tree)
@@ -145,11 +149,12 @@ def _unsplit(x: jax.Array) -> jax.Array:
 def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
     masked = plan.bubbles == "masked"
+    run = runner(actions, masked=masked)
 
     def tick(used: tuple[int, ...], carry: None, rows: Row) -> tuple[None, None]:
         for index in used:
             slot, row = program.slots[index], {name: rows[name][index] for name in FIELDS}
-            message = run_masked(actions, slot, row) if masked else actions.run_slot(slot, row)
+            message = run(slot, row)
             for column, channel in enumerate(slot.channels):
                 arrived = exchange(message, channel.edges, STAGE) if channel.shift else message
                 actions.buffers[row["arrival"][column]] = arrived

@@ -1,4 +1,4 @@
-"""Between NNX modules and arrays: stack equal stages, call one inside the kernel.
+"""Between NNX modules and arrays: lay out stages over ranks, call one inside the kernel.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
 axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
@@ -6,7 +6,7 @@ axis of length S sharded over ``stage``: index r is the stage that rank r holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import STAGE
-from pipeline.tree import Leaves, Tree, shape_text
+from pipeline.difference import difference
+from pipeline.tree import Leaves, Tree
+from pipeline.unlike import Overlaid, Views
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,45 @@ class Definition:
                     f"freeze it"
                 )
         return result
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stage is, and what it is there.
+
+    Attributes:
+      definition: its static half.
+      rank, chunk: its place.
+      views: where its values lie in the chunk's state; None where they are that state.
+    """
+
+    definition: Definition
+    rank: int
+    chunk: int
+    views: Views | None
+
+
+def seats(
+    chunks: Sequence[nnx.Module],
+    definitions: Sequence[Definition],
+    stages_of: Sequence[Sequence[int]],
+) -> tuple[Seat, ...]:
+    """[K] the seats of all stages, in layer order.
+
+    Args:
+      chunks: the V chunks.
+      definitions: [V] theirs; those of stages that are not alike are their own.
+      stages_of: [S] lists of the V stages on each rank.
+    """
+    found: dict[int, Seat] = {}
+    for rank, stages in enumerate(stages_of):
+        for v, k in enumerate(stages):
+            chunk, definition, views = chunks[v], definitions[v], None
+            if isinstance(chunk, Overlaid):
+                definition, _, _ = define(chunk.stages[rank], definition.label)
+                views = chunk.views[rank]
+            found[k] = Seat(definition, rank, v, views)
+    return tuple(found[k] for k in range(len(found)))
 
 
 def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
@@ -112,27 +153,52 @@ def _stacked_length(stages: nnx.Module) -> int:
 
 
 def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> list[nnx.Module]:
-    """The V chunks of K equal stages, with every leaf placed on the rank that runs it.
+    """The V chunks of K stages, with every leaf placed on the rank that runs it.
+
+    Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
 
     Args:
       stages: a list of K modules, or one stacked module.
       mesh: the mesh with its ``stage`` axis.
       stages_of: [S] lists of the V stages on each rank.
     """
+    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
     if _is_stacked(stages):
         graphdef, state = nnx.split(stages)
-        flat, treedef = jax.tree.flatten(state)
-        picks = [[leaf[k] for leaf in flat] for k in range(flat[0].shape[0])]
-    else:
-        graphdef, flat, treedef = _split_equal(stages)
-        picks = flat
-    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
-    chunks = []
-    for held in zip(*stages_of, strict=True):  # the stages of one chunk, by rank
-        columns = zip(*(picks[k] for k in held), strict=True)
-        stacked = [_stack(list(column), sharding) for column in columns]
-        chunks.append(nnx.merge(graphdef, jax.tree.unflatten(treedef, stacked)))
-    return chunks
+        leaves, treedef = jax.tree.flatten(state)
+        return [
+            _stacked(graphdef, treedef, [[leaf[k] for leaf in leaves] for k in held], sharding)
+            for held in zip(*stages_of, strict=True)
+        ]
+    return [_chunk(stages, held, sharding) for held in zip(*stages_of, strict=True)]
+
+
+def _chunk(
+    stages: Sequence[nnx.Module], held: Sequence[int], sharding: NamedSharding
+) -> nnx.Module:
+    """One chunk: the stages that each rank holds of it."""
+    first, *others = held
+    for k in others:
+        if found := difference(stages[first], stages[k]):
+            why = f"stages[{k}] differs from stages[{first}] {found}"
+            return Overlaid([stages[k] for k in held], sharding, why)
+    graphdef, state = nnx.split(stages[first])
+    rows = [jax.tree.leaves(nnx.state(stages[k])) for k in held]
+    return _stacked(graphdef, jax.tree.structure(state), rows, sharding)
+
+
+def _stacked(graphdef: Any, treedef: Any, rows: list[Leaves], sharding: Any) -> nnx.Module:
+    """One module with leaves [S, ...], from [S] lists of leaves."""
+    stacked = [_stack(list(column), sharding) for column in zip(*rows, strict=True)]
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, stacked))
+
+
+def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
+    """The stage that a rank holds in a chunk, whole."""
+    if isinstance(chunk, Overlaid):
+        return chunk.stage(rank)
+    graphdef, state = nnx.split(chunk)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], state))
 
 
 def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
@@ -147,67 +213,3 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
         return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
 
     return jax.make_array_from_callback(shape, sharding, rows)
-
-
-def _split_equal(stages: Sequence[nnx.Module]) -> tuple[Any, list[Leaves], Any]:
-    """Split stages that must be alike; the first difference is an error."""
-    graphdef, state = nnx.split(stages[0])
-    leaves: Leaves = jax.tree.leaves(state)
-    treedef: Any = jax.tree.structure(state)
-    want = _types(state)
-    flats = [leaves]
-    for k, stage in enumerate(stages[1:], start=1):
-        other_def, other = nnx.split(stage)
-        have = _types(other)
-        for path in sorted(want.keys() | have.keys()):
-            if want.get(path) != have.get(path):
-                raise ValueError(
-                    f"stages[{k}] differs from stages[0] at {path}: "
-                    f"{have.get(path, 'no such leaf')} against {want.get(path, 'no such leaf')}; "
-                    f"stages must have equal structure, shapes and dtypes: move what differs into "
-                    f"embed or head"
-                )
-        if other_def != graphdef or jax.tree.structure(other) != treedef:
-            raise ValueError(
-                f"stages[{k}] differs from stages[0] in {_static_difference(stages[0], stage)}; "
-                f"stages must be alike in all but their arrays: give every stage the same "
-                f"configuration, and functions defined once for all"
-            )
-        flats.append(jax.tree.leaves(other))
-    return graphdef, flats, treedef
-
-
-def _types(state: Tree) -> Mapping[str, str]:
-    """Path to ``Param float32[4,8]`` for every variable."""
-    return {
-        ".".join(map(str, path)): f"{type(variable).__name__} {shape_text(variable)}"
-        for path, variable in nnx.to_flat_state(state)
-    }
-
-
-def _static_difference(a: Any, b: Any) -> str:
-    """Name an attribute in which two modules with equal arrays differ."""
-    others = dict(nnx.iter_graph(b))
-    for path, node in nnx.iter_graph(a):
-        if not isinstance(node, nnx.Module):
-            continue
-        twin = others.get(path)
-        if type(node) is not type(twin):
-            where = ".".join(map(str, path)) or "the module"
-            return f"{where}: {type(twin).__name__} against {type(node).__name__}"
-        have, want = vars(twin), vars(node)
-        for name in sorted(have.keys() | want.keys()):
-            nested = isinstance(want.get(name), (nnx.Module, nnx.Variable))
-            if nested or name.startswith("_"):
-                continue
-            if name not in have or name not in want or not _same(have[name], want[name]):
-                found = [repr(of[name]) if name in of else "nothing" for of in (have, want)]
-                return f"attribute {'.'.join([*map(str, path), name])}: {' against '.join(found)}"
-    return "static structure"
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except (TypeError, ValueError):  # objects whose == is not a bool, such as arrays
-        return False

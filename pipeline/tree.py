@@ -46,6 +46,12 @@ def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
     return vary(jax.tree.map(zeros, types), axes)
 
 
+def signature(tree: Tree) -> tuple[Any, ...]:
+    """What two trees of equal structure, shapes and dtypes have in common; hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, *((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
 def shape_text(leaf: Any) -> str:
     """``float32[4,8]``."""
     return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"

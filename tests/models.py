@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pipeline.unlike import Overlaid
+
 WIDTH = 8  # of every activation
 WORDS = 11  # of the vocabulary of `Words`
 CLASSES = 5  # what `Readout` makes of a row
@@ -222,6 +224,10 @@ class Ends(nnx.Module):
 
 def by_stage(pipe: Any, grads: nnx.State) -> list[Any]:
     """[K] gradients in layer order, out of the [S, ...] leaves of each chunk."""
+    if any(isinstance(chunk, Overlaid) for chunk in pipe.chunks):
+        filled = nnx.clone(pipe)
+        nnx.update(filled, grads)
+        return [nnx.state(stage, nnx.Param) for stage in filled.stages()]
     found: dict[int, Any] = {}
     for rank, held in enumerate(pipe.schedule.stages_of):
         for chunk, stage in enumerate(held):

@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 
 import schedules
 from collectives import make_mesh
-from pipeline import Pipeline, actions, memory, runtime
+from pipeline import Pipeline
 from schedules import from_orders
 from tests import models
 from tests.grids import covering, pairs
 from tests.models import Block, Hostile, Layered, Readout, Sliced, Tree, Words
+from tests.poison import poison  # noqa: F401, a fixture
 
 RANKS, MICROBATCHES = (1, 2, 4, 8), (1, 2, 3, 8, 17)
 FAMILIES = ("gpipe", "1f1b", "eager_1f1b")
@@ -399,37 +400,6 @@ def test_a_timetable_from_a_file(tmp_path):
 
 
 # --- leaks ---
-
-
-@pytest.fixture
-def poison(monkeypatch):
-    """NaN in all memory that the kernel has not written, and in every message nobody sent."""
-
-    def spoilt(x):
-        return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    zeros, blank, exchange = memory.zeros, actions.blank, runtime.exchange
-    counted = {"memory": 0, "messages": 0, "edges": 0}
-
-    def nan_memory(leaf, *, lead=()):
-        counted["memory"] += 1
-        return spoilt(zeros(leaf, lead=lead))
-
-    def nan_message(types, axes):
-        counted["messages"] += 1
-        return jax.tree.map(spoilt, blank(types, axes))
-
-    def nan_exchange(tree, edges, axis):
-        counted["edges"] += 1
-        to = jnp.array([destination for _, destination in edges])
-        arrives = (jax.lax.axis_index(axis) == to).any()
-        return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
-
-    monkeypatch.setattr(memory, "zeros", nan_memory)
-    monkeypatch.setattr(actions, "blank", nan_message)
-    monkeypatch.setattr(runtime, "exchange", nan_exchange)
-    yield
-    assert all(counted.values()), counted
 
 
 @pytest.mark.usefixtures("poison")

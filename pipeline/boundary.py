@@ -1,0 +1,110 @@
+"""What passes between neighbours: each stage takes what the one before it returns.
+
+Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
+stage's output. Nobody declares their types: they follow from tracing one stage after the other.
+So a stage that cannot take what it is given fails somewhere inside, and what it does take is
+found by trial: the types of other boundaries, then changes of one leaf towards its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.seen import code, seen_by
+from pipeline.tree import Tree, path_text, shape_text, signature
+
+if TYPE_CHECKING:
+    from pipeline.cell import Cell
+
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
+_MOST_TRIALS = 200
+
+
+def follow(cell: Cell, x: Tree) -> list[Tree]:
+    """The types of activations 0..K, given that of the first.
+
+    Raises:
+      ValueError: a stage does not take what the one before it returns.
+    """
+    found, known = [x], {}
+    for k, seat in enumerate(cell.model.stages):
+        key = code(cell, seat), signature(x)
+        if key not in known:
+            known[key] = _output(cell, k, found)
+        x = known[key]
+        found.append(x)
+    return [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x) for x in found]
+
+
+def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
+    """The type of activation k + 1."""
+    view = seen_by(cell, cell.model.stages[k])
+
+    def run(x: Tree) -> Tree:
+        return jax.eval_shape(lambda x: view.stage(*view.stage_arguments(view.home, 0), x), x)
+
+    try:
+        return run(before[k])
+    except _REFUSALS as error:
+        if k == 0:
+            raise
+        weights = jax.eval_shape(lambda: view.weights[view.home])
+        taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
+        if taken is None:
+            given = jax.tree.map(shape_text, before[k])
+            error.add_note(f"stages[{k}] was given what stages[{k - 1}] returns: {given}")
+            raise
+        raise ValueError(
+            f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
+            f"microbatch and data shard); neighbours agree on the activation between them: change "
+            f"either stage"
+        ) from error
+
+
+def _taken(run: Callable[[Tree], Tree], candidates: list[Tree]) -> Tree | None:
+    """The first candidate that a stage can run on."""
+    for x in candidates[:_MOST_TRIALS]:
+        try:
+            run(x)
+        except _REFUSALS:
+            continue
+        return x
+    return None
+
+
+def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
+    """Activations that differ from ``x`` in the dtype or in one size of one leaf."""
+    leaves, treedef = jax.tree.flatten(x)
+    sizes = sorted({size for w in weights for size in w.shape})
+    dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
+    for n, leaf in enumerate(leaves):
+        changed = [(leaf.shape, dtype) for dtype in dtypes]
+        for axis in reversed(range(1, leaf.ndim)):
+            changed += [
+                ((*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype) for size in sizes
+            ]
+        for shape, dtype in changed:
+            if (shape, dtype) != (leaf.shape, leaf.dtype):
+                new = leaf.update(shape=shape, dtype=dtype)
+                yield jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]])
+
+
+def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
+    """``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
+    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
+    if structures[0] != structures[1]:
+        return (
+            f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
+        )
+    given = jax.tree_util.tree_leaves_with_path(taken)
+    for (path, a), b in zip(given, jax.tree.leaves(returned), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return (
+                f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "
+                f"{shape_text(b)}"
+            )
+    return "another activation"

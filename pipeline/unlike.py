@@ -1,0 +1,191 @@
+"""Stages that are not alike, held as one chunk.
+
+Letters: S ranks, V chunks. Equal stages are stacked leaf by leaf and keep their module. What S
+stages of different structure have in common is only that each lies on one rank, so their
+variables are laid over each other (`pipeline.overlay`) in cells [S, ...] sharded over ``stage``,
+as large as the largest of them:
+
+* ``named`` has a column for each variable that all ranks can afford, under its own path: for lists
+  of equal layers of uneven length that is every variable, and names, shapes and masks survive;
+* ``packed`` has the rest in flat cells, matrices apart from vectors, so that a rule such as weight
+  decay for matrices only can still be told by path. Padding is zero and so is its gradient.
+
+A module's static half cannot be laid over another's: ``stages`` keeps each stage without its
+values, so that ``pipe.eval()`` and the like still reach it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from pipeline.overlay import Cell, Leaf, Spot, View, overlay
+from pipeline.tree import Tree
+
+Path = tuple[Any, ...]
+Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
+
+
+class Hollow(nnx.Variable[Any]):
+    """Stands for a variable whose value lies in the cells."""
+
+
+class Group(nnx.Module):
+    """A part of a path."""
+
+
+@dataclass(frozen=True)
+class Views:
+    """Where a stage's values lie, among the leaves of its chunk's state.
+
+    Attributes:
+      params: its `nnx.Param` state, within that of the chunk.
+      rest: all its other state, likewise.
+    """
+
+    params: View
+    rest: View
+
+
+class Overlaid(nnx.Module):
+    """S stages, one per rank, in shared cells.
+
+    Args:
+      stages: [S] modules.
+      sharding: of the cells.
+      why: in what the stages differ.
+
+    Attributes:
+      named: columns, by path; packed: flat cells.
+      stages: [S] modules without values.
+      views: [S] where their values are.
+      about: one line: what they differ in, and what their layout costs.
+    """
+
+    def __init__(self, stages: Sequence[nnx.Module], sharding: NamedSharding, why: str) -> None:
+        self.named, self.packed = Group(), Group()
+        self.stages = nnx.List([_hollow(stage) for stage in stages])
+        flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
+        cells, spots = overlay([[_leaf(*item) for item in flat.items()] for flat in flats])
+        held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
+        for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
+            for variable, spot in zip(flat.values(), found, strict=True):
+                held[spot.cell][rank].append((variable, spot))
+        paths = [
+            _put(self, _cell_path(cell), _cell_variable(cell, ranks, sharding))
+            for cell, ranks in zip(cells, held, strict=True)
+        ]
+        places = [dict(zip(f, found, strict=True)) for f, found in zip(flats, spots, strict=True)]
+        self.views = nnx.static(tuple(map(self._views, stages, places, [paths] * len(stages))))
+        self.about = f"{why}; {_sizes(self, stages)}"
+
+    def _views(self, stage: nnx.Module, places: dict[Path, Spot], paths: list[Path]) -> Views:
+        halves = zip(_halve(stage), _halve(self), strict=True)
+        return Views(*(_view(half, places, own, paths) for half, own in halves))
+
+    def stage(self, rank: int) -> nnx.Module:
+        """A rank's stage, whole."""
+        rows = [[leaf[rank] for leaf in jax.tree.leaves(half)] for half in _halve(self)]
+        views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
+        return nnx.merge(graphdef, views.params.tree(rows[0]), views.rest.tree(rows[1]))
+
+
+def _leaf(path: Path, variable: Any) -> Leaf:
+    """What a variable may share: with the same path a column, with the same type a flat cell."""
+    kind = type(variable)
+    is_matrix = kind is nnx.Param and len(variable.shape) > 1
+    name = (*map(str, path),)
+    return Leaf((kind, variable.dtype, is_matrix), name, variable.shape)
+
+
+def _cell_path(cell: Cell) -> Path:
+    if cell.name is not None:
+        return "named", *cell.name
+    kind, dtype, is_matrix = cell.group
+    what = ("matrices" if is_matrix else "vectors") if kind is nnx.Param else kind.__name__
+    return "packed", re.sub("[^A-Za-z0-9]+", "_", f"{what}_{dtype.name}").strip("_")
+
+
+def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
+    """Make the variable an attribute; its path, which differs if that is taken."""
+    *groups, name = path
+    for part in groups:
+        if part not in vars(module):
+            setattr(module, part, Group())
+        module = getattr(module, part)
+    while name in vars(module):  # flat cells of two types of one name
+        name += "_"
+    setattr(module, name, variable)
+    return *groups, name
+
+
+def _hollow(stage: nnx.Module) -> nnx.Module:
+    graphdef, state = nnx.split(stage)
+    hollow = [(path, Hollow(None)) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(hollow))
+
+
+def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
+    """Its `nnx.Param` state, and all its other state."""
+    split: Any = nnx.split(module, nnx.Param, ...)
+    return split[1], split[2]
+
+
+def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) -> View:
+    """A stage's state within its chunk's, whose cells lie at ``paths``."""
+    flat = [path for path, v in nnx.to_flat_state(own) if not isinstance(v, Hollow)]
+    order = {path: index for index, path in enumerate(flat)}
+    spots = (places[path] for path, _ in nnx.to_flat_state(half))
+    moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
+    return View(jax.tree.structure(half), tuple(moved))
+
+
+def _cell_variable(cell: Cell, ranks: list[list[Held]], sharding: NamedSharding) -> Any:
+    """[S, ...] from what each rank holds in a cell; no device holds more than its own rows."""
+    like = next(variable for held in ranks for variable, _ in held)
+    first = like.get_value()
+    shape = len(ranks), *cell.shape
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return like.replace(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
+    is_key = jax.numpy.issubdtype(first.dtype, jax.dtypes.prng_key)
+    plain: Any = jax.random.key_data if is_key else np.asarray
+    tail = plain(first).shape[first.ndim :]  # what a typed key is made of
+
+    def rows(index: Any) -> Any:
+        mine = ranks[index[0]]
+        out = np.zeros((len(mine), *cell.shape, *tail), plain(first).dtype)
+        for row, held in enumerate(mine):
+            for variable, spot in held:
+                part = (row,) if spot.part is None else (row, slice(*spot.part))
+                out[part] = np.reshape(plain(variable.get_value()), out[part].shape)
+        return out
+
+    if is_key:
+        keys = jax.random.wrap_key_data(rows((slice(None),)), impl=jax.random.key_impl(first))
+        return like.replace(jax.device_put(keys, sharding))
+    return like.replace(jax.make_array_from_callback(shape, sharding, rows))
+
+
+def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
+    """What its layout costs."""
+    params, _ = _halve(chunk)
+    flat = nnx.to_flat_state(params)
+    packed = sum(path[0] == "packed" for path, _ in flat)
+    stored = sum(map(_bytes, jax.tree.leaves(params))) // len(stages)
+    largest = max(sum(map(_bytes, jax.tree.leaves(_halve(stage)[0]))) for stage in stages)
+    return (
+        f"{len(flat) - packed} arrays of parameters keep their names, the rest is packed into "
+        f"{packed}; a rank stores {stored:,} bytes of them, the largest stage has {largest:,}"
+    )
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,0 +1,40 @@
+"""NaN wherever the kernel should not look."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pipeline import actions, memory, runtime
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """NaN in all memory that the kernel has not written, and in every message nobody sent."""
+
+    def spoilt(x):
+        return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    zeros, blank, exchange = memory.zeros, actions.blank, runtime.exchange
+    counted = {"memory": 0, "messages": 0, "edges": 0}
+
+    def nan_memory(leaf, *, lead=()):
+        counted["memory"] += 1
+        return spoilt(zeros(leaf, lead=lead))
+
+    def nan_message(types, axes):
+        counted["messages"] += 1
+        return jax.tree.map(spoilt, blank(types, axes))
+
+    def nan_exchange(tree, edges, axis):
+        counted["edges"] += 1
+        to = jnp.array([destination for _, destination in edges])
+        arrives = (jax.lax.axis_index(axis) == to).any()
+        return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
+
+    monkeypatch.setattr(memory, "zeros", nan_memory)
+    monkeypatch.setattr(actions, "blank", nan_message)
+    monkeypatch.setattr(runtime, "exchange", nan_exchange)
+    yield
+    assert all(counted.values()), counted
