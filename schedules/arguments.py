@@ -34,7 +34,7 @@ def see_that_it_is_a_duration(what: str, value: object) -> None:
             f"{what}: a duration is a finite number >= 0; give the measured time, in the same "
             f"unit for all"
         )
-    if value > LONGEST:  # type: ignore[operator]
+    if float(value) > LONGEST:  # type: ignore[arg-type]
         raise ScheduleError(
             f"{what}: sums of durations above {LONGEST:g} overflow; choose a larger unit, the same "
             f"for all"

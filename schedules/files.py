@@ -44,8 +44,9 @@ def replace(text: str, path: Where) -> None:
         part.write_text(text, encoding="ascii", newline="")
         part.replace(target)
     except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None  # as it was given, not our own
-        raise
+        if error.filename is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # not our own
     finally:
         part.unlink(missing_ok=True)
 

@@ -241,7 +241,7 @@ def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     if gap is not None:
         stray = next(k for k in rank_of if not 0 <= k < len(rank_of))
         raise ScheduleError(
-            f"orders mention stage {stray} but never stage {gap}; stages are numbered "
+            f"orders mention stage {shorten(stray)} but never stage {gap}; stages are numbered "
             f"0..K-1 without gaps, so add stage {gap} or renumber"
         )
     return tuple(rank_of[k] for k in range(len(rank_of)))

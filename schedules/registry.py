@@ -87,7 +87,9 @@ def build(
         that need more memory than there is, or an option that the family does not take.
     """
     if not is_one_of(name, (*_FAMILIES, *_TAILORED)):
-        near = difflib.get_close_matches(str(name)[:40], (*names(), "auto"), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(
+            shorten(name).strip("'"), (*names(), "auto"), n=3, cutoff=0.4
+        )
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ScheduleError(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
