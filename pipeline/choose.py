@@ -36,7 +36,8 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
         raise ValueError(
             f"stages has {num_stages} stages, which the mesh's {ranks} ranks on axis 'stage' "
             f"cannot share equally; use {' or '.join(map(str, near))} stages, or a stage axis "
-            f"whose size divides {num_stages}"
+            f"whose size divides {num_stages}; stages need not be alike, so one may hold more "
+            f"layers than another"
         )
     return mesh
 

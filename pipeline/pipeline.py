@@ -1,4 +1,4 @@
-"""The public object: K equal NNX stages that train as one module."""
+"""The public object: K NNX stages that train as one module."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class Pipeline(nnx.Module):
     microbatches, D data shards, N rows of a batch.
 
     Args:
-      stages: K modules with equal structure, or one module stacked on a leading axis of length K.
-        ``stage(x)`` returns what it is given in shape and dtype; ``x`` may be a pytree.
+      stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes
+        what the stage before it returns; ``x`` may be a pytree. Stages may differ in structure and
+        in what they return; where they are alike, all ranks share their code and a rank stores
+        them as they are.
       num_microbatches: M; a batch of N rows is split into M * D equal parts.
       schedule: a name out of `schedules.names()`, a `Schedule`, the path of a CSV timetable, or
         None to choose one.
@@ -53,7 +55,9 @@ class Pipeline(nnx.Module):
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
-        v is the stage that rank r runs as its v-th. With V = 1 that is layer order.
+        v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
+        stages of a chunk differ it is a `pipeline.unlike.Overlaid`; `stages()` gives them as they
+        are.
       ends: embed and head, on every rank.
 
     Raises:

@@ -2,6 +2,7 @@
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
 axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
+Where the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
 """
 
 from __future__ import annotations

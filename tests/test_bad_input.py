@@ -187,7 +187,8 @@ def test_stages_that_ranks_cannot_share(count):
     use = {1: "2", 3: "2 or 4", 5: "4 or 6"}[count]
     assert refusal(make, models.build(Block, count)) == (
         f"stages has {count} stages, which the mesh's 2 ranks on axis 'stage' cannot share "
-        f"equally; use {use} stages, or a stage axis whose size divides {count}"
+        f"equally; use {use} stages, or a stage axis whose size divides {count}; stages need not "
+        f"be alike, so one may hold more layers than another"
     )
 
 
