@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import UnionType
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +46,14 @@ def see_that_it_is_a_duration(what: str, value: object) -> None:
 def is_one_of(value: object, words: Iterable[str]) -> bool:
     """Whether it is one of some words; anything may be asked, arrays and lists too."""
     return isinstance(value, str) and value in words
+
+
+def listed(value: Any, alone: type | UnionType) -> list[Any]:
+    """What there is of something: a value alone, or all that it holds."""
+    try:
+        return [value] if isinstance(value, alone) else list(value)
+    except TypeError:  # it holds nothing; whoever asks will refuse it
+        return [value]
 
 
 def need(argument: str, value: object, kind: type, remedy: str) -> None:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from schedules import cli_files as files
 from schedules import cli_options as given
 from schedules.auto import Choice, auto
 from schedules.check import check
 from schedules.explain import CAUSES
 from schedules.files import shown
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import ScheduleError
 from schedules.limits import OutOfReachError
 from schedules.lower import lower
 from schedules.palette import printable
-from schedules.records import report_record, schedule_record, write_json
+from schedules.records import report_record, schedule_record
 from schedules.registry import names
 from schedules.simulate import Report
 from schedules.terminal import render, wants_colour
 
-DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 
 
@@ -46,59 +44,16 @@ def complain(text: str) -> None:
 
 def draw(options: argparse.Namespace) -> int:
     """A timetable on the terminal, or in the files named."""
-    _see_that_it_can_be_written(options.output, DRAWINGS)
+    files.see_that_they_can_be_written(options.output, files.DRAWINGS)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
-        _save(options, schedules, path)
+        files.draw(options, schedules, path)
     if not options.output:
         colour = wants_colour(sys.stdout)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for schedule in schedules:
             say(render(given.clocked(options, schedule), colour=colour, width=width))
     return 0
-
-
-def _see_that_it_can_be_written(paths: Sequence[str], suffixes: Sequence[str]) -> None:
-    """Before anything is searched for, simulated or written."""
-    for path in paths:
-        if Path(path).suffix.lower() not in suffixes:
-            raise given.UsageError(
-                f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
-                f"trace for Perfetto)"
-            )
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-
-def _save(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
-    name = path.lower()
-    if name.endswith(".html"):
-        from schedules.page import save_page  # noqa: PLC0415  most commands need no page
-
-        both = [_under(options, schedule, clock) for schedule in schedules for clock in _BOTH]
-        save_page(both, path, title=options.title)
-        return
-    reports = [given.clocked(options, schedule) for schedule in schedules]
-    if name.endswith((".png", ".svg")):
-        from schedules.draw import save_timeline  # noqa: PLC0415  it needs matplotlib
-
-        save_timeline(reports, path, title=options.title)
-    elif name.endswith(".json"):
-        from schedules.trace import save_trace  # noqa: PLC0415  likewise
-
-        save_trace(reports, path)
-    else:
-        text = "\n\n".join(render(report, colour=False) for report in reports)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-
-_BOTH = ("event", "lockstep")
-
-
-def _under(options: argparse.Namespace, schedule: Schedule, clock: str) -> Report:
-    """A report under a clock, with the slots that were asked for if it has any."""
-    slots = {"pattern": None, "partners": False} if clock == "event" else {}
-    return given.clocked(argparse.Namespace(**{**vars(options), "clock": clock, **slots}), schedule)
 
 
 def table(options: argparse.Namespace) -> int:
@@ -233,7 +188,7 @@ def choose(options: argparse.Namespace) -> int:
             "auto chooses slots itself, for barriers and without pairs; leave "
             "out --pattern, --partners and --pair"
         )
-    _see_that_it_can_be_written(options.output, (".csv", *DRAWINGS))
+    files.see_that_they_can_be_written(options.output, (".csv", *files.DRAWINGS))
     try:
         choice = auto(
             options.ranks,
@@ -250,9 +205,9 @@ def choose(options: argparse.Namespace) -> int:
         return ILLEGAL
     for path in options.output:
         if given.is_file(path):
-            _write(choice.schedule, path)
+            files.write(choice.schedule, path)
         else:
-            _save(options, [choice.schedule], path)
+            files.draw(options, [choice.schedule], path)
     say(json.dumps(_chosen(choice), indent=2) if options.json else str(choice))
     return 0
 
@@ -279,17 +234,10 @@ def convert(options: argparse.Namespace) -> int:
     if not given.is_file(options.target):
         raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
     schedule = given.load(options, options.schedule)
-    _write(schedule, options.target)
+    files.write(schedule, options.target)
     if options.json:
         say(json.dumps(schedule_record(schedule)))
     return 0
-
-
-def _write(schedule: Schedule, path: str) -> None:
-    if path.lower().endswith(".csv"):
-        schedule.to_csv(path)
-    else:
-        write_json(schedule, path)
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

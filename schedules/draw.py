@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedules.explain import CAUSES, Cause, Wait
 from schedules.ir import Kind, ScheduleError
-from schedules.palette import LIGHT, NAMES, heading, joined, kinds
+from schedules.palette import LIGHT, NAMES, heading, joined, kinds, several
 from schedules.simulate import Report
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ def save_timeline(
       ScheduleError: nothing to draw, or another suffix.
       ImportError: matplotlib is absent.
     """
-    reports = [reports] if isinstance(reports, Report) else list(reports)
+    reports = several(reports)
     suffix = Path(path).suffix.lower()
-    if not reports:
-        raise ScheduleError("reports is empty; give what simulate() returned, one or several")
     if suffix not in SUFFIXES:
         raise ScheduleError(
             f"path={os.fspath(path)!r} ends in {suffix!r}; a timeline is written as "

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from schedules.arguments import listed
 from schedules.costs import Costs
 from schedules.explain import CAUSES, Wait
 from schedules.ir import KINDS, Action, Schedule, ScheduleError, shorten
@@ -67,7 +68,7 @@ def save_page(
       ScheduleError: nothing to draw, or what cannot be; another suffix; more than `MOST_ACTIONS`
         actions.
     """
-    given = [drawn] if isinstance(drawn, Report | Schedule) else list(drawn)
+    given = listed(drawn, Report | Schedule)
     if not given:
         raise ScheduleError(
             "drawn is empty; give what simulate() returned, or schedules, one or several"

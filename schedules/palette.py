@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from schedules.arguments import listed, need
 from schedules.explain import Cause
-from schedules.ir import KINDS, Kind, Schedule
+from schedules.ir import KINDS, Kind, Schedule, ScheduleError
 from schedules.simulate import Report
 
 NAMES: dict[Kind, str] = {
@@ -69,6 +70,20 @@ def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
     """The kinds that occur, in the order of `KINDS`."""
     found = {a.kind for schedule in schedules for order in schedule.orders for a in order}
     return [kind for kind in KINDS if kind in found]
+
+
+def several(reports: Report | Iterable[Report]) -> list[Report]:
+    """What a drawing was given, one report or several, as a list.
+
+    Raises:
+      ScheduleError: none, or what is no report.
+    """
+    found: list[Report] = listed(reports, Report)
+    if not found:
+        raise ScheduleError("reports is empty; give what simulate() returned, one or several")
+    for report in found:
+        need("reports", report, Report, "give what simulate() returned, one or several")
+    return found
 
 
 def printable(text: str) -> str:

@@ -180,15 +180,13 @@ def _halves(case: Case) -> Iterator[Fault]:
 
 def _overlaps(case: Case) -> Iterator[Fault]:
     """A pair is an F and a backward of another stage, side by side."""
-    schedule, flat = case.schedule, case.flat
-    lost = list(_lost_pairs(schedule))
+    schedule, flat, lost = case.schedule, case.flat, list(_lost_pairs(case.schedule))
 
     def tell(item: int) -> Culprit:
         (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
         there = ((rank, position),) if 0 <= position < actions else ()
-        return Culprit(
-            f"position {shorten(position)} of the {actions} actions of rank {rank}", there
-        )
+        text = f"position {shorten(position)} of the {actions} actions of rank {rank}"
+        return Culprit(text, there)
 
     yield from _fault(
         "pair without two actions of its own",

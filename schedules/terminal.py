@@ -23,8 +23,9 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
+from schedules.arguments import is_number, need
 from schedules.grid import in_cells, steps
-from schedules.ir import Action, Kind, Schedule, ScheduleError
+from schedules.ir import Action, Kind, Schedule, ScheduleError, shorten
 from schedules.palette import ANSI, NAMES, heading, joined, kinds, printable, sizes
 from schedules.simulate import Report, simulate
 from schedules.ticks import lay_out
@@ -64,16 +65,19 @@ def render(
     Raises:
       ScheduleError: a width or unit that is not positive, or a unit too small for the makespan.
     """
-    if width is not None and width < 1:
-        raise ScheduleError(f"width={width!r}: a line has at least one character; give more")
+    if not isinstance(drawn, Report):
+        need("drawn", drawn, Schedule, "give a schedule, or what simulate() returned")
+    if width is not None and not (is_number(width) and width >= 1):
+        raise ScheduleError(f"width={shorten(width)}: a line has at least one character; give more")
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if unit is None:
         head = heading(drawn) if isinstance(drawn, Report) else _name(schedule)
         rows = _columns(schedule, _steps(drawn))
     else:
         report = drawn if isinstance(drawn, Report) else simulate(schedule)
+        count = _count(report, unit)
         head = f"{heading(report)}   one character = {unit:.6g}"
-        rows = [_bar(report, rank, _count(report, unit)) for rank in range(schedule.num_ranks)]
+        rows = [_bar(report, rank, count) for rank in range(schedule.num_ranks)]
     legend = _legend(schedule, bars=unit is not None)
     below = "".join(_paint(cell, colour) for cell in legend)
     return "\n".join([head, *_fold(rows, width, colour), below])
@@ -135,9 +139,10 @@ def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
 
 def _count(report: Report, unit: float) -> int:
     """How many characters the makespan takes."""
-    if not (math.isfinite(unit) and unit > 0):
+    if not (is_number(unit) and math.isfinite(unit) and unit > 0):
         raise ScheduleError(
-            f"unit={unit!r}: a character stands for a positive, finite time; give a number > 0"
+            f"unit={shorten(unit)}: a character stands for a positive, finite time; give a number "
+            f"> 0"
         )
     if report.makespan / unit > MOST_CHARACTERS:
         raise ScheduleError(

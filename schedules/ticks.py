@@ -167,8 +167,8 @@ def _worth_trying(schedule: Schedule, costs: Costs, *, partners: bool) -> list[s
     names = ["single"]
     if kinds - {"F"}:
         names.append("paired")
-        if "W" in kinds:
-            names.append("unit")
-        if partners or "W" in kinds or costs.comm != 0:
-            names.append("partner")
+    if "W" in kinds:
+        names.append("unit")
+    if partners or "W" in kinds or costs.comm != 0:
+        names.append("partner")
     return names

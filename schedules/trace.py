@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from schedules.arguments import is_one_of
 from schedules.explain import Explanation
 from schedules.held import held
 from schedules.ir import BACKWARD, Action, ScheduleError, shorten
-from schedules.palette import CAUSES, NAMES, heading, joined
+from schedules.palette import CAUSES, NAMES, heading, joined, several
 from schedules.simulate import Report
 
 Event = dict[str, Any]
@@ -42,10 +43,8 @@ def save_trace(
     Raises:
       ScheduleError: nothing to write, an unknown unit, or one too large for the makespan.
     """
-    reports = [reports] if isinstance(reports, Report) else list(reports)
-    if not reports:
-        raise ScheduleError("reports is empty; give what simulate() returned, one or several")
-    if unit not in NANOSECONDS:
+    reports = several(reports)
+    if not is_one_of(unit, NANOSECONDS):
         raise ScheduleError(
             f"unit={shorten(unit)} is not a unit of time; choose one of "
             f"{', '.join(map(repr, NANOSECONDS))}"

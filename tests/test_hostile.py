@@ -30,8 +30,12 @@ from schedules import (
     simulate,
 )
 from schedules.cli import main
+from schedules.draw import save_timeline
 from schedules.files import replace
+from schedules.page import save_page
 from schedules.records import read_json, report_record
+from schedules.terminal import render
+from schedules.trace import save_trace
 
 S = build("1f1b", num_ranks=2, num_microbatches=2)
 ONE = ((Action(0, "F", 0),),)
@@ -72,7 +76,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=lambda value: type(value).__name__)
-def test_strange_arguments(value):
+def test_strange_arguments(value, tmp_path):
     """A ScheduleError, or they are fine: nothing else comes out of the inside."""
     calls = [
         lambda: build(value, num_ranks=2, num_microbatches=2),
@@ -102,6 +106,13 @@ def test_strange_arguments(value):
         lambda: from_orders([value]),
         lambda: from_orders([["0F0"]], placement=value),
         lambda: Action.parse(value),
+        lambda: render(value),
+        lambda: render(S, width=value),
+        lambda: render(S, unit=value),
+        lambda: save_trace(value, tmp_path / "x.json"),
+        lambda: save_trace(simulate(S), tmp_path / "x.json", value),
+        lambda: save_timeline(value, tmp_path / "x.svg"),
+        lambda: save_page(value, tmp_path / "x.html"),
         *(lambda name=name: Costs(**{name: value}) for name in ("f", "i", "w", "comm", "pair")),
         *(
             lambda part=part: check(dataclasses.replace(S, **{part: value}))
@@ -148,6 +159,10 @@ def test_what_is_no_schedule_is_told_apart():
     assert refusal(simulate, S, 3) == (
         "costs=3 is not a Costs; give schedules.Costs(f=..., i=..., w=...), or None"
     )
+    for save in (save_trace, save_timeline):
+        given = "give what simulate() returned, one or several"
+        assert refusal(save, [S], "x.svg").endswith(f" is not a Report; {given}")
+        assert refusal(save, 3, "x.svg") == f"reports=3 is not a Report; {given}"
     assert refusal(simulate, S, partners=1) == "partners=1 is not a bool; give True or False"
     assert refusal(from_orders, [["0F0"]], placement=3) == (
         "placement hold 3, which is not one rank for each stage; give that"
