@@ -123,6 +123,7 @@ def run(case: Case, remat: Any, rounds: int) -> dict[str, tuple[str, float, floa
         [f"V={V}, {role} stage", *(f"{1e3 * one.of[kind, role]:.2f}" for kind in kinds)]
         for V, one in measured.items()
         for role in costs.ROLES
+        if ("F", role) in one.of
     ]
     print(f"remat={remat}: exchange {1e3 * comm:.2f} ms, empty step {1e3 * measured[1].empty:.1f}")
     print(table(["ms on one core", *kinds], rows), end="\n\n")

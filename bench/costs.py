@@ -92,13 +92,14 @@ def step(
     return functools.partial(pipe.value_and_grad, *case.data())
 
 
-def builders(case: Case, remat: Any) -> Builders:
+def builders(case: Case, remat: Any, roles: tuple[str, ...]) -> Builders:
     """All steps, by "role kinds"."""
     found: dict[str, Callable[[], Variant]] = {
         # Not none at all: a table of zeros compiles to something else, ten times as slow.
-        "one F": functools.partial(step, case, remat, "FB", 1, "F", most=1)
+        "one F": functools.partial(step, case, remat, "FB", 0, "F", most=1)
     }
-    for stage, role in enumerate(ROLES):
+    for role in roles:
+        stage = ROLES.index(role)
         for name, (of, kinds) in STEPS.items():
             found[f"{role} {name}"] = functools.partial(step, case, remat, of, stage, kinds)
     return found
@@ -107,13 +108,14 @@ def builders(case: Case, remat: Any) -> Builders:
 def measure(case: Case, stages: int, remat: Any, rounds: int) -> Measured:
     """Costs of the actions of K equal stages, on one core."""
     case = dataclasses.replace(case, layers=3 * case.layers // stages, microbatches=8)
-    make = functools.partial(builders, case, remat)
+    roles = ROLES if stages > 2 else ("first", "last")
+    make = functools.partial(builders, case, remat, roles)
     with Pinned(make) as pinned:
         taken = interleaved({n: functools.partial(pinned.seconds, n) for n in make()}, rounds)
-    one_f = (taken["middle F"] - taken["one F"]) / (case.microbatches - 1)
+    one_f = (taken["first F"] - taken["one F"]) / (case.microbatches - 1)
     empty = taken["one F"] - one_f
     of: dict[tuple[str, str], float] = {}
-    for role in ROLES:
+    for role in roles:
         f, fb, fi, fiw = (taken[f"{role} {name}"] for name in STEPS)
         sums = {"F": f - empty, "B": fb - f, "I": fi - f, "W": fiw - fi}
         of |= {(kind, role): max(0.0, t / case.microbatches) for kind, t in sums.items()}
