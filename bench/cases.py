@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bench.waiting import Waiting
 from examples.gpt import Sizes, Stage
 from pipeline import Pipeline
 
@@ -52,7 +53,7 @@ class Case:
 
     Attributes:
       name: what the tables call it.
-      kind: "mlp" or "gpt".
+      kind: "mlp", "gpt" or "wait".
       layers: of the whole model, shared by all stages.
       width: d.
       microbatches: M.
@@ -77,7 +78,7 @@ class Case:
 
     def small(self) -> Case:
         """The same at a size for which a smoke test is quick."""
-        smaller: dict[str, Any] = {"width": 32, "rows": 4 if self.kind == "mlp" else 2}
+        smaller: dict[str, Any] = {"width": 32, "rows": 2 if self.kind == "gpt" else 4}
         if self.kind == "gpt":
             smaller |= {"context": 8, "heads": 2}
         return dataclasses.replace(self, name=f"{self.name}, small", **smaller)
@@ -86,8 +87,9 @@ class Case:
         """K equal stages."""
         rngs = nnx.Rngs(0)
         each = self.layers // count
-        if self.kind == "mlp":
-            return [Layers(self.width, each, rngs) for _ in range(count)]
+        if self.kind != "gpt":
+            kind = {"mlp": Layers, "wait": Waiting}[self.kind]
+            return [kind(self.width, each, rngs) for _ in range(count)]
         sizes = Sizes(self.layers, self.width, self.heads, self.context)
         return [Stage(sizes, each, rngs) for _ in range(count)]
 
@@ -100,7 +102,8 @@ class Case:
     def text(self) -> str:
         """A line on what it is."""
         inner = f"{self.rows} x {self.context} tokens" if self.context else f"{self.rows} rows"
-        what = {"mlp": "residual MLP layers", "gpt": "GPT blocks"}[self.kind]
+        whats = {"mlp": "residual MLP layers", "gpt": "GPT blocks", "wait": "layers that wait"}
+        what = whats[self.kind]
         return (
             f"{self.name}: {self.layers} {what}, d={self.width}, M={self.microbatches}, {inner} "
             f"a microbatch, float32"

@@ -21,12 +21,11 @@ import jax  # isort: skip
 from jax.sharding import PartitionSpec as P
 
 import schedules
-from collectives import exchange, make_mesh
+from collectives import make_mesh
 from pipeline import Pipeline
 
 RANKS = 2
 CASE = Case("gpt", "gpt", 4, 256, microbatches=16, rows=4, context=128, heads=4)
-EXCHANGES = 100
 
 
 def families(microbatches: int) -> list[schedules.Schedule]:
@@ -42,54 +41,6 @@ def families(microbatches: int) -> list[schedules.Schedule]:
             if all(one.orders != other.orders for other in found):
                 found.append(one)
     return found
-
-
-def exchange_seconds(case: Case, rounds: int) -> float:
-    """A message each way between two devices that are both waiting for it."""
-    mesh = make_mesh(stage=RANKS)
-
-    def body(x: jax.Array) -> jax.Array:
-        def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return exchange(x, [(0, 1), (1, 0)], "stage"), None
-
-        return jax.lax.scan(one, x, length=EXCHANGES)[0]
-
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")))
-    x = jax.numpy.zeros((RANKS * case.shape[0], *case.shape[1:]))
-    timer = functools.partial(seconds, functools.partial(run, x))
-    return interleaved({"exchanges": timer}, rounds)["exchanges"] / EXCHANGES
-
-
-def as_costs(
-    schedule: schedules.Schedule, measured: costs.Measured, comm: float
-) -> schedules.Costs:
-    """The costs of every stage; a schedule without I and W has its B in I."""
-    last = schedule.num_stages - 1
-    roles = ["first" if k == 0 else "last" if k == last else "middle" for k in range(last + 1)]
-    kinds = {action.kind for order in schedule.orders for action in order}
-    of = measured.of
-    f = [of["F", role] for role in roles]
-    if "W" not in kinds:
-        return schedules.Costs(f, [of["B", role] for role in roles], 0.0, comm)
-    return schedules.Costs(
-        f, [of["I", role] for role in roles], [of["W", role] for role in roles], comm
-    )
-
-
-def predict(pipe: Pipeline, measured: costs.Measured, comm: float) -> tuple[str, float]:
-    """The slots that the kernel runs, and seconds of a step."""
-    partners = pipe.plan.partners
-    lowered = schedules.simulate(
-        pipe.schedule, clock="lockstep", pattern=pipe.plan.pattern, partners=partners
-    ).pattern
-    report = schedules.simulate(
-        pipe.schedule,
-        as_costs(pipe.schedule, measured, comm),
-        "lockstep",
-        pattern=lowered,
-        partners=partners,
-    )
-    return str(lowered), report.makespan + measured.empty
 
 
 def pipelines(case: Case, remat: Any) -> dict[str, tuple[Pipeline, Any]]:
@@ -116,7 +67,7 @@ def pipelines(case: Case, remat: Any) -> dict[str, tuple[Pipeline, Any]]:
 
 def run(case: Case, remat: Any, rounds: int) -> dict[str, tuple[str, float, float]]:
     """Slots, predicted and measured seconds of each family; prints the costs."""
-    comm = exchange_seconds(case, rounds)
+    comm = costs.exchange_seconds(make_mesh(stage=RANKS), case, rounds)
     measured = {V: costs.measure(case, V * RANKS, remat, rounds) for V in (1, 2)}
     kinds = ("F", "B", "I", "W")
     rows = [
@@ -129,10 +80,13 @@ def run(case: Case, remat: Any, rounds: int) -> dict[str, tuple[str, float, floa
     print(table(["ms on one core", *kinds], rows), end="\n\n")
     pipes = pipelines(case, remat)
     taken = interleaved({n: functools.partial(seconds, s) for n, (_, s) in pipes.items()}, rounds)
-    return {
-        name: (*predict(pipe, measured[pipe.plan.num_chunks], comm), taken[name])
-        for name, (pipe, _) in pipes.items()
-    }
+    found = {}
+    for name, (pipe, _) in pipes.items():
+        one = measured[pipe.plan.num_chunks]
+        given = costs.as_costs(pipe.schedule, one, comm)
+        slots, makespan = costs.predict(pipe, given, "lockstep")
+        found[name] = slots, makespan + one.empty, taken[name]
+    return found
 
 
 def main() -> None:

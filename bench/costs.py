@@ -13,16 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench.cases import Case, mean_square
-from bench.measure import Variant, interleaved
+from bench.measure import Variant, interleaved, seconds
 from bench.pinned import Builders, Pinned
-from collectives import make_mesh
-from pipeline import Pipeline
-from schedules import Program, Schedule, from_orders
 
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collectives import exchange, make_mesh, vary
+from pipeline import Pipeline
+from schedules import Costs, Program, Schedule, from_orders, simulate
+
+EXCHANGES = 100
 ROLES = ("first", "middle", "last")  # stages 0, 1 and 2 of the step
 # The kinds of backward that a step has, and the kinds of action that are not idle.
 STEPS = {
@@ -92,31 +98,78 @@ def step(
     return functools.partial(pipe.value_and_grad, *case.data())
 
 
-def builders(case: Case, remat: Any, roles: tuple[str, ...]) -> Builders:
-    """All steps, by "role kinds"."""
+def builders(case: Case, remat: Any, roles: tuple[str, ...], steps: tuple[str, ...]) -> Builders:
+    """Steps by "role kinds"."""
     found: dict[str, Callable[[], Variant]] = {
         # Not none at all: a table of zeros compiles to something else, ten times as slow.
         "one F": functools.partial(step, case, remat, "FB", 0, "F", most=1)
     }
     for role in roles:
         stage = ROLES.index(role)
-        for name, (of, kinds) in STEPS.items():
+        for name in steps:
+            of, kinds = STEPS[name]
             found[f"{role} {name}"] = functools.partial(step, case, remat, of, stage, kinds)
     return found
 
 
-def measure(case: Case, stages: int, remat: Any, rounds: int) -> Measured:
-    """Costs of the actions of K equal stages, on one core."""
+def measure(case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True) -> Measured:
+    """Costs of the actions of K equal stages, on one core; of I and W only if ``split``."""
     case = dataclasses.replace(case, layers=3 * case.layers // stages, microbatches=8)
     roles = ROLES if stages > 2 else ("first", "last")
-    make = functools.partial(builders, case, remat, roles)
+    make = functools.partial(builders, case, remat, roles, tuple(STEPS)[: 4 if split else 2])
     with Pinned(make) as pinned:
         taken = interleaved({n: functools.partial(pinned.seconds, n) for n in make()}, rounds)
     one_f = (taken["first F"] - taken["one F"]) / (case.microbatches - 1)
     empty = taken["one F"] - one_f
     of: dict[tuple[str, str], float] = {}
     for role in roles:
-        f, fb, fi, fiw = (taken[f"{role} {name}"] for name in STEPS)
-        sums = {"F": f - empty, "B": fb - f, "I": fi - f, "W": fiw - fi}
+        f, fb, *rest = (taken[name] for name in make() if name.startswith(role))
+        sums = {"F": f - empty, "B": fb - f}
+        if rest:
+            fi, fiw = rest
+            sums |= {"I": fi - f, "W": fiw - fi}
         of |= {(kind, role): max(0.0, t / case.microbatches) for kind, t in sums.items()}
     return Measured(of, empty)
+
+
+def exchange_seconds(mesh: Mesh, case: Case, rounds: int) -> float:
+    """A message each way between neighbours that are both waiting for it, in pairs."""
+    ranks = mesh.shape["stage"]
+    edges = [(r + d, r + 1 - d) for r in range(0, ranks - 1, 2) for d in (0, 1)]
+
+    def body() -> jax.Array:
+        def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return exchange(x, edges, "stage"), None
+
+        x = vary(jnp.zeros(case.shape), "stage")
+        return jax.lax.scan(one, x, length=EXCHANGES)[0][:1]
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P("stage")))
+    timer = functools.partial(seconds, run)
+    return interleaved({"exchanges": timer}, rounds)["exchanges"] / EXCHANGES
+
+
+def as_costs(schedule: Schedule, measured: Measured, comm: float) -> Costs:
+    """The costs of every stage; a schedule without I and W has its B in I."""
+    last = schedule.num_stages - 1
+    roles = ["first" if k == 0 else "last" if k == last else "middle" for k in range(last + 1)]
+    kinds = {action.kind for order in schedule.orders for action in order}
+
+    def each(kind: str) -> list[float]:
+        return [measured.of[kind, role] for role in roles]
+
+    if "W" in kinds:
+        return Costs(each("F"), each("I"), each("W"), comm)
+    return Costs(each("F"), each("B"), 0.0, comm)
+
+
+def predict(pipe: Pipeline, costs: Costs, clock: str) -> tuple[str, float]:
+    """The slots that the kernel runs, and the makespan of a step in seconds."""
+    partners = pipe.plan.partners
+    # `lower` has chosen for F = I = W, whatever the costs turn out to be.
+    chosen = simulate(pipe.schedule, clock="lockstep", pattern=pipe.plan.pattern, partners=partners)
+    slots = str(chosen.pattern)
+    if clock == "event":
+        return slots, simulate(pipe.schedule, costs).makespan
+    report = simulate(pipe.schedule, costs, "lockstep", pattern=slots, partners=partners)
+    return slots, report.makespan

@@ -1,0 +1,59 @@
+"""A stage whose work is to wait: any number of ranks then fit on any number of cores.
+
+What is left of a step is its timetable: who waits for whom, and what messages take.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from collectives import vary, varying_axes
+
+FORWARD, BACKWARD = 0.010, 0.020  # seconds
+
+
+def _pause(x: jax.Array, duration: float) -> jax.Array:
+    """x, after a while."""
+
+    def wait(_: Any) -> Any:
+        time.sleep(duration)
+        return np.zeros((), np.float32)
+
+    nothing = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x.reshape(-1)[0])
+    return x + vary(nothing, tuple(varying_axes(x)))
+
+
+@jax.custom_vjp
+def _waited(x: jax.Array) -> jax.Array:
+    return _pause(x, FORWARD)
+
+
+def _forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return _pause(x, FORWARD), None
+
+
+def _backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (_pause(gradient, BACKWARD),)
+
+
+_waited.defvjp(_forward, _backward)
+
+
+class Waiting(nnx.Module):
+    """Layers that scale their input, one wait each: [rows, d] -> [rows, d]."""
+
+    def __init__(self, d: int, count: int, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([nnx.Param(rngs.params.normal((1, d))) for _ in range(count)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for scale in self.blocks:
+            x = x + 0.1 * jnp.tanh(_waited(x) * scale[...])
+        return x
