@@ -100,6 +100,7 @@ def test_nobody_reads_what_nobody_wrote(name, S, family, remat, bubbles):
     models.assert_matches(pipe, pipe.value_and_grad(*mixed.batch(name)), wanted(name))
 
 
+@pytest.mark.slow
 def test_all_ways_to_ask_agree():
     name = "trees"
     pipe, (inputs, targets), want = make(name, 4), mixed.batch(name), wanted(name)

@@ -131,6 +131,7 @@ def plain_step(tx, stages, inputs, targets):
     return optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scanned", "trees"])
 def test_a_step_of_an_optimizer(name):
     """Clipping by global norm sees the same norm: padding has no gradient."""
@@ -163,6 +164,7 @@ class Noisy(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_dropout_depends_neither_on_schedule_nor_on_ranks():
     x = models.rows(8)
     losses = []
