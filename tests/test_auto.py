@@ -218,6 +218,7 @@ def test_auto_is_never_worse_than_a_family():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auto_is_never_worse_than_a_family_in_a_longer_sweep():
     gains = contests(120, seed=6)
     assert sum(gain > 1e-6 for gain in gains) > 80

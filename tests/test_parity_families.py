@@ -109,7 +109,7 @@ def test_loss_and_gradients(name, S, V, about, remat, bubbles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["stage", None])
+@pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_losses_agree_between_families_and_runs(remat):
     """Bit for bit between families with a full B, and between runs; within 1e-6 for all."""
     cases = [(name, 2) for name in FULL] + [("interleaved_zb", 2), ("zb_v", 2), ("dualpipe_v", 2)]

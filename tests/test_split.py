@@ -213,7 +213,7 @@ class Case(NamedTuple):
       dots: of I when it starts from residuals, and of W.
       again: how many more I does when it starts from the stage's input.
       crossing: how many values of each type.
-      eager: run one operation at a time: XLA simplifies whole and half differently.
+      simplified: XLA simplifies whole and half differently, so they agree to rounding only.
     """
 
     f: Callable[..., Any]
@@ -224,7 +224,7 @@ class Case(NamedTuple):
     fixed: Any = ()
     side: Any = ()
     x: Any = X
-    eager: bool = False
+    simplified: bool = False
 
 
 HALF = [UP.astype(jnp.bfloat16), DOWN.astype(jnp.bfloat16)]
@@ -258,7 +258,7 @@ CASES = [
     Case(gelu, [UP, DOWN], (2, 2), 1, PAIR),
     # The mask is drawn again.
     Case(dropout, [UP, DOWN], (2, 2), 1, PAIR, side=jax.random.key(5)),
-    Case(derived_weights, [UP, DOWN], (2, 2), 1, PAIR, fixed=UP > 0, eager=True),
+    Case(derived_weights, [UP, DOWN], (2, 2), 1, PAIR, fixed=UP > 0, simplified=True),
     Case(low_precision, HALF, (2, 2), 1, {"bfloat16[5,7]": 2, "bfloat16[5,13]": 2}),
     Case(tree, [SQUARE, SQUARE[:3]], (1, 1), 1, {BD: 2, "indices": 1}, x=ROWS_TREE),
     Case(tied, [UP], (2, 2), 1, PAIR),
@@ -317,9 +317,9 @@ def functions(linearize: Any, split: SplitBackward, *, in_place: bool) -> Functi
     return Functions(whole, first, second)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    """To the bit, where XLA has not fused differently on either side."""
-    exact = "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]
+def assert_same(found: Any, wanted: Any, *, simplified: bool = False) -> None:
+    """To the bit, where XLA has not fused or simplified differently on either side."""
+    exact = "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"] and not simplified
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if exact:
@@ -347,13 +347,12 @@ def test_the_halves_are_the_whole(case, keep):
     split = SplitBackward(linearize, *arguments)
     whole, first, second = functions(linearize, split, in_place=True)
     grads = [jnp.ones_like(w) for w in wide(case.weights)]
-    compiled = (lambda f: f) if case.eager else jax.jit
-    dx, want = compiled(whole)(grads, *arguments)
-    found, crossing, untouched = compiled(first)(grads, *arguments)
+    dx, want = jax.jit(whole)(grads, *arguments)
+    found, crossing, untouched = jax.jit(first)(grads, *arguments)
     assert_same(untouched, grads)
-    assert_same(found, dx)
+    assert_same(found, dx, simplified=case.simplified)
     rest = grads, case.weights, case.fixed, case.side, crossing
-    assert_same(compiled(second)(*rest), want)
+    assert_same(jax.jit(second)(*rest), want, simplified=case.simplified)
     assert split.whole == ()
     assert [(c.shape, c.dtype) for c in crossing] == [(c.shape, c.dtype) for c in split.crossing]
     types = Counter(f"{c.dtype}[{','.join(map(str, c.shape))}]" for c in split.crossing)
