@@ -43,12 +43,16 @@ def families(microbatches: int) -> list[schedules.Schedule]:
     return found
 
 
-def pipelines(case: Case, remat: Any) -> dict[str, tuple[Pipeline, Any]]:
-    """Every family, checked, and its step."""
+def pipelines(
+    case: Case, remat: Any, only: list[tuple[str, int]] | None = None
+) -> dict[str, tuple[Pipeline, Any]]:
+    """Every family (or those named, with their V), checked, and its step."""
     wanted, mesh = reference(case), make_mesh(stage=RANKS)
     batch = jax.device_put(case.data(), jax.sharding.NamedSharding(mesh, P()))
     found = {}
     for schedule in families(case.microbatches):
+        if only is not None and (schedule.name, schedule.num_stages // RANKS) not in only:
+            continue
         pipe = Pipeline(
             case.stages(schedule.num_stages),
             case.microbatches,

@@ -55,5 +55,5 @@ class Waiting(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for scale in self.blocks:
-            x = x + 0.1 * jnp.tanh(_waited(x) * scale[...])
+            x = x + _waited(0.1 * jnp.tanh(x * scale[...]))  # the weights' gradient waits too
         return x
