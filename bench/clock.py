@@ -97,7 +97,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.clock", description=__doc__)
     parser.add_argument("--remat", choices=["None", "stage", "both"], default="None")
-    parser.add_argument("--rounds", type=int, default=5, help="runs per variant (5)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs per variant (3)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     arguments = parser.parse_args()
     case = CASE.small() if arguments.small else CASE

@@ -203,7 +203,7 @@ def with_four_devices(section: str, arguments: argparse.Namespace) -> None:
     case = CASES["mlp-64"].small() if arguments.small else CASES["mlp-64"]
     if section == "memory":
         memory(case)
-        memory(dataclasses.replace(case, name="mlp-256", rows=4 * case.rows))
+        memory(dataclasses.replace(case, name=f"{case.name} x 4", rows=4 * case.rows))
     else:
         time_four(case, arguments)
 

@@ -18,7 +18,8 @@ class Layer(nn.Module):
         self.up, self.down = weights["up"], weights["down"]
 
     def forward(self, x):
-        return x + torch.relu(x @ self.up) @ self.down
+        hidden = torch.relu(x @ self.up)
+        return x + (hidden * hidden) @ self.down
 
 
 class Block(nn.Module):
