@@ -123,9 +123,7 @@ def _draw(sub: _Commands) -> None:
         help=".html, .png, .svg, .txt, or .json for Perfetto; may be repeated",
     )
     parser.add_argument("--title", help="a line above the drawing")
-    options.add_sizes(parser)
-    options.add_limit(parser, ", for zb_auto and auto")
-    options.add_clock(parser)
+    options.add_timing(parser)
     parser.set_defaults(run=commands.draw)
 
 
@@ -137,9 +135,7 @@ def _table(sub: _Commands) -> None:
         "Idle time is split by cause and sums to the makespan less the work.",
     )
     parser.add_argument("schedule", metavar="SCHEDULE")
-    options.add_sizes(parser)
-    options.add_limit(parser, ", for zb_auto and auto")
-    options.add_clock(parser)
+    options.add_timing(parser)
     options.add_json(parser)
     parser.set_defaults(run=commands.table)
 

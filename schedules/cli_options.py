@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from schedules import registry
 from schedules.costs import Costs
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule
 from schedules.records import read_json
 from schedules.registry import build, names
 from schedules.simulate import CLOCKS, Report, simulate
@@ -82,6 +82,13 @@ def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
     )
 
 
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """All that a timetable and its report follow from."""
+    add_sizes(parser)
+    add_limit(parser, ", for zb_auto and auto")
+    add_clock(parser)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Output for machines."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -102,6 +109,7 @@ def limit(text: str) -> float:
 
 
 def durations(text: str) -> float | tuple[float, ...]:
+    """One number, or several with commas between."""
     parts = [float(part) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else tuple(parts)
 
@@ -190,22 +198,3 @@ def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None
         pattern=options.pattern,
         partners=options.partners,
     )
-
-
-__all__ = [
-    "SIZES",
-    "Parser",
-    "ScheduleError",
-    "UsageError",
-    "add_clock",
-    "add_json",
-    "add_limit",
-    "add_sizes",
-    "clocked",
-    "costs",
-    "count",
-    "is_file",
-    "load",
-    "read",
-    "scaled",
-]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.arguments import is_number, need, see_that_it_is_a_duration
-from schedules.ir import Kind, ScheduleError, shorten
+from schedules.ir import ScheduleError, shorten
 
 Times = NDArray[np.float64]
 
@@ -66,13 +66,6 @@ class Costs:
     def _set(self, name: str, value: object) -> None:
         _see_that_it_lasts(name, value, value)
         object.__setattr__(self, name, _plain(value))
-
-    def of(self, kind: Kind, stage: int) -> float:
-        """Duration of one action."""
-        if kind == "B":
-            return self.of("I", stage) + self.of("W", stage)
-        value = getattr(self, kind.lower())
-        return float(value if is_number(value) else value[stage])
 
     def table(self, num_stages: int) -> Times:
         """[4, K] duration of F, B, I and W (the order of `ir.KINDS`) of every stage.

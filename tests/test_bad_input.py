@@ -141,23 +141,6 @@ def test_an_extra_that_the_stage_does_not_take():
 # --- the stages ---
 
 
-class Stage(nnx.Module):
-    """A stage whose arrays and attributes are given."""
-
-    def __init__(self, function=None, **attributes):
-        self.w = nnx.Param(jnp.ones((1, models.WIDTH)))
-        self.function = function
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __call__(self, x):
-        return self.function(x, self.w[...]) if self.function else x * self.w[...]
-
-
-class Twin(Stage):
-    pass
-
-
 NOT_STAGES = "give a non-empty list of nnx modules, or one module stacked on a leading axis"
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, simulate
-from schedules.ir import KINDS
 
 
 def refusal(**costs) -> str:
@@ -51,7 +50,7 @@ def test_messages_make_a_square():
 
 def test_a_full_backward_costs_both_halves():
     costs = Costs(f=1, i=2, w=4, comm=8)
-    assert [costs.of(kind, 3) for kind in KINDS] == [1, 6, 2, 4]
+    assert costs.table(4)[:, 3].tolist() == [1, 6, 2, 4]
     assert costs.table(2).tolist() == [[1, 1], [6, 6], [2, 2], [4, 4]]
     assert costs.messages(2).tolist() == [[0, 8], [8, 0]]
 
@@ -60,7 +59,7 @@ def test_stages_and_pairs_of_ranks_may_differ():
     costs = Costs(f=np.array([1.0, 3.0]), i=[2, 2.5], comm=[[9, 1], [2, 9]])
     assert costs == Costs(f=(1, 3), i=(2, 2.5), comm=((9, 1), (2, 9)))
     assert hash(costs) == hash(Costs(f=(1, 3), i=(2, 2.5), comm=((9, 1), (2, 9))))
-    assert [costs.of(kind, 1) for kind in KINDS] == [3, 3.5, 2.5, 1]
+    assert costs.table(2)[:, 1].tolist() == [3, 3.5, 2.5, 1]
     assert costs.table(2).tolist() == [[1, 3], [3, 3.5], [2, 2.5], [1, 1]]
     assert costs.messages(2).tolist() == [[0, 1], [2, 0]]  # what stays on its rank is free
     source, target = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
