@@ -74,9 +74,10 @@ class Actions:
         want_inputs: bool = False,
         masked: bool = False,
     ) -> None:
-        self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         self.training = not program.schedule.is_forward
-        axes, num_microbatches = cell.axes, program.schedule.num_microbatches
+        num_microbatches = program.schedule.num_microbatches
+        self._make_totals(cell, num_microbatches, take_loss=take_loss, want_inputs=want_inputs)
+        axes = cell.axes
         self.residuals: Any = None
         if self.training and program.keep == "residuals":
             self.residuals = cell.residuals()
@@ -90,12 +91,19 @@ class Actions:
             self.halves = cell.split_backward(self.residuals, in_place=not masked)
         crossing = self.halves.crossing if self.halves else []
         self.crossings: Any = Pool(crossing, program.num_crossings + masked, axes)
+        self.results = Pool([] if take_loss else self._output_types(), num_microbatches, axes)
+
+    def _make_totals(
+        self, cell: Cell, num_microbatches: int, *, take_loss: bool, want_inputs: bool
+    ) -> None:
+        """What a step adds up, whatever runs it."""
+        self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
+        axes = cell.axes
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
         self.chunk_grads: list[Any] = [
             Total(wide(w) if self.training else [], axes) for w in cell.weights
         ]
         self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)
-        self.results = Pool([] if take_loss else self._output_types(), num_microbatches, axes)
         floats, _ = partition(at(cell.batch.inputs, 0))
         self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes)
 

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
+from pipeline.straight import straight
 from schedules import Schedule, ScheduleError, build, check, names, simulate
 from schedules.ticks import see_that_pattern_is_known
 
@@ -92,6 +93,9 @@ def choose_schedule(
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,
     }
+    if schedule is None and num_ranks == 1:
+        alone = straight(num_stages, num_microbatches)
+        return alone, "the default on one rank: a microbatch goes through all stages and back"
     if schedule is None:
         return _default(sizes, partners=partners, pattern=pattern)
     if isinstance(schedule, Schedule):

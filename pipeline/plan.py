@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from pipeline.loss import LossFn
+from pipeline.straight import is_straight
 from schedules.ir import Schedule
 from schedules.lower import lower
 from schedules.program import Keep, Program
@@ -64,6 +65,11 @@ class Plan:
     def data_size(self) -> int:
         """How many shards the batch is split into before microbatches."""
         return int(self.mesh.shape.get(DATA, 1))
+
+    @functools.cached_property
+    def is_straight(self) -> bool:
+        """Whether a step is one loop over microbatches, with no need of a table."""
+        return self.keep == "residuals" and is_straight(self.schedule)
 
     @functools.cached_property
     def training(self) -> Program:

@@ -21,6 +21,7 @@ from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
 from pipeline.plan import Plan
+from pipeline.straight import Straight
 from pipeline.tree import Tree
 from pipeline.workers import Crew, runner
 from schedules.program import Program
@@ -56,15 +57,7 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
         cell = _cell(plan, model, weights, batch)
-        actions = _actions(cell)(
-            cell,
-            plan.training,
-            take_loss=True,
-            want_inputs=want_inputs,
-            masked=plan.bubbles == "masked",
-        )
-        plan.whole[:] = actions.halves.whole if actions.halves else ()
-        _scan(actions, plan, plan.training, tables)
+        actions = _train(cell, plan, tables, want_inputs=want_inputs)
         total, weight = sum_over(actions.loss.all(), plan.axes)
         scale = 1 / weight if normalise else jnp.ones(())
 
@@ -86,6 +79,24 @@ def train(
 
     data = P(DATA) if DATA in plan.axes else P()
     return _shard(plan, plan.training, body, (P(), (P(STAGE), P()), data))(weights, batch)
+
+
+def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions:
+    """Run a step; what it adds up is left in what ran it."""
+    if plan.is_straight and not cell.lanes:
+        step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
+        step.run()
+        return step
+    actions = _actions(cell)(
+        cell,
+        plan.training,
+        take_loss=True,
+        want_inputs=want_inputs,
+        masked=plan.bubbles == "masked",
+    )
+    plan.whole[:] = actions.halves.whole if actions.halves else ()
+    _scan(actions, plan, plan.training, tables)
+    return actions
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "model", "take_loss"))
