@@ -7,6 +7,7 @@ stage, then also I, then also W.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -96,6 +97,25 @@ def step(
     most = case.microbatches if most is None else most
     pipe.plan.__dict__["training"] = only(pipe.plan.training, stage, kinds, most)
     return functools.partial(pipe.value_and_grad, *case.data())
+
+
+def almost_empty(pipe: Pipeline, batch: Any) -> Variant:
+    """The step of a pipeline in which all actions but one F of stage 0 are idle.
+
+    All that a step costs beside its actions: memory that is made and cleared, exchanges of nothing,
+    dispatch.
+    """
+    program = pipe.plan.training
+    op = np.zeros_like(program.op)
+    for index, slot in enumerate(program.slots):
+        for branch, one in enumerate(slot.ops, start=1):
+            if one.kind == "F" and one.first:
+                found = (program.op[:, index] == branch) & (program.microbatch[:, index] == 0)
+                op[:, index][found] = branch
+    other = copy.copy(pipe)
+    other.plan = dataclasses.replace(pipe.plan)  # compared by identity: compiled anew
+    other.plan.__dict__["training"] = dataclasses.replace(program, op=op)
+    return functools.partial(other.value_and_grad, *batch)
 
 
 def builders(case: Case, remat: Any, roles: tuple[str, ...], steps: tuple[str, ...]) -> Builders:

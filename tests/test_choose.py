@@ -54,15 +54,21 @@ def choose(S: int, V: int, M: int, **options: Any) -> tuple[str, str]:
     return schedule.name, why
 
 
-@pytest.mark.parametrize(("S", "V", "M"), [(1, 1, 3), (2, 1, 16), (8, 1, 5), (2, 2, 4), (3, 3, 16)])
+@pytest.mark.parametrize(("S", "V", "M"), [(2, 1, 3), (2, 1, 16), (8, 1, 5), (2, 2, 4), (3, 3, 16)])
 def test_the_default_where_exchanges_are_barriers(S, V, M):
     assert choose(S, V, M) == ("eager_1f1b", BARRIERS)
 
 
-@pytest.mark.parametrize(("S", "M"), [(1, 3), (2, 16), (4, 2), (8, 33)])
+@pytest.mark.parametrize(("S", "M"), [(2, 3), (2, 16), (4, 2), (8, 33)])
 def test_the_default_where_exchanges_keep_only_partners(S, M):
     why = f"the default: no slower than eager_1f1b {JOINED}, and holds less"
     assert choose(S, 1, M, partners=True) == ("1f1b", why)
+
+
+@pytest.mark.parametrize("partners", [False, True])
+def test_the_default_on_one_rank(partners):
+    why = "the default on one rank: a microbatch goes through all stages and back"
+    assert choose(1, 3, 2, partners=partners) == ("accumulation", why)
 
 
 @pytest.mark.parametrize(
