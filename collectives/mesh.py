@@ -1,67 +1,85 @@
-"""Meshes of data and stage axes: construction and validation.
+"""Meshes of data, stage, tensor and further axes: construction and validation.
 
-Letters: D = data shards, S = ranks (positions on the axis `stage`).
+Letters: D = data shards, S = ranks (positions on the axis `stage`), T = tensor shards.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-STAGE = "stage"
-DATA = "data"
+from collectives.homes import by_process, process_of, straddling, take
+from collectives.layout import as_grid, lay_out
+from collectives.sizes import DATA, STAGE, TENSOR, fill, in_order, name_faults, size_faults
+
+_ARGUMENTS = (DATA, STAGE, "devices")
 
 
-def make_mesh(*, stage: int, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A `[D, S]` mesh with the axes `data` and `stage`.
+def make_mesh(
+    *,
+    stage: int | None,
+    data: int | None = 1,
+    devices: Sequence[jax.Device] | None = None,
+    **axes: int | None,
+) -> Mesh:
+    """A `[D, S]` mesh with the axes `data` and `stage`, or `[D, S, ..., T]` with others.
 
-    Neighbours on `stage` exchange activations at every tick, so that axis comes last: where the
-    order of devices means anything, its ranks are adjacent. Takes the first D·S devices and leaves
-    any others idle.
+    The last axis is the nearest: `data` crosses hosts first, then `stage`; further axes lie between
+    `stage` and `tensor`, in the order given. On a TPU, of JAX's layout and walks to and fro
+    through boxes of chips, that with the fewest hops is taken, counted along `tensor` first.
+
+    An axis exists if it is named, also with size 1: pass `tensor=1` where a program speaks of
+    `tensor` and runs without. Takes the first devices it needs, equally many from each process,
+    and leaves any others idle.
 
     Args:
-      stage: S.
-      data: D.
-      devices: the devices to choose from; `jax.devices()` by default.
+      stage: S; None for what the other axes leave.
+      data: D, or None likewise.
+      devices: the devices to choose from; `jax.devices()` by default. Those of a process keep their
+        order.
+      **axes: `tensor`, T; and axes of your own, such as `context` or `expert`. One of all sizes may
+        be None.
 
     Raises:
-      ValueError: S or D not a positive integer, or fewer than D·S devices.
+      ValueError: a size that is no positive integer, sizes that the devices do not allow (the
+        message lists those that they do), a name that is no identifier or a misspelt one, groups
+        that would lie unevenly in processes.
     """
-    for argument, value in (("stage", stage), ("data", data)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{argument}={value!r}: must be an integer >= 1")
-    pool = list(jax.devices() if devices is None else devices)
-    needed = data * stage
-    if needed > len(pool):
-        fits = ", ".join(
-            f"data={d} stage={len(pool) // d}"
-            for d in range(1, len(pool) + 1)
-            if len(pool) % d == 0
-        )
-        raise ValueError(
-            f"data={data} stage={stage} needs {needed} devices, but there are {len(pool)}; "
-            f"these fill them: {fits or 'none'}"
-        )
-    grid = _arrange(pool[:needed], (data, stage), whole=needed == len(pool))
+    further = [name for name in axes if name != TENSOR]
+    asked = in_order({STAGE: stage, DATA: data, **axes})
+    faults = [*name_faults(further, (*_ARGUMENTS, TENSOR)), *size_faults(asked)]
+    if faults:
+        raise ValueError("; ".join(faults))
+    pool = by_process(jax.devices() if devices is None else devices)
+    sizes = fill(asked, len(pool))
+    chosen = take(pool, sizes)
+    _see_that_groups_are_even(chosen, sizes)
+    grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))
     # The default of axis_types changed between releases.
-    return Mesh(grid, (DATA, STAGE), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _arrange(devices: list[jax.Device], shape: tuple[int, int], *, whole: bool) -> np.ndarray:
-    """Devices as a `[D, S]` grid.
+def _see_that_groups_are_even(devices: list[jax.Device], sizes: dict[str, int]) -> None:
+    if devices[0].platform == "tpu":
+        return  # chips of one process are a block of the torus, not a run
+    counts = Counter(map(process_of, devices))
+    fault = straddling(sizes, len(devices) // len(counts), len(counts))
+    if fault:
+        raise ValueError(fault)
 
-    A TPU slice is a torus whose device order does not follow its links, so JAX chooses the layout.
-    It refuses part of a slice that is not a box, so part of a slice stays in the order given.
+
+def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
+    """Devices as a grid of `shape`.
+
+    Only a TPU slice is a torus whose device order does not follow its links.
     """
-    if whole and devices[0].platform == "tpu":
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    grid = np.empty(len(devices), dtype=object)
-    grid[:] = devices
-    return grid.reshape(shape)
+    if devices[0].platform == "tpu":
+        return lay_out(devices, shape, whole=whole)
+    return as_grid(devices, shape)
 
 
 def check_mesh(mesh: Mesh) -> Mesh:

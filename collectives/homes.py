@@ -1,0 +1,91 @@
+"""Devices and the processes (hosts) that hold them.
+
+A device's process is its address outside the chip: what stays within a process is cheap, and each
+process feeds the rows of the devices it holds. So groups of devices lie evenly in processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from collectives.sizes import DATA, text
+
+
+def process_of(device: Any) -> int:
+    """The index of the process that holds a device."""
+    return int(getattr(device, "process_index", 0))
+
+
+def slice_of(device: Any) -> int:
+    """The index of the TPU slice, or of the group of GPUs, that a device belongs to."""
+    return int(getattr(device, "slice_index", 0) or 0)
+
+
+def by_process(devices: Sequence[Any]) -> list[Any]:
+    """Devices of one slice together, and in it of one process; otherwise as they come."""
+    return sorted(devices, key=lambda device: (slice_of(device), process_of(device)))
+
+
+def take(devices: Sequence[Any], sizes: Mapping[str, int]) -> list[Any]:
+    """As many devices as the sizes need, the same number from each process.
+
+    Args:
+      devices: at least as many as needed, those of a process together.
+      sizes: of the axes, slowest first.
+
+    Raises:
+      ValueError: the processes cannot give equal numbers.
+    """
+    needed = math.prod(sizes.values())
+    counts = Counter(map(process_of, devices))
+    per_process, rest = divmod(needed, len(counts))
+    if rest or per_process > min(counts.values()):
+        most = min(counts.values())
+        raise ValueError(
+            f"{text(sizes)} needs {needed} devices, the same number from each of {len(counts)} "
+            f"processes, but {held(counts)}; use a multiple of {len(counts)} devices, at most "
+            f"{most * len(counts)}, or start processes that hold equal numbers"
+        )
+    chosen: list[Any] = []
+    for _, members in groupby(devices, key=process_of):
+        chosen += list(members)[:per_process]
+    return chosen
+
+
+def held(counts: Mapping[int, int]) -> str:
+    """``processes 0-2 have 4 devices each, process 3 has 2``."""
+    parts = []
+    for count, members in groupby(sorted(counts), key=lambda process: counts[process]):
+        run = list(members)
+        who = f"process {run[0]} has" if len(run) == 1 else f"processes {run[0]}-{run[-1]} have"
+        what = f"{count} device{'s' if count > 1 else ''}"
+        parts.append(f"{who} {what}{' each' if len(run) > 1 else ''}")
+    return ", ".join(parts)
+
+
+def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> str | None:
+    """What is wrong with groups that lie unevenly in processes; None where nothing is.
+
+    The devices of a group, all with the same index on the slower axes, come one after the other.
+    Either a process holds whole groups, or a group whole processes.
+
+    Args:
+      sizes: of the axes, slowest first.
+      per_process: devices that each process gives.
+      processes: how many there are.
+    """
+    inner = [name for name in sizes if name != DATA]
+    for start in reversed(range(len(inner))):
+        group = {name: sizes[name] for name in inner[start:]}
+        size = math.prod(group.values())
+        if per_process % size and size % per_process:
+            return (
+                f"{text(group)}: a group of {size} devices would straddle processes unevenly, "
+                f"since each of {processes} processes has {per_process}; make {' * '.join(group)} "
+                f"a divisor or a multiple of {per_process}"
+            )
+    return None
