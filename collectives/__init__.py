@@ -2,6 +2,7 @@
 
 from collectives.compat import vary, varying_axes
 from collectives.mesh import check_mesh, make_mesh
+from collectives.picture import describe_mesh
 from collectives.reduce import from_rank, mean_over, sum_over
 from collectives.shift import axis_size, exchange, ring_shift, shift_left, shift_right
 from collectives.sizes import DATA, STAGE, TENSOR
@@ -12,6 +13,7 @@ __all__ = [
     "TENSOR",
     "axis_size",
     "check_mesh",
+    "describe_mesh",
     "exchange",
     "from_rank",
     "make_mesh",

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from collectives.homes import by_process, process_of, straddling, take
 from collectives.layout import as_grid, lay_out
-from collectives.sizes import DATA, STAGE, TENSOR, fill, in_order, name_faults, size_faults
+from collectives.sizes import DATA, STAGE, TENSOR, fill, fitting, in_order, name_faults, size_faults
 
 _ARGUMENTS = (DATA, STAGE, "devices")
 
@@ -57,19 +57,23 @@ def make_mesh(
     pool = by_process(jax.devices() if devices is None else devices)
     sizes = fill(asked, len(pool))
     chosen = take(pool, sizes)
-    _see_that_groups_are_even(chosen, sizes)
+    _see_that_groups_are_even(chosen, sizes, len(pool))
     grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))
     # The default of axis_types changed between releases.
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _see_that_groups_are_even(devices: list[jax.Device], sizes: dict[str, int]) -> None:
+def _see_that_groups_are_even(
+    devices: list[jax.Device], sizes: dict[str, int], available: int
+) -> None:
     if devices[0].platform == "tpu":
         return  # chips of one process are a block of the torus, not a run
     counts = Counter(map(process_of, devices))
     fault = straddling(sizes, len(devices) // len(counts), len(counts))
     if fault:
-        raise ValueError(fault)
+        raise ValueError(
+            f"{fault}; these fill all {available} devices: {fitting(sizes, available)}"
+        )
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:

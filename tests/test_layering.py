@@ -30,8 +30,8 @@ PUBLIC = {
         check check_program from_orders lower names simulate
     """,
     "collectives": """
-        DATA STAGE TENSOR axis_size check_mesh exchange from_rank make_mesh mean_over
-        ring_shift shift_left shift_right sum_over vary varying_axes
+        DATA STAGE TENSOR axis_size check_mesh describe_mesh exchange from_rank make_mesh
+        mean_over ring_shift shift_left shift_right sum_over vary varying_axes
     """,
     "pipeline": """
         Pipeline
