@@ -85,7 +85,7 @@ def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> st
         if per_process % size and size % per_process:
             return (
                 f"{text(group)}: a group of {size} devices would straddle processes unevenly, "
-                f"since each of {processes} gives {per_process}; make {' * '.join(group)} a divisor "
-                f"or a multiple of {per_process}"
+                f"since each of {processes} gives {per_process}; make {' * '.join(group)} a "
+                f"divisor or a multiple of {per_process}"
             )
     return None
