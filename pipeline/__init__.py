@@ -2,5 +2,6 @@
 
 from pipeline.config import ParallelConfig
 from pipeline.pipeline import Pipeline
+from pipeline.sharding import check_sharding, describe_sharding
 
-__all__ = ["ParallelConfig", "Pipeline"]
+__all__ = ["ParallelConfig", "Pipeline", "check_sharding", "describe_sharding"]
