@@ -5,7 +5,6 @@ Letters: D = data shards, S = ranks (positions on the axis `stage`), T = tensor 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -68,12 +67,14 @@ def _see_that_groups_are_even(
 ) -> None:
     if devices[0].platform == "tpu":
         return  # chips of one process are a block of the torus, not a run
-    counts = Counter(map(process_of, devices))
-    fault = straddling(sizes, len(devices) // len(counts), len(counts))
+    processes = len(set(map(process_of, devices)))
+    fault = straddling(sizes, len(devices) // processes, processes)
     if fault:
-        raise ValueError(
-            f"{fault}; these fill all {available} devices: {fitting(sizes, available)}"
+        most = available // processes * processes
+        fits = fitting(
+            sizes, most, lambda fit: straddling(fit, most // processes, processes) is None
         )
+        raise ValueError(f"{fault}; these fill {most} devices: {fits}")
 
 
 def _arrange(devices: list[jax.Device], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:

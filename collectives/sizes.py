@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import keyword
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 STAGE = "stage"
@@ -100,13 +100,23 @@ def text(sizes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def fitting(sizes: Mapping[str, int | None], available: int) -> str:
+def fitting(
+    sizes: Mapping[str, int | None],
+    available: int,
+    allowed: Callable[[dict[str, int]], bool] = lambda _: True,
+) -> str:
     """The sizes that multiply to ``available``; the nearest where there are many.
 
     Those come first that change the fewest axes, then those that change them least.
+
+    Args:
+      sizes: what was asked for, by axis.
+      available: the number of devices.
+      allowed: which of them may be used.
     """
     names = list(sizes)
-    found = [dict(zip(names, fit, strict=True)) for fit in factorizations(available, len(names))]
+    every = (dict(zip(names, fit, strict=True)) for fit in factorizations(available, len(names)))
+    found = list(filter(allowed, every))
     if len(found) <= _SHOWN:
         return ", ".join(map(text, found)) or "none"
 
