@@ -1,4 +1,4 @@
-"""The examples in docs/schedules.md run as printed, and its tables are what they say."""
+"""The examples in the docs run as printed, and their tables are what they say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+from jax.experimental import mesh_utils
 
+from collectives import make_mesh
+from collectives.torus import ring_hops, torus_of
 from schedules import Costs, build, simulate
+from tests.chips import V5E, V5P, tpu
 from tests.sizes import CHUNKS
 
-PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "schedules.md"
 COLUMNS = [
     {"clock": "event"},
     {"clock": "lockstep", "pattern": "single"},
@@ -21,9 +26,11 @@ COLUMNS = [
 UNEVEN = Costs(f=1, i=1.2, w=0.8)
 
 
-def test_every_example_runs_as_printed():
+@pytest.mark.parametrize("page", ["schedules.md", "meshes.md"])
+def test_every_example_runs_as_printed(page):
+    path = DOCS / page
     examples = doctest.DocTestParser().get_doctest(
-        PAGE.read_text(encoding="utf-8"), {}, PAGE.name, str(PAGE), 0
+        path.read_text(encoding="utf-8"), {}, page, str(path), 0
     )
     assert len(examples.examples) >= 10
     said: list[str] = []
@@ -51,3 +58,32 @@ def test_what_lockstep_costs(row):
 
 def test_the_table_is_found():
     assert len(table()) == 11
+
+
+def hops_table() -> list[list[str]]:
+    text = (DOCS / "meshes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (v\S+ [\dx]+) \|(.*)\|$", text, re.MULTILINE)
+    return [[name, *map(str.strip, cells.split("|"))] for name, cells in rows]
+
+
+@pytest.mark.parametrize("row", hops_table(), ids=lambda row: f"{row[0]}, {row[1]}")
+def test_hops_on_a_slice(row):
+    slice_name, sizes, *cells = row
+    kind, chips = slice_name.split()
+    devices = tpu({"v5e": V5E, "v5p": V5P}[kind], *map(int, chips.split("x")))
+    data, stage, tensor = map(int, sizes.split(" x "))
+    found = []
+    for grid in (
+        mesh_utils.create_device_mesh(
+            (data, stage, tensor), devices, allow_split_physical_axes=True
+        ),
+        make_mesh(data=data, stage=stage, tensor=tensor, devices=devices).devices,
+    ):
+        hops = ring_hops(grid, 1, torus_of(devices))
+        around = ring_hops(grid, 2, torus_of(devices)).sum(axis=2)
+        found += [set(hops[:, :-1].flat), set(hops[:, -1].flat), set(around.flat)]
+    assert [", ".join(map(str, sorted(one))) for one in found] == cells
+
+
+def test_the_hops_are_found():
+    assert len(hops_table()) == 9
