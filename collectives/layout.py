@@ -97,10 +97,11 @@ def as_grid(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
 def _snakes(torus: Torus, shape: tuple[int, ...]) -> Iterator[Place]:
     """The place of each device in mesh order, for the split into boxes with the fewest hops."""
     best: tuple[list[int], list[Walk]] | None = None
+    best_walk = functools.cache(_best_walk)  # splits share most of their boxes
     for boxes in _splits(torus.lengths, shape):
         stride, costs, walks = (1,) * len(torus.lengths), [], []
         for box in reversed(boxes):  # the fastest axis lies innermost
-            hops, walk = _best_walk(box, stride, torus)
+            hops, walk = best_walk(box, stride, torus)
             costs += [count * torus.size // len(walk) for count in hops]
             walks.append(tuple(_times(place, stride) for place in walk))
             stride = _times(stride, box)
@@ -124,7 +125,6 @@ def _splits(lengths: Place, shape: tuple[int, ...]) -> Iterator[tuple[Place, ...
             yield tuple((part, *box) for part, box in zip(parts, boxes, strict=True))
 
 
-@functools.cache
 def _best_walk(box: Place, stride: Place, torus: Torus) -> tuple[tuple[int, int], Walk]:
     """The shortest ring through a box whose places lie a stride apart; its hops as in `_score`."""
 

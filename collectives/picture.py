@@ -45,7 +45,7 @@ def describe_mesh(mesh: Mesh, *, tables: int = 4, width: int = 100) -> str:
     for number, (index, table) in enumerate(zip(np.ndindex(*sizes), grid, strict=True)):
         if number == tables:
             more = len(grid) - tables
-            lines.append(f"... and {more} more such table{'s' if more > 1 else ''}")
+            lines.append(f"... and {more} more table{'s' if more > 1 else ''}")
             break
         where = ", ".join(f"{name} {i}" for name, i in zip(outer, index, strict=True))
         lines += _table(mesh, where, table, width)

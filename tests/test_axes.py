@@ -223,7 +223,7 @@ def test_picture_of_hosts() -> None:
         "data 0, context 1  tensor 0  tensor 1\n"
         "stage 0            2 p0      3 p0\n"
         "stage 1            6 p1      7 p1\n"
-        "... and 2 more such tables\n"
+        "... and 2 more tables\n"
         "stage neighbours on different processes: 8 of 8\n"
         "tensor neighbours on different processes: 0 of 8"
     )
