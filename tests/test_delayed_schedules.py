@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import (
+    Action,
     Costs,
     Program,
     Schedule,
@@ -28,8 +29,10 @@ from schedules import (
     simulate,
     slots,
 )
+from schedules.explain import Wait
 from schedules.program import Channel
 from schedules.slots import slot_times
+from schedules.terminal import render
 from schedules.ticks import PATTERNS, best_ticks
 from tests.sizes import CHUNKS, is_legal, sizes
 from tests.test_check_program import CASES, KEEPS, SMALL, SMALL_CASES, TABLES, VARIANTS, reordered
@@ -136,6 +139,33 @@ def test_what_the_clock_says_of_a_layout(case, S, M, costs, pattern, partners):
     assert report.makespan <= free + count * comm + 1e-9
     assert simulate(schedule, Costs(*work, comm)).makespan <= report.makespan + 1e-9
     assert report.delayed == (S > 1)
+
+
+def test_a_delayed_message_waits_for_its_slot():
+    """Under way as long as it takes; until the slot ends in which it travels, that is lockstep."""
+    report = late(from_orders(TWO), Costs(f=2, i=3, w=1, comm=1), pattern="single")
+    assert report.explain().waits == (
+        (
+            Wait(4, 10, "fill", 2, Action(1, "B", 0)),
+            Wait(10, 11, "communication", 2, Action(1, "B", 0)),
+            Wait(11, 12, "lockstep", 2, Action(1, "B", 0)),
+            Wait(16, 17, "communication", 3, Action(1, "B", 1)),
+        ),
+        (
+            Wait(0, 2, "fill", 0, Action(0, "F", 0)),
+            Wait(2, 3, "communication", 0, Action(0, "F", 0)),
+            Wait(3, 4, "lockstep", 0, Action(0, "F", 0)),
+            Wait(16, 21, "optimizer wait", None, None),
+        ),
+    )
+
+
+def test_it_is_drawn_as_it_runs():
+    rows = render(late(from_orders(TWO), pattern="single"), colour=False).splitlines()[1:3]
+    assert [row.split()[2:] for row in rows] == [
+        ["0F0", "0F1", ".", ".", ".", "0B0", "0B1"],
+        [".", ".", "1F0", "1B0", "1F1", "1B1", "."],
+    ]
 
 
 # --- what is chosen ---
