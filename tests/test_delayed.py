@@ -36,7 +36,6 @@ FAST = [
     ("eager_1f1b", 2, 1, "stage", "skip"),
     ("eager_1f1b", 4, 1, None, "masked"),
     ("zb_v", 2, 2, None, "skip"),
-    ("zb_h1", 2, 1, "stage", "masked"),
 ]
 # Every two values meet; and every family on S = 2 and 4 with all the V that it has.
 SLOW = covering(GRID, FAST)
@@ -165,6 +164,7 @@ def test_data_shards():
     models.assert_matches(pipe, pipe.value_and_grad(*data), want)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_prompt_sends_bit_for_bit():
     """Each rank's order is the same, and so is what it adds."""
     found = [
@@ -240,18 +240,19 @@ def test_masked_slots_in_which_messages_only_arrive():
 
 
 def test_describe():
-    said = make("eager_1f1b", 2, 1, 4).describe().splitlines()
-    prompt = make("eager_1f1b", 2, 1, 4, delayed=False).describe().splitlines()
-    assert said[-1] == (
-        "sends are delayed: a message travels beside the work of the next slot, and can be used "
-        "from the one after"
-    )
-    assert said[5] == f"{prompt[5]} with delayed sends"
-    assert make("zb_h1", 4, 1, 8).describe().splitlines()[5] == (
-        "predicted bubble at F = I = W: 11.1% if ranks wait only for data, 35.1% in lockstep with "
-        "delayed sends"
-    )
-    assert "delayed" not in "".join(prompt)
+    late, prompt = (make("zb_h1", 4, 1, 8, delayed=d).describe() for d in (True, False))
+    assert set(late.splitlines()) - set(prompt.splitlines()) == {
+        "22 ticks of slots F + BIW: the fastest where exchanges are barriers",
+        (
+            "predicted bubble at F = I = W: 11.1% if ranks wait only for data, 35.1% in lockstep "
+            "with delayed sends"
+        ),
+        (
+            "sends are delayed: a message travels beside the work of the next slot, and can be "
+            "used from the one after"
+        ),
+    }
+    assert "delayed" not in prompt
     assert "delayed" not in make("gpipe", 1, 2, 4).describe()  # no message leaves the rank
 
 
