@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.straight import straight
 from schedules import Schedule, ScheduleError, build, check, names, simulate
+from schedules.arguments import need
 from schedules.ticks import see_that_pattern_is_known
 
 
@@ -73,6 +74,7 @@ def choose_schedule(
     num_stages: int,
     num_microbatches: int,
     partners: bool = False,
+    delayed: bool = False,
     pattern: str | None = None,
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
@@ -83,11 +85,14 @@ def choose_schedule(
       num_stages: K.
       num_microbatches: M.
       partners: exchanges keep only those ranks that they join, not all.
+      delayed: they run beside the work of the slot after their own.
       pattern: the slots of a tick, or None for the fastest.
 
     Raises:
-      ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes.
+      ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes; or
+        ``delayed`` is no bool.
     """
+    need("delayed", delayed, bool, "give True or False")
     sizes: dict[str, Any] = {
         "num_ranks": num_ranks,
         "num_microbatches": num_microbatches,
@@ -97,7 +102,7 @@ def choose_schedule(
         alone = straight(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
     if schedule is None:
-        return _default(sizes, partners=partners, pattern=pattern)
+        return _default(sizes, partners=partners, delayed=delayed, pattern=pattern)
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), "given as a Schedule"
     if _is_path(schedule):
@@ -114,6 +119,7 @@ def _default(
     sizes: dict[str, Any],
     *,
     partners: bool,
+    delayed: bool,
     pattern: str | None,
     barriers: str = "eager_1f1b",
     joined: str = "1f1b",
@@ -124,7 +130,7 @@ def _default(
         return eager, "the default: its paired ticks lose nothing where every exchange is a barrier"
     frugal = build(joined, **sizes)
     spans = [
-        simulate(one, clock="lockstep", pattern=pattern, partners=True).makespan
+        simulate(one, None, "lockstep", pattern=pattern, partners=True, delayed=delayed).makespan
         for one in (frugal, eager)
     ]
     where = "where an exchange keeps only those ranks that it joins"

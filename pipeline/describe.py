@@ -16,7 +16,7 @@ def describe(plan: Plan, chunks: Sequence[Any]) -> str:
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
     event = simulate(schedule)
-    lockstep = simulate(schedule, clock="lockstep", pattern=plan.pattern, partners=plan.partners)
+    lockstep = simulate(schedule, clock="lockstep", pattern=plan.pattern, **plan.sends)
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     lines = [
         (
@@ -29,9 +29,14 @@ def describe(plan: Plan, chunks: Sequence[Any]) -> str:
         f"per rank {_places(program)}",
         (
             f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
-            f"{lockstep.bubble_rate:.1%} in lockstep"
+            f"{lockstep.bubble_rate:.1%} in lockstep{' with delayed sends' * program.delayed}"
         ),
     ]
+    if program.delayed:
+        lines.append(
+            "sends are delayed: a message travels beside the work of the next slot, and can be "
+            "used from the one after"
+        )
     if plan.whole:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")
     for index, chunk in enumerate(chunks):

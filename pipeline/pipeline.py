@@ -52,6 +52,8 @@ class Pipeline(nnx.Module):
         conditional.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest on this mesh.
+      delayed: whether a message between ranks travels beside the work of the slot after its own,
+        which hides exchanges that are no longer than that work; an edge takes one slot more.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -77,6 +79,7 @@ class Pipeline(nnx.Module):
         remat: Remat = "stage",
         bubbles: Bubbles = "skip",
         pattern: str | None = None,
+        delayed: bool = False,
     ) -> None:
         num_stages = count_stages(stages)
         _check_options(num_microbatches, remat, bubbles)
@@ -90,9 +93,10 @@ class Pipeline(nnx.Module):
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             partners=partners,
+            delayed=delayed,
             pattern=pattern,
         )
-        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why, pattern, partners)
+        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why, pattern, partners, delayed)
         self.chunks = nnx.List(make_chunks(stages, mesh, timetable.stages_of))
         self.ends = _replicate(Ends(embed, head), mesh)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,13 @@ from schedules.program import Keep, Program
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
+
+
+class Sends(TypedDict):
+    """Options of `schedules.lower` about messages, as `Plan` has them."""
+
+    partners: bool
+    delayed: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,7 @@ class Plan:
       why: one line on how the schedule was chosen.
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
+      delayed: messages to other ranks travel beside the work of the slot after their own.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -44,6 +52,7 @@ class Plan:
     why: str
     pattern: str | None = None
     partners: bool = False
+    delayed: bool = False
     whole: list[str] = field(default_factory=list)
 
     @property
@@ -66,6 +75,11 @@ class Plan:
         """How many shards the batch is split into before microbatches."""
         return int(self.mesh.shape.get(DATA, 1))
 
+    @property
+    def sends(self) -> Sends:
+        """What `lower` and `simulate` are told of messages."""
+        return {"partners": self.partners, "delayed": self.delayed}
+
     @functools.cached_property
     def is_straight(self) -> bool:
         """Whether a step is one loop over microbatches, with no need of a table."""
@@ -74,9 +88,9 @@ class Plan:
     @functools.cached_property
     def training(self) -> Program:
         """The lowered timetable."""
-        return lower(self.schedule, keep=self.keep, pattern=self.pattern, partners=self.partners)
+        return lower(self.schedule, keep=self.keep, pattern=self.pattern, **self.sends)
 
     @functools.cached_property
     def forward(self) -> Program:
         """Its forward actions alone, for which a slot of one kind is the best pattern."""
-        return lower(self.schedule.forward(), partners=self.partners)
+        return lower(self.schedule.forward(), **self.sends)

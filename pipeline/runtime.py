@@ -2,7 +2,9 @@
 
 Letters: S ranks, M microbatches, T ticks, N = M * b * D rows of the batch on D data shards. The
 kernel knows no schedule: for every slot it switches on the program's table, sends the message
-along the slot's channels and stores what arrives where the table says.
+along the slot's channels and stores what arrives where the table says. Where sends are delayed the
+scan carries the message of the slot before, whose exchange then depends on nothing that the slot
+computes: the compiler may run both at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pipeline.workers import Crew, runner
 from schedules.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
+UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
 MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
 
 
@@ -159,39 +162,44 @@ def _unsplit(x: jax.Array) -> jax.Array:
 
 def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    masked = plan.bubbles == "masked"
+    masked, delayed = plan.bubbles == "masked", program.delayed
     run = runner(actions, masked=masked)
 
-    def tick(used: tuple[int, ...], carry: None, rows: Row) -> tuple[None, None]:
-        for index in used:
+    def tick(uses: tuple[int, ...], held: Tree, rows: Row) -> tuple[Tree, None]:
+        for index in np.flatnonzero(uses).tolist():
             slot, row = program.slots[index], {name: rows[name][index] for name in FIELDS}
-            message = run(slot, row)
+            abroad = [channel for channel in slot.channels if channel.shift]
+            # Delayed sends stand before the work and need nothing of it.
+            brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
+            message = run(slot, row) if uses[index] == WORK else actions.no_message()
             for column, channel in enumerate(slot.channels):
-                arrived = exchange(message, channel.edges, STAGE) if channel.shift else message
+                arrived = brought.get(channel, message)
+                if channel.shift and not delayed:
+                    arrived = exchange(message, channel.edges, STAGE)
                 actions.buffers[row["arrival"][column]] = arrived
-        return carry, None
+            held = message if delayed else None
+        return held, None
 
     local = {name: table[0] for name, table in tables.items()}
-    for start, stop, used in _segments(program, split=masked):
+    held = actions.no_message() if delayed else None
+    for start, stop, uses in _segments(program, split=masked):
         part = {name: table[start:stop] for name, table in local.items()}
-        jax.lax.scan(functools.partial(tick, used), None, part)
+        held, _ = jax.lax.scan(functools.partial(tick, uses), held, part)
 
 
 def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Runs of ticks (start, stop) and the slots some rank uses in them.
+    """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
 
     An idle branch costs nothing, so the kernel that branches takes all ticks as one run. Without
     branches an unused slot costs its full time: warm-up, steady state and cool-down are scans of
-    their own, unless a timetable changes so often that compile time would suffer.
+    their own, unless a timetable changes so often that compile time would suffer. Where sends are
+    delayed a message may arrive in a slot that nobody works in.
     """
-    everything = tuple(range(len(program.slots)))
-    whole = [(0, program.num_ticks, everything)]
+    whole = [(0, program.num_ticks, tuple(WORK if s.ops else WAIT for s in program.slots))]
     if not split:
         return whole
-    busy = (program.op != 0).any(axis=2)
-    changes = [0, *(np.flatnonzero((busy[1:] != busy[:-1]).any(axis=1)) + 1), program.num_ticks]
-    runs = [
-        (int(a), int(b), tuple(np.flatnonzero(busy[a]).tolist()))
-        for a, b in itertools.pairwise(changes)
-    ]
+    waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
+    uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
+    changes = [0, *(np.flatnonzero((uses[1:] != uses[:-1]).any(axis=1)) + 1), program.num_ticks]
+    runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
     return runs if len(runs) <= MOST_SEGMENTS else whole

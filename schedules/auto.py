@@ -93,7 +93,7 @@ def auto(
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
       memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
-      clock: "event", or "lockstep" as `simulate` has it without partners.
+      clock: "event", or "lockstep" as `simulate` has it without partners or delays.
       budget: how many timetables local improvement may time; by default 2000, and fewer if they
         have more than 1000 actions.
       seed: of its choices.

@@ -112,13 +112,15 @@ class _Machine:
         """Every slot in turn, then see that nothing is left to do."""
         program = self.program
         none = [-1] * (program.schedule.num_ranks + 1)  # the last is what source -1 sends
+        before = none
         for tick, slots in enumerate(program.op.tolist()):
             for slot, branches in enumerate(slots):
                 results = none.copy()
                 for rank, branch in enumerate(branches):
                     if branch:
                         results[rank] = self._act((tick, slot, rank), branch)
-                self._exchange(tick, slot, results)
+                self._exchange(tick, slot, results, before if program.delayed else results)
+                before = results
         for rank, due in enumerate(self.due):
             if due:
                 fail(
@@ -158,17 +160,18 @@ class _Machine:
             self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
 
-    def _exchange(self, tick: int, slot: int, results: list[int]) -> None:
-        """Move results along every channel of a slot, then store them."""
+    def _exchange(self, tick: int, slot: int, kept: list[int], sent: list[int]) -> None:
+        """Store what stays on its rank, and what is sent along the other channels of a slot."""
         trash = self.trash["buffer"]
         for column, sources in enumerate(self.sources[slot]):
             places = self.arrival[tick][slot][column]
+            shift = self.program.slots[slot].channels[column].shift
+            results = sent if shift else kept
             for rank, (place, source) in enumerate(zip(places, sources, strict=True)):
                 value = results[source]
                 if value >= 0 and value in self.unread[rank]:
                     self._store((tick, slot, rank), "buffer", place, value)
                 elif place != trash:
-                    shift = self.program.slots[slot].channels[column].shift
                     fail(
                         self.program,
                         f"shift {shift} brings {self._name(value)}, which nobody reads: "

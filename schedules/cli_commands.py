@@ -168,7 +168,8 @@ _COMPARED = ("schedule", "K", "makespan", "bubble", "in span", "peak", "ticks", 
 
 def _compared(report: Report) -> list[str]:
     schedule = report.schedule
-    program = lower(schedule, pattern=report.pattern, costs=report.costs, partners=report.partners)
+    slots: dict[str, Any] = {n: getattr(report, n) for n in ("pattern", "partners", "delayed")}
+    program = lower(schedule, costs=report.costs, **slots)
     return [
         printable(schedule.name),
         str(schedule.num_stages),
@@ -183,10 +184,11 @@ def _compared(report: Report) -> list[str]:
 
 def choose(options: argparse.Namespace) -> int:
     """The best timetable for costs, limit and clock, and why the others lost."""
-    if options.pattern is not None or options.partners or options.pair is not None:
+    unset = (options.pattern, options.pair) == (None, None)
+    if not unset or options.partners or options.delayed:
         raise given.UsageError(
             "auto chooses slots itself, for barriers and without pairs; leave "
-            "out --pattern, --partners and --pair"
+            "out --pattern, --partners, --delayed and --pair"
         )
     files.see_that_they_can_be_written(options.output, (".csv", *files.DRAWINGS))
     try:

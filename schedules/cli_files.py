@@ -62,7 +62,7 @@ _BOTH = ("event", "lockstep")
 
 def _under(options: argparse.Namespace, schedule: Schedule, clock: str) -> Report:
     """A report under a clock, with the slots that were asked for if it has any."""
-    slots = {"pattern": None, "partners": False} if clock == "event" else {}
+    slots = {"pattern": None, "partners": False, "delayed": False} if clock == "event" else {}
     return given.clocked(argparse.Namespace(**{**vars(options), "clock": clock, **slots}), schedule)
 
 

@@ -70,6 +70,11 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--partners", action="store_true", help="a lockstep exchange joins only who takes part"
     )
+    group.add_argument(
+        "--delayed",
+        action="store_true",
+        help="a lockstep exchange runs beside the work of the next slot",
+    )
 
 
 def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
@@ -197,4 +202,5 @@ def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None
         options.clock,
         pattern=options.pattern,
         partners=options.partners,
+        delayed=options.delayed,
     )

@@ -2,7 +2,8 @@
 
 A rank that waits for a message is idle because the action that sends it has not ended
 (*fill*, *drain* or *imbalance*, by phase), because the message is under way (*communication*), or
-because the exchange that brings it is not over for others (*lockstep*). Whoever has ended waits
+because the exchange that brings it is not over for others (*lockstep*): for their work or, where
+sends are delayed, for the slot in which it travels. Whoever has ended waits
 for the last rank: the *optimizer wait* of a synchronous step.
 
 The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and

@@ -24,6 +24,7 @@ def lower(
     pattern: str | None = None,
     costs: Costs | None = None,
     partners: bool = False,
+    delayed: bool | None = False,
 ) -> Program:
     """Compile a schedule; no rank's order changes.
 
@@ -36,6 +37,9 @@ def lower(
         between disjoint pairs); by default the one with the smallest lockstep makespan.
       costs: durations for that choice; by default F = I = W.
       partners: exchanges make only those ranks meet that they join, not all; for that choice.
+      delayed: a message to another rank travels beside the work of the slot after its own and can
+        be used from the slot after that, so that an exchange costs only what is longer than that
+        work; None for what has the smaller makespan.
 
     Raises:
       ScheduleError: unknown keep or pattern, or an illegal schedule.
@@ -45,7 +49,8 @@ def lower(
         raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
     check(schedule)
     costs = of_unit_length_by_default(costs)
-    return allocate(best_ticks(schedule, pattern, costs, partners=partners), keep)
+    ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed)
+    return allocate(ticks, keep)
 
 
 def allocate(ticks: Ticks, keep: Keep) -> Program:
@@ -95,6 +100,7 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
         num_buffers=num_buffers,
         num_stashes=num_stashes,
         num_crossings=num_crossings,
+        delayed=ticks.delayed,
         **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
     )
 
@@ -116,7 +122,7 @@ def _ops(ticks: Ticks) -> tuple[list[tuple[Op, ...]], Ints]:
 
 
 def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:
-    """The static permutations that end each slot, and [N] the channel that brings each message."""
+    """The static permutations of each slot, and [N] the channel that brings each message."""
     num_ranks = ticks.schedule.num_ranks
     slot = messages.born % ticks.width
     shift = (messages.rank - messages.source) % num_ranks

@@ -105,8 +105,13 @@ def joined(report: Report, rank: int) -> tuple[int, ...]:
 
 def clock_name(report: Report) -> str:
     """``lockstep, paired ticks``."""
-    parts = [report.clock, f"{report.pattern} ticks" if report.pattern else "", "partners"]
-    return ", ".join(filter(None, parts if report.partners else parts[:2]))
+    parts = {
+        report.clock: True,
+        f"{report.pattern} ticks": report.pattern,
+        "partners": report.partners,
+        "delayed": report.delayed,
+    }
+    return ", ".join(part for part, said in parts.items() if said)
 
 
 def heading(report: Report) -> str:

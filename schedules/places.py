@@ -50,19 +50,20 @@ def values(ticks: Ticks, keep: Keep) -> dict[str, Values]:
     # The loss is taken, and differentiated, in the last stage's backward: it keeps its own output.
     sender = np.append(home[1:], home[-1])
     sent = np.concatenate([np.maximum(when[B], when[I])[1:], forward[-1:]])
+    before, late = np.roll(home, 1), ticks.delayed
     return {
         "operand": _values(
             has_input,
             home,
-            np.roll(home, 1),
-            np.roll(forward, 1, axis=0),
+            before,
+            np.roll(forward, 1, axis=0) + (late & (before != home))[:, None],
             np.where(runs_f | (backs & ~with_residuals), when, -1),
         ),
         "gradient": _values(
             is_trained & (with_residuals | ~is_last),
             home,
             sender,
-            sent,
+            sent + (late & (sender != home))[:, None],
             np.where(backs, when, -1),
         ),
         "stash": _values(

@@ -44,7 +44,7 @@ class Op(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A static permutation that ends a slot.
+    """A static permutation whose messages are stored when a slot ends.
 
     Attributes:
       shift: destination minus source, modulo S; 0 means a store on the same rank.
@@ -61,7 +61,8 @@ class Slot(NamedTuple):
     Attributes:
       kinds: the kinds of action that may run in it, such as "F" or "BIW".
       ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
-      channels: the exchanges that end it.
+      channels: the exchanges that end it; in a delayed program those between ranks run beside it,
+        with the messages of the slot before.
     """
 
     kinds: str
@@ -89,6 +90,9 @@ class Program:
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank, the peak over ranks.
       num_crossings: crossings per rank, the peak over ranks.
+      delayed: whether a message to another rank is held for a slot, travels beside the work of the
+        next one and is stored when that ends. Every rank then holds one message more, in no
+        buffer: what its last slot has sent. A message that stays on its rank is stored at once.
     """
 
     schedule: Schedule
@@ -104,6 +108,7 @@ class Program:
     num_buffers: int
     num_stashes: int
     num_crossings: int
+    delayed: bool = False
 
     @property
     def num_ticks(self) -> int:

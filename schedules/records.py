@@ -43,6 +43,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "clock": report.clock,
         "pattern": report.pattern,
         "partners": report.partners,
+        "delayed": report.delayed,
         "makespan": report.makespan,
         "step_time": report.step_time,
         "efficiency": report.efficiency,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Report:
       clock: "event", "lockstep" or "measured".
       pattern: the slots of a lockstep tick, as in `lower`; None under the other clocks.
       partners: whether a lockstep exchange makes only those ranks meet that it joins.
+      delayed: whether a lockstep exchange runs beside the work of the slot after its own.
       makespan: the end of the last action.
       span: [S] from the start of a rank's first action to the end of its last.
       work: [S] the sum of a rank's durations.
@@ -54,6 +55,7 @@ class Report:
     clock: str
     pattern: str | None
     partners: bool
+    delayed: bool
     makespan: float
     span: tuple[float, ...]
     work: tuple[float, ...]
@@ -93,6 +95,7 @@ def simulate(
     *,
     pattern: str | None = None,
     partners: bool = False,
+    delayed: bool | None = False,
     durations: Mapping[Action, float] | None = None,
 ) -> Report:
     """Time a schedule.
@@ -107,19 +110,21 @@ def simulate(
       pattern: the slots of a lockstep tick, as in `lower`; by default the fastest.
       partners: under lockstep, an exchange makes only those ranks meet that it joins (processes,
         GPUs and TPUs), not all of them (virtual CPU devices of one process).
+      delayed: under lockstep, as in `lower`: an exchange runs beside the work of the next slot;
+        None for what is faster. On one rank nothing is.
       durations: for "measured", the time that each action took; messages and the optimiser are
         as in ``costs``.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
-    _see_that_arguments_fit(clock, pattern, partners, durations)
+    _see_that_arguments_fit(clock, pattern, partners, delayed, durations)
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
     lasting = _durations(schedule, flat, costs, durations)
     if clock == "lockstep":
-        ticks = best_ticks(schedule, pattern, costs, partners=partners)
-        pattern = ticks.name
+        ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed)
+        pattern, delayed = ticks.name, ticks.delayed
         starts = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
     else:
         wires = links(schedule, flat)
@@ -129,7 +134,8 @@ def simulate(
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)
-    return _report(schedule, costs, clock, pattern, partners, flat, starts, lasting)
+    slots = {"pattern": pattern, "partners": partners, "delayed": bool(delayed)}
+    return _report(schedule, costs, clock, slots, flat, starts, lasting)
 
 
 def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
@@ -142,18 +148,23 @@ def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
 
 
 def _see_that_arguments_fit(
-    clock: str, pattern: str | None, partners: bool, durations: Mapping[Action, float] | None
+    clock: str,
+    pattern: str | None,
+    partners: bool,
+    delayed: bool | None,
+    durations: Mapping[Action, float] | None,
 ) -> None:
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
             f"clock={shorten(clock)} is not a clock; choose one of {', '.join(map(repr, CLOCKS))}"
         )
-    if clock != "lockstep" and (pattern is not None or partners):
-        given = f"pattern={shorten(pattern)}" if pattern is not None else f"partners={partners!r}"
+    slots = {"pattern": (pattern, None), "partners": (partners, False), "delayed": (delayed, False)}
+    given = [f"{k}={shorten(value)}" for k, (value, unset) in slots.items() if value is not unset]
+    if clock != "lockstep" and given:
         raise ScheduleError(
-            f"{given} with clock={clock!r}: only lockstep ticks have slots that end in exchanges; "
-            f"leave it out, or choose clock='lockstep'"
+            f"{given[0]} with clock={clock!r}: only lockstep ticks have slots that end in "
+            f"exchanges; leave it out, or choose clock='lockstep'"
         )
     if durations is not None:
         need("durations", durations, Mapping, "give {action: time} for every action, from a run")
@@ -188,8 +199,7 @@ def _report(
     schedule: Schedule,
     costs: Costs,
     clock: str,
-    pattern: str | None,
-    partners: bool,
+    slots: Mapping[str, Any],
     flat: Flat,
     starts: Times,
     lasting: Times,
@@ -206,8 +216,7 @@ def _report(
         schedule=schedule,
         costs=costs,
         clock=clock,
-        pattern=pattern,
-        partners=partners,
+        **slots,
         makespan=max(times[-1] for times in ended),
         span=tuple(span),
         work=tuple(work),

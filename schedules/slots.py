@@ -19,14 +19,20 @@ Pattern = tuple[tuple[str, ...], ...]
 MANY = 24  # ranks that work at a time; from here on it is quicker to fill slots for all of them
 
 
-def slot_times(schedule: Schedule, pattern: Pattern) -> Ints:
+def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -> Ints:
     """[A] the slot of each action, counted from 0: it permits the kind and the message is there.
+
+    Args:
+      schedule: what is laid out.
+      pattern: the slots of a tick.
+      delayed: a message to another rank travels during the slot after its own, and can be used in
+        the one after that.
 
     Raises:
       ScheduleError: the schedule deadlocks.
     """
     known = _known(schedule)
-    if pattern not in known:
+    if (pattern, delayed) not in known:
         flat, turns = flatten(schedule), max(map(len, pattern))
         permits = np.array(
             [
@@ -36,18 +42,19 @@ def slot_times(schedule: Schedule, pattern: Pattern) -> Ints:
         )
         code = flat.rank % turns * len(KINDS) + flat.kind
         fill = _by_slot if breadth(schedule) >= MANY else _by_action
-        known[pattern] = fill(schedule, permits, code)
-        known[pattern].setflags(write=False)
-    return known[pattern]
+        times = fill(schedule, permits, code, follow(schedule).crosses & delayed)
+        times.setflags(write=False)
+        known[pattern, delayed] = times
+    return known[pattern, delayed]
 
 
 @once
-def _known(schedule: Schedule) -> dict[Pattern, Ints]:  # noqa: ARG001  `once` keeps it there
+def _known(schedule: Schedule) -> dict[tuple[Pattern, bool], Ints]:  # noqa: ARG001  `once` keeps it there
     return {}
 
 
-def _by_action(schedule: Schedule, permits: Mask, code: Ints) -> Ints:
-    """Action by action. ``permits`` is [slots, codes], ``code`` [A]."""
+def _by_action(schedule: Schedule, permits: Mask, code: Ints, late: Mask) -> Ints:
+    """Action by action. ``permits`` is [slots, codes]; ``code`` and ``late``, of messages, [A]."""
     width, flat, path = len(permits), flatten(schedule), follow(schedule)
     # wait[code][t % width] is how many slots after t the next that permits it comes.
     wait = [
@@ -55,7 +62,7 @@ def _by_action(schedule: Schedule, permits: Mask, code: Ints) -> Ints:
         for column in permits.T.tolist()
     ]
     rank, awaited, sent = flat.rank.tolist(), path.awaited.tolist(), path.sent.tolist()
-    waits = [wait[c] for c in code.tolist()]
+    waits, lasting = [wait[c] for c in code.tolist()], (1 + late).tolist()
     free = [0] * schedule.num_ranks
     usable = [0] * (2 * schedule.num_stages * schedule.num_microbatches + 1)  # the last is no one's
     times = [0] * len(rank)
@@ -67,11 +74,11 @@ def _by_action(schedule: Schedule, permits: Mask, code: Ints) -> Ints:
         free[here] = start + 1
         message = sent[n]
         if message >= 0:
-            usable[message] = start + 1
+            usable[message] = start + lasting[n]
     return np.array(times, np.int64)
 
 
-def _by_slot(schedule: Schedule, permits: Mask, code: Ints) -> Ints:
+def _by_slot(schedule: Schedule, permits: Mask, code: Ints, late: Mask) -> Ints:
     """The same, slot by slot, all ranks at a time."""
     first, path, width = flatten(schedule).first, follow(schedule), len(permits)
     count = len(code)
@@ -88,15 +95,19 @@ def _by_slot(schedule: Schedule, permits: Mask, code: Ints) -> Ints:
     after[end[end > begin] - 1] = count  # who has ended waits for ever
     position = np.where(end > begin, begin, count)
     times, latest = np.full(count, -1), -1
+    under_way, patience = sent[:0], width + int(late.any())
     for time in itertools.count():
         ready = there[awaited[position]] & permits[time % width][code[position]]
         ranks = np.flatnonzero(ready)
+        there[under_way] = True
+        under_way = sent[:0]
         if len(ranks):
             now = position[ranks]
             times[now] = latest = time
-            there[sent[now]] = True
+            there[sent[now[~late[now]]]] = True
+            under_way = sent[now[late[now]]]
             position[ranks] = after[now]
-        elif time - latest > width:  # no slot of a whole tick was of use to anybody
+        elif time - latest > patience:  # no slot of a whole tick was of use to anybody
             break
     if (times < 0).any():
         order(schedule)  # raises, with the ranks that are stuck

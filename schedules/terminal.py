@@ -106,7 +106,8 @@ def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
     schedule = drawn.schedule if isinstance(drawn, Report) else drawn
     if not isinstance(drawn, Report) or drawn.pattern is None:
         return steps(schedule)
-    used, slots = np.unique(lay_out(schedule, drawn.pattern).times, return_inverse=True)
+    ticks = lay_out(schedule, drawn.pattern, delayed=drawn.delayed)
+    used, slots = np.unique(ticks.times, return_inverse=True)
     cuts = np.cumsum([len(order) for order in schedule.orders])[:-1]
     return [row.tolist() for row in np.split(slots.reshape(-1), cuts)] if len(used) else []
 

@@ -1,8 +1,11 @@
 """When each action runs in lockstep: ticks of a few slots, every slot ended by an exchange.
 
 A message sent in one slot can be used in the next. Ranks meet in the exchange, all of them or
-only those that it joins, so a slot lasts as long as the slowest action of those who meet. Letters
-as in `schedules.ir`, A as in `schedules.flat`.
+only those that it joins, so a slot lasts as long as the slowest action of those who meet.
+
+Sends may be *delayed*: the exchange of a slot then runs beside the work of the next one, and its
+messages can be used from the slot after that. Messages that stay on their rank are not. Letters as
+in `schedules.ir`, A as in `schedules.flat`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.arguments import is_one_of
+from schedules.arguments import is_one_of, need
 from schedules.capacity import see_that_slots_fit
 from schedules.costs import Costs, Times
 from schedules.flat import Ints, flatten
@@ -36,11 +39,13 @@ class Ticks:
       name: of its slot pattern.
       times: [A] the time of each action, counted in slots; time t is slot ``t % width`` of tick
         ``t // width``.
+      delayed: messages to other ranks travel during the slot after their own.
     """
 
     schedule: Schedule
     name: str
     times: Ints
+    delayed: bool = False
 
     @property
     def pattern(self) -> Pattern:
@@ -63,13 +68,17 @@ class Ticks:
         return tuple("".join(k for k in KINDS if k in "".join(slot)) for slot in self.pattern)
 
 
-def lay_out(schedule: Schedule, name: str) -> Ticks:
+def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     """Run every action in the first slot that permits its kind and has its message.
+
+    On one rank nothing is delayed: no message leaves it.
 
     Raises:
       ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
     """
-    ticks = Ticks(schedule, name, slot_times(schedule, PATTERNS[name]))
+    delayed &= schedule.num_ranks > 1
+    times = slot_times(schedule, PATTERNS[name], delayed=delayed)
+    ticks = Ticks(schedule, name, times, delayed)
     see_that_slots_fit(schedule, ticks.num_ticks * ticks.width)
     return ticks
 
@@ -82,6 +91,9 @@ def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
     slowest of them. Slots that no rank uses before an exchange cost only the exchange; ranks that
     no edge joins do not wait for each other if ``partners``.
 
+    Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
+    whichever is longer, and partners meet where it begins.
+
     Args:
       ticks: a layout.
       costs: durations.
@@ -93,13 +105,14 @@ def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
     work = np.zeros((count, num_ranks))
     work[ticks.times, flat.rank] = costs.table(schedule.num_stages)[flat.kind, flat.stage]
     joined = np.zeros((width, num_ranks, num_ranks), bool)  # slot, source, target
-    target = path.target[path.crosses]
-    joined[ticks.times[path.crosses] % width, flat.rank[path.crosses], target] = True
+    target, leaves = path.target[path.crosses], ticks.times[path.crosses] + ticks.delayed
+    joined[leaves % width, flat.rank[path.crosses], target] = True
     messages = costs.messages(num_ranks)
     exchange = np.where(joined, messages, 0.0)
     if not partners:
-        last = exchange.max(axis=(1, 2), initial=0.0)
-        ends = np.cumsum(work.max(axis=1, initial=0.0) + last[np.arange(count) % width])
+        last = exchange.max(axis=(1, 2), initial=0.0)[np.arange(count) % width]
+        slowest = work.max(axis=1, initial=0.0)
+        ends = np.cumsum(np.maximum(slowest, last) if ticks.delayed else slowest + last)
         return np.repeat(np.concatenate([[0.0], ends])[:, None], num_ranks, axis=1)
     meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
     pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
@@ -108,7 +121,8 @@ def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
     for time in range(count):
         slot = time % width
         ended = result[time] + work[time]
-        result[time + 1] = ended[neighbours[slot]].max(axis=0) + pays[slot]
+        met = (result[time] if ticks.delayed else ended)[neighbours[slot]].max(axis=0)
+        result[time + 1] = np.maximum(ended, met + pays[slot])
     return result
 
 
@@ -127,21 +141,56 @@ def makespan(ticks: Ticks, costs: Costs, *, partners: bool = False) -> float:
     return float((begin + lasting).max(initial=0.0))
 
 
+def exchanges(ticks: Ticks) -> int:
+    """How many permutations of ranks run: all that a slot ever needs, at every tick."""
+    path, ranks = follow(ticks.schedule), ticks.schedule.num_ranks
+    slot = ticks.times[path.crosses] % ticks.width
+    shift = (path.target - flatten(ticks.schedule).rank)[path.crosses] % ranks
+    return ticks.num_ticks * len(np.unique(slot * ranks + shift))
+
+
 def best_ticks(
-    schedule: Schedule, pattern: str | None, costs: Costs, *, partners: bool = False
+    schedule: Schedule,
+    pattern: str | None,
+    costs: Costs,
+    *,
+    partners: bool = False,
+    delayed: bool | None = False,
 ) -> Ticks:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
+    Exchanges that the clock hides behind work still cost links and power: where sends are delayed,
+    ties go to the fewest of them.
+
+    Args:
+      schedule: what is laid out.
+      pattern: the slots of a tick, or None for the fastest.
+      costs: durations.
+      partners: an exchange makes only those ranks meet that it joins, not all.
+      delayed: whether sends are; None for what is faster.
+
     Raises:
-      ScheduleError: no such pattern.
+      ScheduleError: no such pattern, or ``delayed`` is none of the three.
     """
     if pattern is not None:
         see_that_pattern_is_known(pattern)
-    names = [pattern] if pattern is not None else _worth_trying(schedule, costs, partners=partners)
-    if len(names) == 1:
-        return lay_out(schedule, names[0])
-    layouts = [lay_out(schedule, name) for name in names]
-    return min(layouts, key=lambda ticks: makespan(ticks, costs, partners=partners))
+    if delayed is not None:
+        need("delayed", delayed, bool, "give True or False, or None for what is faster")
+    choices = [
+        (name, late)
+        for late in ([False, True] if delayed is None else [delayed])
+        for name in ([pattern] if pattern else _worth_trying(schedule, costs, partners, late))
+    ]
+    layouts = [lay_out(schedule, name, delayed=late) for name, late in choices]
+    if len(layouts) == 1:
+        return layouts[0]
+    return min(
+        layouts,
+        key=lambda ticks: (
+            makespan(ticks, costs, partners=partners),
+            ticks.delayed and exchanges(ticks),
+        ),
+    )
 
 
 def see_that_pattern_is_known(pattern: str) -> None:
@@ -157,11 +206,11 @@ def see_that_pattern_is_known(pattern: str) -> None:
         )
 
 
-def _worth_trying(schedule: Schedule, costs: Costs, *, partners: bool) -> list[str]:
+def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
     """Patterns that can be the fastest: W needs no slot where there is none of it.
 
     Where everybody meets, partner slots gain only if messages take time, of which each slot then
-    carries a part, or if W can run beside what is longer.
+    carries a part, or if W can run beside what is longer, or if a rank waits for delayed messages.
     """
     kinds = {action.kind for order in schedule.orders for action in order}
     names = ["single"]
@@ -169,6 +218,6 @@ def _worth_trying(schedule: Schedule, costs: Costs, *, partners: bool) -> list[s
         names.append("paired")
     if "W" in kinds:
         names.append("unit")
-    if partners or "W" in kinds or costs.comm != 0:
+    if partners or delayed or "W" in kinds or costs.comm != 0:
         names.append("partner")
     return names

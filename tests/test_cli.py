@@ -59,12 +59,15 @@ def test_table_sums_idle_time_by_cause(capsys):
 
 def test_table_for_programs(capsys):
     options = ["--f", "1,2,3,4", "--i", "2", "--w", "1", "--comm", "0.5", "--clock", "lockstep"]
-    code, out, _ = run(capsys, "table", "zb_h1", *SIZES, *options, "--partners", "--json")
+    code, out, _ = run(
+        capsys, "table", "zb_h1", *SIZES, *options, "--partners", "--delayed", "--json"
+    )
     report = simulate(
         build("zb_h1", num_ranks=4, num_microbatches=8),
         Costs(f=(1, 2, 3, 4), i=2, w=1, comm=0.5),
         "lockstep",
         partners=True,
+        delayed=True,
     )
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps(report_record(report)))

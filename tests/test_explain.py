@@ -16,6 +16,8 @@ CLOCKS = [
     {"clock": "lockstep"},
     {"clock": "lockstep", "pattern": "unit"},
     {"clock": "lockstep", "pattern": "partner", "partners": True},
+    {"clock": "lockstep", "delayed": True},
+    {"clock": "lockstep", "pattern": "paired", "partners": True, "delayed": True},
 ]
 
 

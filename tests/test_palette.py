@@ -116,6 +116,10 @@ def test_a_heading_gives_both_bubbles_and_no_control_characters():
         "zb_v   S=4 K=8 M=8   event   bubble 0.0% of the span, 5.9% of the step   makespan 51"
     )
     schedule = from_orders([["0F0", "0B0"]], name="a\x1bb")
+    two = build("gpipe", num_ranks=2, num_microbatches=1)
+    assert clock_name(simulate(two, clock="lockstep", delayed=True, pattern="single")) == (
+        "lockstep, single ticks, delayed"
+    )
     partners = simulate(schedule, clock="lockstep", pattern="single", partners=True)
     assert heading(partners).startswith(
         r"a\x1bb   S=1 K=1 M=1   lockstep, single ticks, partners   "
