@@ -62,7 +62,8 @@ def vocabulary_cross_entropy(
       ignore: labels whose loss is 0; None if there are none.
 
     Returns:
-      `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN.
+      `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN,
+      one whose logit is -inf gives inf.
 
     Raises:
       ValueError: the logits do not vary over the axis, so they are not a part of anything.

@@ -90,6 +90,8 @@ class Attention(nnx.Module):
       init: of the fused weight; init_out: of the one after attention.
       dtype: of the parameters.
       implementation: as for `jax.nn.dot_product_attention`.
+      query_chunk: a divisor of t: the scores of so many queries, `[b, k·g / R, query_chunk, t]`,
+        are formed at a time, again in the backward; None forms and keeps all.
 
     Raises:
       ValueError: heads that do not divide each other or the width; as `FusedQKV`.
@@ -111,6 +113,7 @@ class Attention(nnx.Module):
         init_out: Initializer | None = None,
         dtype: Any = jnp.float32,
         implementation: Any = None,
+        query_chunk: int | None = None,
     ) -> None:
         if head_dim is None and width % num_heads:
             raise ValueError(
@@ -123,7 +126,8 @@ class Attention(nnx.Module):
             "sequence_parallel": sequence_parallel,
             "dtype": dtype,
         }
-        self.theta, self.scaling, self.implementation = theta, scaling, implementation
+        self.theta, self.scaling = theta, scaling
+        self.implementation, self.query_chunk = implementation, query_chunk
         self.qkv = FusedQKV(width, num_heads, num_kv_heads, head_dim, rngs, init=init, **group)
         pieces = "num_kv_heads", num_kv_heads, None
         rows = num_heads * head_dim
@@ -141,14 +145,48 @@ class Attention(nnx.Module):
         if positions is None:
             positions = jnp.arange(q.shape[1])[None]
         turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
-        y = jax.nn.dot_product_attention(
-            rotate(q, *turns),
-            rotate(k, *turns),
-            v,
-            is_causal=True,
-            implementation=self.implementation,
-        )
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        y = attend(q, k, v, query_chunk=self.query_chunk, implementation=self.implementation)
         return self.out(y.reshape(*y.shape[:2], -1))
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    query_chunk: int | None = None,
+    implementation: Any = None,
+) -> jax.Array:
+    """Causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
+
+    Args:
+      q: queries.
+      k: keys, `[b, t, k, c]`.
+      v: values, the same.
+      query_chunk: as for `Attention`.
+      implementation: as for `jax.nn.dot_product_attention`.
+
+    Raises:
+      ValueError: `query_chunk` does not divide t.
+    """
+    t = q.shape[1]
+    if query_chunk is None or query_chunk == t:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    if t % query_chunk:
+        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
+
+    @jax.checkpoint
+    def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        start, queries = chunk
+        here = start + jnp.arange(query_chunk)[:, None]
+        seen = (jnp.arange(t)[None] <= here)[None, None]
+        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation=implementation)
+
+    parts = jnp.moveaxis(q.reshape(q.shape[0], -1, query_chunk, *q.shape[2:]), 1, 0)
+    starts = jnp.arange(0, t, query_chunk)
+    _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, (starts, parts))
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape)
 
 
 def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:
