@@ -22,7 +22,7 @@ from collectives.tensor import TENSOR, group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,
     LOWEST,
-    combine_log_sums,
+    combine,
     find_rows,
     logit_gradient,
     mask_losses,
@@ -97,17 +97,17 @@ def _forward(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> Any
     zeros = jnp.zeros(x.shape[:1], jnp.float32)
     start = vary((zeros + LOWEST, zeros, zeros), axes)
     (largest, total, picked), _ = jax.lax.scan(step, start, _cut(table, chunks))
-    log_total, picked = combine_log_sums(largest, total, picked, axis)
-    return log_total - picked, (x, table, labels, log_total)
+    largest, total, picked = combine(largest, total, picked, axis)
+    return jnp.log(total) + (largest - picked), (x, table, labels, largest, total)
 
 
 def _backward(how: Any, kept: Any, g: jax.Array) -> Any:
-    x, table, labels, log_total = kept
+    x, table, labels, largest, total = kept
 
     def step(dx: jax.Array, chunk: Any) -> Any:
         logits = _logits(x, chunk, table.shape[0], how)
         local, mine = _find(labels, chunk, table.shape[0], how)
-        dlogits = logit_gradient(logits, local, mine, log_total, g).astype(x.dtype)
+        dlogits = logit_gradient(logits, local, mine, largest, total, g).astype(x.dtype)
         dx += jnp.matmul(dlogits, chunk[1], preferred_element_type=jnp.float32)
         return dx, jnp.matmul(dlogits.T, x)
 

@@ -88,23 +88,29 @@ def _cross_entropy_forward(
     local, mine = _find(labels, logits.shape[-1], axis)
     picked = jnp.take_along_axis(wide, local[..., None], axis=-1)[..., 0]
     picked = jnp.where(mine, picked, 0.0)
-    log_total, picked = combine_log_sums(largest, total, picked, axis)
-    return log_total - picked, (logits, labels, log_total)
+    largest, total, picked = combine(largest, total, picked, axis)
+    # In this order: large logits that are nearly equal lose no digits.
+    return jnp.log(total) + (largest - picked), (logits, labels, largest, total)
 
 
 def _cross_entropy_backward(
     axis: str, kept: tuple[jax.Array, ...], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    logits, labels, log_total = kept
+    logits, labels, largest, total = kept
     local, mine = _find(labels, logits.shape[-1], axis)
-    return logit_gradient(logits, local, mine, log_total, g), None
+    return logit_gradient(logits, local, mine, largest, total, g), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def logit_gradient(
-    logits: jax.Array, local: jax.Array, mine: jax.Array, log_total: jax.Array, g: jax.Array
+    logits: jax.Array,
+    local: jax.Array,
+    mine: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
+    g: jax.Array,
 ) -> jax.Array:
     """The gradient of cross entropy: softmax less one at the label, times `g`.
 
@@ -112,32 +118,33 @@ def logit_gradient(
       logits: `[..., v]`.
       local: `[...]`, the labels' columns.
       mine: `[...]`, whether they are among them.
-      log_total: `[...]`, log Σ exp over the whole vocabulary.
+      largest: `[...]`, the largest logit of the whole vocabulary.
+      total: `[...]`, Σ exp(logit - largest) over it.
       g: `[...]`, the losses' gradient.
     """
     columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, logits.ndim - 1)
     hit = (columns == local[..., None]) & mine[..., None]
-    shares = jnp.exp(logits.astype(jnp.float32) - log_total[..., None])
+    shares = jnp.exp(logits.astype(jnp.float32) - largest[..., None]) / total[..., None]
     return (jnp.where(hit, shares - 1.0, shares) * g[..., None]).astype(logits.dtype)
 
 
-def combine_log_sums(
+def combine(
     largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str
-) -> tuple[jax.Array, jax.Array]:
-    """`(log Σ exp, picked)` over the whole vocabulary, by one maximum and one sum over ranks.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same over the whole vocabulary, by one maximum and one sum over ranks.
 
     Args:
       largest: `[...]`, this rank's largest logit.
-      total: `[...]`, its sum of exp(logit - largest).
+      total: `[...]`, its Σ exp(logit - largest).
       picked: `[...]`, the label's logit on the rank that has it, 0 elsewhere.
       axis: the mesh axis of the group.
     """
     if not is_manual(axis):
-        return jnp.log(total) + largest, picked
+        return largest, total, picked
     overall = jax.lax.pmax(vary(largest, axis), axis)
     addends = vary(jnp.stack([total * jnp.exp(largest - overall), picked]), axis)
     total, picked = jax.lax.psum(addends, axis)
-    return jnp.log(total) + overall, picked
+    return overall, total, picked
 
 
 def find_rows(

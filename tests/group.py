@@ -47,8 +47,13 @@ class Parts:
 
 def whole(parts: Parts, c: Any, x: Any, *arrays: Any) -> tuple[Any, Any]:
     """Output, and gradients of <c, output> for parameters and x, without any mesh."""
-    y, pullback = jax.vjp(lambda w, x: parts(w, x, *arrays), parts.leaves, x)
-    return y, pullback(c.astype(y.dtype))
+
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        y, pullback = jax.vjp(lambda w, x: parts(w, x, *arrays), w, x)
+        return y, pullback(c.astype(y.dtype))
+
+    return step(parts.leaves, x)
 
 
 def outside(
