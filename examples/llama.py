@@ -142,7 +142,7 @@ def stages(config: LlamaConfig, num_stages: int, rngs: nnx.Rngs) -> list[Stage]:
             f"at least"
         )
     fewer, more = divmod(blocks, num_stages)
-    first = (num_stages - more + 1) // 2  # stages before those with one block more
+    first = (num_stages - more) // 2  # stages before those with one block more
     counts = [fewer + (first <= k < first + more) for k in range(num_stages)]
     return [Stage(config, count, rngs) for count in counts]
 

@@ -172,7 +172,7 @@ def attend(
     """
     t = q.shape[1]
     if query_chunk is None or query_chunk == t:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return _dot_product(q, k, v, is_causal=True, implementation=implementation)
     if t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
 
@@ -181,12 +181,18 @@ def attend(
         start, queries = chunk
         here = start + jnp.arange(query_chunk)[:, None]
         seen = (jnp.arange(t)[None] <= here)[None, None]
-        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation=implementation)
+        return _dot_product(queries, k, v, mask=seen, implementation=implementation)
 
     parts = jnp.moveaxis(q.reshape(q.shape[0], -1, query_chunk, *q.shape[2:]), 1, 0)
     starts = jnp.arange(0, t, query_chunk)
     _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, (starts, parts))
     return jnp.moveaxis(y, 0, 1).reshape(q.shape)
+
+
+def _dot_product(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    # It promotes half precision to float32 by itself, which strict settings would refuse.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:
