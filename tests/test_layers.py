@@ -158,8 +158,8 @@ def test_padding_never_wins(chunks: int | None) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_the_dtype_of_the_input(dtype: Any) -> None:
+def test_activations_stay_in_bfloat16() -> None:
+    dtype = jnp.bfloat16
     block, x, c = Block(True), normal(B, T, D), normal(B, T, D, seed=9)
     parts = Parts(block, call)
     cut = P(None, TENSOR)
@@ -176,15 +176,18 @@ def test_half_precision_is_the_dtype_of_the_input(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv"), [(6, 2), (4, 4)])
-@pytest.mark.parametrize("query_chunk", [None, 2])
-def test_attention_by_its_definition(heads: int, kv: int, query_chunk: int | None) -> None:
+@pytest.mark.parametrize(
+    ("query_chunk", "how"), [(None, None), (2, None), (None, "xla"), (4, "xla")]
+)
+def test_attention_by_its_definition(
+    heads: int, kv: int, query_chunk: int | None, how: Any
+) -> None:
     """Position by position, in float64; weights as other formats keep them."""
     c, theta = 4, 50.0
     q, k, v = (normal(D, n * c, seed=s) for s, n in enumerate((heads, kv, kv)))
     out = normal(heads * c, D, seed=3)
-    attention = Attention(
-        D, heads, kv, nnx.Rngs(0), head_dim=c, theta=theta, query_chunk=query_chunk
-    )
+    options = {"head_dim": c, "query_chunk": query_chunk, "implementation": how}
+    attention = Attention(D, heads, kv, nnx.Rngs(0), theta=theta, **options)
     attention.qkv.linear.weight.set_value(fuse_qkv(q, k, v, num_kv_heads=kv))
     attention.out.weight.set_value(out)
     x = normal(B, T, D, seed=4)

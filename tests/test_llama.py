@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -236,6 +237,10 @@ def test_metadata_of_stacked_blocks() -> None:
 # --- the function ---
 
 
+def call(model: Llama, tokens: jax.Array) -> Any:
+    return model(tokens)
+
+
 def mean_loss(config: LlamaConfig) -> Any:
     loss = llama.loss_fn(config)
 
@@ -253,30 +258,34 @@ FORMS: dict[str, dict[str, Any]] = {
     "query_chunk": {"query_chunk": 4},
     "loss_chunks": {"loss_chunks": 2},
     "sequence_parallel": {"sequence_parallel": True},
+    "all": {"scan_layers": True, "remat_blocks": True, "query_chunk": 4, "loss_chunks": 4},
 }
 
 
-def test_every_form_is_the_same_function() -> None:
+@functools.cache
+def loss_and_size_of_gradients(form: str) -> tuple[float, float]:
     tokens, targets = batch()
-    results = {}
-    for name, changes in {"plain": {}, **FORMS}.items():
-        config = small(**changes)
-        model = Llama(config, seed=3)
-        parts = Parts(model, mean_loss(config))
-        f = jax.jit(jax.value_and_grad(lambda w, p=parts: p(w, tokens, targets)))
-        loss, grads = f(parts.leaves)
-        size = sum(float(jnp.sum(g.astype(jnp.float32) ** 2)) for g in grads)
-        results[name] = float(loss), size
-    for name, found in results.items():
-        np.testing.assert_allclose(found, results["plain"], rtol=1e-5, err_msg=name)
+    config = small(**FORMS.get(form, {}))
+    parts = Parts(Llama(config, seed=3), mean_loss(config))
+    loss, grads = jax.jit(jax.value_and_grad(lambda w: parts(w, tokens, targets)))(parts.leaves)
+    return float(loss), sum(float(np.sum(np.asarray(g) ** 2)) for g in grads)
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=() if f == "all" else pytest.mark.slow) for f in FORMS]
+)
+def test_every_form_is_the_same_function(form: str) -> None:
+    found, wanted = loss_and_size_of_gradients(form), loss_and_size_of_gradients("plain")
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_a_masked_target_changes_nothing() -> None:
-    config = small()
-    model, (tokens, targets) = Llama(config), batch()
-    total, weight = llama.loss_fn(config)(model(tokens), targets)
+    config = small(num_hidden_layers=1)
+    parts, (tokens, targets) = Parts(Llama(config), call), batch()
+    logits = jax.jit(parts)(parts.leaves, tokens)
+    total, weight = llama.loss_fn(config)(logits, targets)
     assert weight == 13
-    wanted = -jax.nn.log_softmax(model(tokens)[..., :WORDS])
+    wanted = -jax.nn.log_softmax(logits[..., :WORDS])
     picked = jnp.take_along_axis(wanted, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(total, jnp.where(targets == -100, 0, picked).sum(), rtol=1e-5)
 

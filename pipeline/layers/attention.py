@@ -89,7 +89,8 @@ class Attention(nnx.Module):
       sequence_parallel: whether input and output are this rank's part of the sequence.
       init: of the fused weight; init_out: of the one after attention.
       dtype: of the parameters.
-      implementation: as for `jax.nn.dot_product_attention`.
+      implementation: that of `jax.nn.dot_product_attention` to take, such as "cudnn"; None takes
+        the formula as written here, in float32.
       query_chunk: a divisor of t: the scores of so many queries, `[b, k·g / R, query_chunk, t]`,
         are formed at a time, again in the backward; None forms and keeps all.
 
@@ -165,34 +166,45 @@ def attend(
       k: keys, `[b, t, k, c]`.
       v: values, the same.
       query_chunk: as for `Attention`.
-      implementation: as for `jax.nn.dot_product_attention`.
+      implementation: as for `Attention`.
 
     Raises:
       ValueError: `query_chunk` does not divide t.
     """
     t = q.shape[1]
-    if query_chunk is None or query_chunk == t:
-        return _dot_product(q, k, v, is_causal=True, implementation=implementation)
-    if t % query_chunk:
-        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
 
-    @jax.checkpoint
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
         start, queries = chunk
-        here = start + jnp.arange(query_chunk)[:, None]
+        here = start + jnp.arange(queries.shape[1])[:, None]
         seen = (jnp.arange(t)[None] <= here)[None, None]
-        return _dot_product(queries, k, v, mask=seen, implementation=implementation)
+        if implementation is None:
+            return _read(queries, k, v, seen)
+        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation=implementation)
 
+    if query_chunk is None or query_chunk == t:
+        if implementation is None:
+            return some(k, v, (jnp.zeros((), jnp.int32), q))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    if t % query_chunk:
+        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
+    some = jax.checkpoint(some)
     parts = jnp.moveaxis(q.reshape(q.shape[0], -1, query_chunk, *q.shape[2:]), 1, 0)
     starts = jnp.arange(0, t, query_chunk)
     _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, (starts, parts))
     return jnp.moveaxis(y, 0, 1).reshape(q.shape)
 
 
-def _dot_product(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    # It promotes half precision to float32 by itself, which strict settings would refuse.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q, k, v, **options)
+def _read(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention where ``seen``, `[1, 1, queries, t]`; in float32, returned in the dtype of q.
+
+    `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
+    """
+    b, t, _, c = q.shape
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * c**-0.5
+    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
+    weights = jax.nn.softmax(jnp.where(seen[None], scores, -1e30), axis=-1)
+    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
 
 
 def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:
