@@ -1,0 +1,140 @@
+"""Cross entropy of a linear head that never holds its logits.
+
+The head's rows are taken a chunk at a time. The forward keeps a running maximum and a running sum
+of exponentials for each token (M. Milakov and N. Gimelshein, arXiv:1805.02867); the backward forms
+each chunk's logits again, for one more product than a head that keeps them. So the largest array is
+`[n, v / C]`, where kept logits and their gradient are two of `[n, v]`.
+
+Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v, d = width, n =
+tokens, C = chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives.compat import vary, varying_axes
+from collectives.tensor import TENSOR, group_rank, group_size
+from collectives.vocabulary import (
+    IGNORED,
+    LOWEST,
+    combine,
+    find_rows,
+    logit_gradient,
+    mask_losses,
+    require_parts,
+)
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    table: jax.Array,
+    labels: jax.Array,
+    axis: str = TENSOR,
+    *,
+    chunks: int,
+    ignore: int | None = IGNORED,
+    vocabulary: int | None = None,
+) -> jax.Array:
+    """Cross entropy of each token, from what a linear head `x @ table.T` would take.
+
+    Products are summed in float32.
+
+    Args:
+      x: `[..., d]`, the same on all ranks (`column_input` of an activation).
+      table: `[v, d]`, this rank's rows; taken in the dtype of `x`.
+      labels: `[...]` integers, equal on all ranks.
+      axis: the mesh axis of the group.
+      chunks: C, a divisor of v.
+      ignore: labels whose loss is 0; None if there are none.
+      vocabulary: how many of the V rows are words; those after them are padding and never win.
+
+    Returns:
+      `[...]` float32, equal on all ranks; NaN for a label that is no word and is not ignored.
+
+    Raises:
+      ValueError: C does not divide v; or the table does not vary over the axis.
+    """
+    rows = table.shape[0]
+    require_parts("table", table, axis)
+    if chunks < 1 or rows % chunks:
+        fits = ", ".join(str(c) for c in range(1, min(rows, 64) + 1) if rows % c == 0)
+        raise ValueError(
+            f"chunks={chunks}: must divide the {rows} rows of the vocabulary that a rank holds; "
+            f"up to 64 these do: {fits}"
+        )
+    size = rows * group_size(axis) if vocabulary is None else vocabulary
+    axes = varying_axes(x) | varying_axes(table) | varying_axes(labels)
+    x, table = vary((x, table.astype(x.dtype)), tuple(axes))
+    flat = x.reshape(-1, x.shape[-1]), table, labels.reshape(-1)
+    losses = _losses(*flat, (axis, chunks, size)).reshape(labels.shape)
+    return mask_losses(losses, labels, size, ignore)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _losses(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> jax.Array:
+    return _forward(x, table, labels, how)[0]
+
+
+def _forward(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> Any:
+    axis, chunks, _ = how
+
+    def step(carry: Any, chunk: Any) -> Any:
+        largest, total, picked = carry
+        logits = _logits(x, chunk, table.shape[0], how)
+        highest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(largest - highest)
+        total += jnp.sum(jnp.exp(logits - highest[:, None]), axis=-1)
+        local, mine = _find(labels, chunk, table.shape[0], how)
+        found = jnp.take_along_axis(logits, local[:, None], axis=-1)[:, 0]
+        return (highest, total, picked + jnp.where(mine, found, 0.0)), None
+
+    axes = tuple(varying_axes(x) | varying_axes(labels))
+    zeros = jnp.zeros(x.shape[:1], jnp.float32)
+    start = vary((zeros + LOWEST, zeros, zeros), axes)
+    (largest, total, picked), _ = jax.lax.scan(step, start, _cut(table, chunks))
+    largest, total, picked = combine(largest, total, picked, axis)
+    return jnp.log(total) + (largest - picked), (x, table, labels, largest, total)
+
+
+def _backward(how: Any, kept: Any, g: jax.Array) -> Any:
+    x, table, labels, largest, total = kept
+
+    def step(dx: jax.Array, chunk: Any) -> Any:
+        logits = _logits(x, chunk, table.shape[0], how)
+        local, mine = _find(labels, chunk, table.shape[0], how)
+        dlogits = logit_gradient(logits, local, mine, largest, total, g).astype(x.dtype)
+        dx += jnp.matmul(dlogits, chunk[1], preferred_element_type=jnp.float32)
+        return dx, jnp.matmul(dlogits.T, x)
+
+    start = vary(jnp.zeros(x.shape, jnp.float32), tuple(varying_axes(x)))
+    dx, rows = jax.lax.scan(step, start, _cut(table, how[1]))
+    return dx.astype(x.dtype), rows.reshape(table.shape), None
+
+
+_losses.defvjp(_forward, _backward)
+
+
+def _cut(table: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """The index of each chunk, and its rows."""
+    return jnp.arange(chunks), table.reshape(chunks, -1, table.shape[-1])
+
+
+def _logits(x: jax.Array, chunk: Any, local: int, how: Any) -> jax.Array:
+    """`[n, v / C]` float32, of one chunk; -inf for padding."""
+    (axis, _, size), (index, rows) = how, chunk
+    logits = jnp.matmul(x, rows.T, preferred_element_type=jnp.float32)
+    if size == local * group_size(axis):
+        return logits
+    first = group_rank(axis) * local + index * len(rows)
+    return jnp.where(first + jnp.arange(len(rows))[None] < size, logits, -jnp.inf)
+
+
+def _find(labels: jax.Array, chunk: Any, local: int, how: Any) -> tuple[jax.Array, jax.Array]:
+    """Where labels lie in a chunk, and whether they do."""
+    index, rows = chunk
+    return find_rows(labels, rows.shape[0], first=group_rank(how[0]) * local + index * len(rows))

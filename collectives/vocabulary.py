@@ -1,0 +1,176 @@
+"""Embedding and cross entropy over a vocabulary whose rows lie on different ranks.
+
+Letters: R = ranks on the axis, v = rows of the vocabulary on one rank, V = R·v of them in all, d =
+width. Rank r holds the rows r·v .. (r+1)·v-1. Tokens and labels are global, in 0..V-1, and equal on
+all ranks. No rank ever sees another's logits: cross entropy exchanges one maximum and two sums per
+token. M. Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
+
+The axis may be any: `tensor`, or `stage` where all ranks share a microbatch's head. Where it is not
+manual, R is 1 and these are the plain functions. All statistics are float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from collectives.compat import vary, varying_axes
+from collectives.tensor import TENSOR, group_rank, group_size, is_manual, row_output
+
+IGNORED = -100  # a label that counts for nothing
+LOWEST = -3e38  # in place of -inf, which less itself is NaN
+
+
+def vocabulary_embedding(
+    table: jax.Array, tokens: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None
+) -> jax.Array:
+    """Rows of a table that is spread over ranks.
+
+    Args:
+      table: `[v, d]`, this rank's rows.
+      tokens: integers of any shape `[...]`, equal on all ranks. One outside 0..V-1 gives zeros.
+      axis: the mesh axis of the group.
+      sequence_axis: the axis of the result along which each rank keeps its part.
+
+    Returns:
+      `[..., d]`, in the dtype of the table.
+
+    Raises:
+      ValueError: the table does not vary over the axis; or as `row_output`.
+    """
+    require_parts("table", table, axis)
+    local, mine = _find(tokens, table.shape[0], axis)
+    rows = jnp.take(table, local, axis=0, mode="clip")
+    rows = jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype))
+    return row_output(rows, axis, sequence_axis=sequence_axis)
+
+
+def vocabulary_cross_entropy(
+    logits: jax.Array, labels: jax.Array, axis: str = TENSOR, *, ignore: int | None = IGNORED
+) -> jax.Array:
+    """Cross entropy of each token, from logits that stay where they are.
+
+    The backward keeps the logits as they came and one number per token, and makes the gradient in
+    the dtype of the logits.
+
+    Args:
+      logits: `[..., v]`, this rank's part, of any float dtype; -inf where a label cannot be.
+      labels: `[...]` integers, equal on all ranks.
+      axis: the mesh axis of the group.
+      ignore: labels whose loss is 0; None if there are none.
+
+    Returns:
+      `[...]` float32, equal on all ranks. A label outside 0..V-1 that is not ignored gives NaN,
+      one whose logit is -inf gives inf.
+
+    Raises:
+      ValueError: the logits do not vary over the axis, so they are not a part of anything.
+    """
+    require_parts("logits", logits, axis)
+    logits = vary(logits, tuple(varying_axes(labels) - varying_axes(logits) - {axis}))
+    losses = _cross_entropy(logits, labels, axis)
+    return mask_losses(losses, labels, group_size(axis) * logits.shape[-1], ignore)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cross_entropy(logits: jax.Array, labels: jax.Array, axis: str) -> jax.Array:
+    return _cross_entropy_forward(logits, labels, axis)[0]
+
+
+def _cross_entropy_forward(
+    logits: jax.Array, labels: jax.Array, axis: str
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    wide = logits.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(wide, axis=-1), LOWEST)
+    total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
+    local, mine = _find(labels, logits.shape[-1], axis)
+    picked = jnp.take_along_axis(wide, local[..., None], axis=-1)[..., 0]
+    picked = jnp.where(mine, picked, 0.0)
+    largest, total, picked = combine(largest, total, picked, axis)
+    # In this order: large logits that are nearly equal lose no digits.
+    return jnp.log(total) + (largest - picked), (logits, labels, largest, total)
+
+
+def _cross_entropy_backward(
+    axis: str, kept: tuple[jax.Array, ...], g: jax.Array
+) -> tuple[jax.Array, None]:
+    logits, labels, largest, total = kept
+    local, mine = _find(labels, logits.shape[-1], axis)
+    return logit_gradient(logits, local, mine, largest, total, g), None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def logit_gradient(
+    logits: jax.Array,
+    local: jax.Array,
+    mine: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
+    """The gradient of cross entropy: softmax less one at the label, times `g`.
+
+    Args:
+      logits: `[..., v]`.
+      local: `[...]`, the labels' columns.
+      mine: `[...]`, whether they are among them.
+      largest: `[...]`, the largest logit of the whole vocabulary.
+      total: `[...]`, Σ exp(logit - largest) over it.
+      g: `[...]`, the losses' gradient.
+    """
+    columns = jax.lax.broadcasted_iota(local.dtype, logits.shape, logits.ndim - 1)
+    hit = (columns == local[..., None]) & mine[..., None]
+    shares = jnp.exp(logits.astype(jnp.float32) - largest[..., None]) / total[..., None]
+    return (jnp.where(hit, shares - 1.0, shares) * g[..., None]).astype(logits.dtype)
+
+
+def combine(
+    largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same over the whole vocabulary, by one maximum and one sum over ranks.
+
+    Args:
+      largest: `[...]`, this rank's largest logit.
+      total: `[...]`, its Σ exp(logit - largest).
+      picked: `[...]`, the label's logit on the rank that has it, 0 elsewhere.
+      axis: the mesh axis of the group.
+    """
+    if not is_manual(axis):
+        return largest, total, picked
+    overall = jax.lax.pmax(vary(largest, axis), axis)
+    addends = vary(jnp.stack([total * jnp.exp(largest - overall), picked]), axis)
+    total, picked = jax.lax.psum(addends, axis)
+    return overall, total, picked
+
+
+def find_rows(
+    indices: jax.Array, rows: int, *, first: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Where global indices lie among the rows from `first` on, clipped, and whether they do."""
+    local = indices.astype(jnp.int32) - first
+    return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
+
+
+def _find(indices: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
+    """The same among this rank's rows."""
+    return find_rows(indices, rows, first=group_rank(axis) * rows)
+
+
+def mask_losses(losses: jax.Array, labels: jax.Array, size: int, ignore: int | None) -> jax.Array:
+    """NaN where a label is none of the vocabulary, 0 where it is to be ignored."""
+    known = (labels >= 0) & (labels < size)
+    losses = jnp.where(known, losses, jnp.nan)
+    return losses if ignore is None else jnp.where(labels == ignore, 0.0, losses)
+
+
+def require_parts(name: str, x: jax.Array, axis: str) -> None:
+    """Refuse what is not spread over the axis: every rank would count it again."""
+    if is_manual(axis) and axis not in varying_axes(x):
+        raise ValueError(
+            f"{name}{list(x.shape)} does not vary over {axis!r}: it must be this rank's part of "
+            f"the vocabulary; shard it over {axis!r}, and run shard_map with check_vma=True"
+        )

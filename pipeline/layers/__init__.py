@@ -1,0 +1,33 @@
+"""NNX layers whose weights may be spread over the ranks of a mesh axis.
+
+A layer holds its whole weights as `nnx.Param`, whose metadata ``out_sharding`` names the axis that
+cuts them, as everywhere in flax. Whoever runs it hands it this rank's part inside `jax.shard_map`;
+it takes all sizes from that part and exchanges what the other ranks need (`collectives.tensor`).
+Where the axis is not manual it is handed the whole, and is the plain layer. Everything is computed
+in the dtype of the input.
+"""
+
+from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
+from pipeline.layers.linear import ColumnLinear, RowLinear
+from pipeline.layers.mlp import SwiGLU, fuse_gate_up
+from pipeline.layers.norm import RMSNorm
+from pipeline.layers.rotary import RopeScaling, rotary, rotate
+from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
+from pipeline.layers.weights import check_axis
+
+__all__ = [
+    "Attention",
+    "ColumnLinear",
+    "FusedQKV",
+    "RMSNorm",
+    "RopeScaling",
+    "RowLinear",
+    "SwiGLU",
+    "VocabularyEmbedding",
+    "VocabularyHead",
+    "check_axis",
+    "fuse_gate_up",
+    "fuse_qkv",
+    "rotary",
+    "rotate",
+]

@@ -1,0 +1,223 @@
+"""Causal attention with grouped queries, each rank with some of the groups.
+
+Letters: R = ranks on the axis, b = sequences, t = positions, d = width, c = width of a head, k =
+heads of keys and values, g = heads of queries for each of them (J. Ainslie et al.,
+arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.tensor import TENSOR
+from pipeline.layers.linear import ColumnLinear, RowLinear
+from pipeline.layers.rotary import RopeScaling, rotary, rotate
+from pipeline.layers.weights import Initializer
+
+
+class FusedQKV(nnx.Module):
+    """Queries, keys and values as one column layer.
+
+    Columns are k groups of g queries, a key and a value, so that any cut into k / R groups gives
+    each rank the queries that read its keys.
+
+    Args:
+      width: d.
+      num_heads: k·g.
+      num_kv_heads: k.
+      head_dim: c.
+      rngs: has a stream ``params``.
+      bias, axis, sequence_parallel, init, dtype: as for `ColumnLinear`.
+
+    Raises:
+      ValueError: k does not divide the number of heads; when called on R ranks, that R does not
+        divide k.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        check_groups(num_heads, num_kv_heads)
+        self.group, self.head_dim = num_heads // num_kv_heads, head_dim
+        self.linear = ColumnLinear(
+            width,
+            num_kv_heads * (self.group + 2) * head_dim,
+            rngs,
+            bias=bias,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            init=init,
+            dtype=dtype,
+            pieces=("num_kv_heads", num_kv_heads, None),
+        )
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[b, t, k·g / R, c]`, keys and values `[b, t, k / R, c]`."""
+        y = self.linear(x)
+        b, t, _ = y.shape
+        y = y.reshape(b, t, -1, self.group + 2, self.head_dim)
+        queries = y[..., : self.group, :].reshape(b, t, -1, self.head_dim)
+        return queries, y[..., self.group, :], y[..., self.group + 1, :]
+
+
+class Attention(nnx.Module):
+    """`[b, t, d] -> [b, t, d]`: every position reads those before it and itself.
+
+    Args:
+      width: d.
+      num_heads: k·g.
+      num_kv_heads: k.
+      rngs: has a stream ``params``.
+      head_dim: c; by default d / (k·g).
+      theta, scaling: of the rotary positions (`rotary`).
+      axis: the mesh axis of the group.
+      sequence_parallel: whether input and output are this rank's part of the sequence.
+      init: of the fused weight; init_out: of the one after attention.
+      dtype: of the parameters.
+      implementation: that of `jax.nn.dot_product_attention` to take, such as "cudnn"; None takes
+        the formula as written here, in float32.
+      query_chunk: a divisor of t: the scores of so many queries, `[b, k·g / R, query_chunk, t]`,
+        are formed at a time, again in the backward; None forms and keeps all.
+
+    Raises:
+      ValueError: heads that do not divide each other or the width; as `FusedQKV`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        rngs: nnx.Rngs,
+        *,
+        head_dim: int | None = None,
+        theta: float = 10000.0,
+        scaling: RopeScaling | None = None,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        init_out: Initializer | None = None,
+        dtype: Any = jnp.float32,
+        implementation: Any = None,
+        query_chunk: int | None = None,
+    ) -> None:
+        if head_dim is None and width % num_heads:
+            raise ValueError(
+                f"width={width} num_heads={num_heads}: the heads share the width equally; choose "
+                f"a divisor, or give head_dim="
+            )
+        head_dim = head_dim or width // num_heads
+        group: dict[str, Any] = {
+            "axis": axis,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+        }
+        self.theta, self.scaling = theta, scaling
+        self.implementation, self.query_chunk = implementation, query_chunk
+        self.qkv = FusedQKV(width, num_heads, num_kv_heads, head_dim, rngs, init=init, **group)
+        pieces = "num_kv_heads", num_kv_heads, None
+        rows = num_heads * head_dim
+        self.out = RowLinear(rows, width, rngs, init=init_out, pieces=pieces, **group)
+
+    def __call__(self, x: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
+        """Attend.
+
+        Args:
+          x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
+          positions: `[b, t]` of the whole sequence; by default 0..t-1. They turn queries and keys;
+            what a position may read is decided by its place in the sequence.
+        """
+        q, k, v = self.qkv(x)
+        if positions is None:
+            positions = jnp.arange(q.shape[1])[None]
+        turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        y = attend(q, k, v, query_chunk=self.query_chunk, implementation=self.implementation)
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    query_chunk: int | None = None,
+    implementation: Any = None,
+) -> jax.Array:
+    """Causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
+
+    Args:
+      q: queries.
+      k: keys, `[b, t, k, c]`.
+      v: values, the same.
+      query_chunk: as for `Attention`.
+      implementation: as for `Attention`.
+
+    Raises:
+      ValueError: `query_chunk` does not divide t.
+    """
+    t = q.shape[1]
+
+    def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        start, queries = chunk
+        here = start + jnp.arange(queries.shape[1])[:, None]
+        seen = (jnp.arange(t)[None] <= here)[None, None]
+        if implementation is None:
+            return _read(queries, k, v, seen)
+        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation=implementation)
+
+    if query_chunk is None or query_chunk == t:
+        if implementation is None:
+            return some(k, v, (jnp.zeros((), jnp.int32), q))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    if t % query_chunk:
+        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
+    some = jax.checkpoint(some)
+    parts = jnp.moveaxis(q.reshape(q.shape[0], -1, query_chunk, *q.shape[2:]), 1, 0)
+    starts = jnp.arange(0, t, query_chunk)
+    _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, (starts, parts))
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape)
+
+
+def _read(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention where ``seen``, `[1, 1, queries, t]`; in float32, returned in the dtype of q.
+
+    `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
+    """
+    b, t, _, c = q.shape
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * c**-0.5
+    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
+    weights = jax.nn.softmax(jnp.where(seen[None], scores, -1e30), axis=-1)
+    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
+
+
+def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:
+    """The fused weight of three, `[d, k·g·c]` and twice `[d, k·c]`, as other formats keep them."""
+    parts = (w.reshape(w.shape[0], num_kv_heads, -1) for w in (query, key, value))
+    return jnp.concatenate(list(parts), axis=-1).reshape(query.shape[0], -1)
+
+
+def check_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Refuse groups of unequal size."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        fits = ", ".join(str(k) for k in range(1, num_heads + 1) if num_heads % k == 0)
+        raise ValueError(
+            f"num_heads={num_heads} num_kv_heads={num_kv_heads}: equally many heads of queries "
+            f"share each head of keys and values; num_kv_heads that fit: {fits or 'none'}"
+        )

@@ -1,0 +1,82 @@
+"""Gated MLP (N. Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)).
+
+Gate and up are one weight `[d, 2, f]` cut along f, so that a rank's part has the same columns of
+both, its product with the input is one product, and its gradient for the input is summed over
+ranks once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.tensor import TENSOR, column_input
+from pipeline.layers.linear import RowLinear
+from pipeline.layers.weights import Initializer, apply, make_weight, read_weight, scaled
+
+
+class SwiGLU(nnx.Module):
+    """`[..., t, d] -> [..., t, d]`, each rank with some of the f hidden columns.
+
+    Args:
+      width: d.
+      hidden: f.
+      rngs: has a stream ``params``.
+      axis: the mesh axis of the group.
+      sequence_parallel: whether input and output are this rank's part of the sequence.
+      init: of the fused weight; init_out: of the one down.
+      dtype: of the parameters.
+
+    Raises:
+      ValueError: when called on R ranks, that R does not divide f.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        rngs: nnx.Rngs,
+        *,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        init_out: Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        pieces = "hidden", hidden, None
+        self.gate_up = make_weight(
+            rngs,
+            (width, 2, hidden),
+            init=init or scaled(width),
+            dtype=dtype,
+            axis=axis,
+            dim=2,
+            pieces=pieces,
+        )
+        self.down = RowLinear(
+            hidden,
+            width,
+            rngs,
+            axis=axis,
+            sequence_parallel=sequence_parallel,
+            init=init_out,
+            dtype=dtype,
+            pieces=pieces,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The whole output, or this rank's part of the sequence."""
+        weight = read_weight(self.gate_up, x, self.axis)
+        x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
+        both = apply(x, weight.reshape(weight.shape[0], -1))
+        gate, up = jnp.split(both, 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+def fuse_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The fused weight `[d, 2, f]` of two `[d, f]`, as other formats keep them."""
+    return jnp.stack([gate, up], axis=1)

@@ -1,0 +1,111 @@
+"""Weights that know how they may be cut.
+
+The metadata of such an `nnx.Param` has ``out_sharding``, a name or None for each dimension, and
+``pieces``: what the named dimension consists of, how many there are, and the option that pads it.
+A rank must hold whole pieces: heads, not columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.compat import varying_axes
+from collectives.tensor import check_divides, is_manual
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Pieces = tuple[str, int, str | None]  # what, how many, the option that pads
+
+
+def make_weight(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    *,
+    init: Initializer,
+    dtype: Any,
+    axis: str,
+    dim: int,
+    pieces: Pieces,
+) -> nnx.Param[Any]:
+    """A whole weight whose dimension ``dim`` is cut over ``axis``."""
+    names = tuple(axis if index == dim else None for index in range(len(shape)))
+    value = init(rngs.params(), shape, dtype)
+    # Eager sharding would want a mesh while the model is built.
+    return nnx.Param(value, out_sharding=names, eager_sharding=False, pieces=pieces)
+
+
+def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str) -> jax.Array:
+    """This rank's part, in the dtype of the input that meets it.
+
+    Raises:
+      ValueError: the input is no float; the axis is manual, and the weight is not cut over it or
+        could not be cut into whole pieces.
+    """
+    value: jax.Array = weight.get_value()
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)}: a layer computes in the dtype of its input, which "
+            f"must be a float; embed integers first"
+        )
+    require_cut(weight, axis)
+    return value.astype(x.dtype)
+
+
+def require_cut(weight: nnx.Param[Any], axis: str) -> None:
+    """Refuse a weight that is not this rank's part; it would be summed once per rank."""
+    if not is_manual(axis):
+        return
+    what, count, pad_with = weight.get_metadata("pieces")
+    check_divides(what, count, axis, pad_with=pad_with)
+    value = weight.get_value()
+    if axis not in varying_axes(value):
+        names = ", ".join(map(repr, weight.get_metadata("out_sharding")))
+        raise ValueError(
+            f"a weight {list(value.shape)} is whole on every rank of {axis!r}: hand each rank its "
+            f"part, in_specs=PartitionSpec({names}), and run shard_map with check_vma=True"
+        )
+
+
+def check_axis(module: Any, axis: str, ranks: int) -> None:
+    """Refuse a module whose weights cannot be cut into whole pieces for so many ranks.
+
+    Says before anything is placed or compiled what every layer would say when it runs.
+
+    Args:
+      module: any NNX module; weights whose metadata has no ``pieces`` are passed over.
+      axis: the mesh axis.
+      ranks: its size.
+
+    Raises:
+      ValueError: all sizes that do not fit, each once.
+    """
+    wrong: dict[str, None] = {}
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        pieces = variable.get_metadata("pieces", None)
+        if pieces is None or axis not in variable.get_metadata("out_sharding", ()):
+            continue
+        what, count, pad_with = pieces
+        try:
+            check_divides(what, count, axis, ranks=ranks, pad_with=pad_with)
+        except ValueError as error:
+            wrong[str(error)] = None
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def scaled(fan_in: int) -> Initializer:
+    """Normal numbers that keep the size of what they are multiplied with."""
+    return jax.nn.initializers.normal(fan_in**-0.5)
+
+
+def apply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`[..., d] @ [d, e]` as one flat product.
+
+    XLA's CPU backend takes up to half as long again for the gradients of an unflattened one.
+    """
+    flat = x.reshape(-1, x.shape[-1]) @ weight
+    return flat.reshape(*x.shape[:-1], weight.shape[-1])
