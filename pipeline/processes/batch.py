@@ -5,8 +5,6 @@ Letters: N rows of the batch, D data shards.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,13 +36,14 @@ def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
             f"num_rows={num_rows}: the mesh's data axis has {shards} shards, which take equally "
             f"many; use a multiple of {shards}"
         )
-    parts = rows_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    found = rows_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    parts = [np.arange(num_rows)[index] for index in found if index is not None]
     if not parts:
         raise ValueError(
             f"the mesh has no device of process {jax.process_index()}, which so has no rows; make "
             f"it of devices of all processes, as `jax.devices()` lists them"
         )
-    return np.unique(np.concatenate([np.arange(num_rows)[part] for (part,) in parts if part]))
+    return np.unique(np.concatenate(parts))
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:

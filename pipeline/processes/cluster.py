@@ -50,7 +50,9 @@ def find(
     """The cluster, `Cluster()` where nothing speaks of others.
 
     Args:
-      coordinator, num_processes, process_id: what the caller knows; the rest is looked for.
+      coordinator: where process 0 listens; this and the next two are looked for if None.
+      num_processes: of the job.
+      process_id: of this process.
       timeout: seconds that jax may wait for a name service.
       environment: what a launcher has set; by default that of this process.
 
@@ -93,7 +95,7 @@ def _number(
 def _detected(timeout: float) -> tuple[Any, ...]:
     """(coordinator, processes, process, local devices) by jax's own detection, None if unknown."""
     # There is no public way to ask before connecting, and connecting in vain kills the process.
-    from jax._src import clusters  # noqa: PLC0415, PLC2701
+    from jax._src import clusters  # noqa: PLC0415
 
     given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None)
     found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(timeout))

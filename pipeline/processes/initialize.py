@@ -11,6 +11,8 @@ from pipeline.processes.cluster import Cluster, find
 from pipeline.processes.rendezvous import LOOPBACK, meet
 from pipeline.processes.watch import Watch
 
+BETWEEN_CPUS = "jax_cpu_collectives_implementation"
+
 
 def initialize(
     coordinator: str | None = None,
@@ -54,8 +56,8 @@ def initialize(
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster.count == 1:
         return cluster
-    if jax.config.jax_cpu_collectives_implementation in (None, "none"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if getattr(jax.config, BETWEEN_CPUS) in (None, "none"):
+        jax.config.update(BETWEEN_CPUS, "gloo")
     links = meet(cluster, fields_of(config), timeout)
     Watch(links, grace).start()
     here = cluster.address[0].startswith(LOOPBACK)

@@ -24,9 +24,7 @@ from pipeline.processes.rendezvous import Links
 LOST = 75  # exit code of a process that ends because another died: "try again later"
 NEWS = 2.0  # seconds that a failing process waits, to hear whether another died before
 
-CLOSED = (
-    "its connection closed without a farewell, as when it is killed, crashes or loses its host"
-)
+CLOSED = "its connection closed without a farewell, as when it is killed, crashes or loses its host"
 
 
 class Watch:
