@@ -30,7 +30,7 @@ from pipeline.processes.watch import LOST
 DEVICES = "--xla_force_host_platform_device_count"
 HOST = "127.0.0.1"
 SHUT = 1.0  # seconds to read what an ended process has left in its pipes
-NOTICE = 0.5  # seconds in which the reason of an end may follow its consequence
+NOTICE = 2.0  # seconds in which the reason of an end may follow its consequence
 INTERRUPTED = 128 + signal.SIGINT
 # A signal that ends a launcher, and what its processes get: those that Python turns into an
 # exception let them save their work.
@@ -247,7 +247,6 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     """Turn signals that end the launcher into an exception."""
-
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -83,10 +83,12 @@ class _Arrivals:
     cluster: Cluster
     hellos: dict[int, Message]
     channels: dict[int, Channel] = field(default_factory=dict)
+    refused: list[Channel] = field(default_factory=list)
     problem: str | None = None
 
     def add(self, channel: Channel, hello: Message) -> None:
         index, count = hello["process"], hello["count"]
+        self.refused.append(channel)
         if count != self.cluster.count:
             self.problem = (
                 f"process {index} ({hello['name']}) was told of {count} processes, process 0 "
@@ -98,7 +100,7 @@ class _Arrivals:
                 f"{hello['name']}; number them 0..{count - 1}"
             )
         else:
-            self.hellos[index], self.channels[index] = hello, channel
+            self.hellos[index], self.channels[index] = hello, self.refused.pop()
 
     def remove(self, channel: Channel) -> None:
         """Forget who left again, so that it may come back."""
@@ -158,7 +160,7 @@ def _receive(
                     _hear(arrivals, cast("Channel", key.fileobj), ready)
     # The port is free from here on: who hears the verdict meets jax there.
     verdict = arrivals.verdict(timeout)
-    for channel in arrivals.channels.values():
+    for channel in (*arrivals.channels.values(), *arrivals.refused):
         with contextlib.suppress(OSError):  # whom this does not reach is missed by `watch`
             channel.send(**verdict)
     return arrivals.channels, verdict
@@ -202,7 +204,8 @@ def _join(cluster: Cluster, hello: Message, timeout: float) -> tuple[dict[int, C
     deadline, last = time.monotonic() + timeout, "no answer"
     while True:
         try:
-            channel = Channel(socket.create_connection(cluster.address, timeout=GREETING))
+            patience = max(min(deadline - time.monotonic(), GREETING), 0.1)
+            channel = Channel(socket.create_connection(cluster.address, timeout=patience))
             try:
                 greeting = channel.wait(time.monotonic() + GREETING)
                 if greeting.get("protocol") != PROTOCOL:

@@ -23,6 +23,7 @@ from pipeline.processes.rendezvous import Links
 
 LOST = 75  # exit code of a process that ends because another died: "try again later"
 NEWS = 2.0  # seconds that a failing process waits, to hear whether another died before
+LAST = 1.0  # seconds for what else a failing process does when the interpreter ends
 
 CLOSED = "its connection closed without a farewell, as when it is killed, crashes or loses its host"
 
@@ -88,14 +89,16 @@ class Watch:
     def _end(self, lost: int, why: str) -> NoReturn:
         """Pass it on, say it, and end."""
         self._lost.set()
-        self._send(lost=lost, why=why)
         cluster = self._links.cluster
+        if cluster.index == 0:
+            self._send(lost, lost=lost, why=why)
         _say(
             f"process {cluster.index} of {cluster.count}: process {lost} "
             f"({self._links.names[lost]}) is gone: {why}; this process cannot go on without it "
             f"and ends with exit code {LOST}"
         )
-        time.sleep(self._grace)
+        # jax's own thread ends a process without coordinator, from C++ and in its own words.
+        time.sleep(self._grace if lost else 0)
         _exit(LOST)
 
     def _fail(self, kind: type[BaseException], error: BaseException) -> None:
@@ -110,7 +113,7 @@ class Watch:
     def _end_failed(self) -> NoReturn:
         """In its own end, jax would wait minutes for processes that wait for this one."""
         self._leaving.wait()
-        time.sleep(self._grace)
+        time.sleep(LAST)
         _exit(1)
 
     def _leave(self) -> None:
@@ -118,11 +121,12 @@ class Watch:
         if not (self._failed or self._lost.is_set()):
             self._send(farewell=True)
 
-    def _send(self, **message: object) -> None:
-        """To all, or to the coordinator, which passes it on."""
-        for channel in self._links.channels.values():
-            with contextlib.suppress(OSError):
-                channel.send(**message)
+    def _send(self, but: int | None = None, **message: object) -> None:
+        """To all but one, or to the coordinator, which passes it on."""
+        for index, channel in self._links.channels.items():
+            if index != but:
+                with contextlib.suppress(OSError):
+                    channel.send(**message)
 
 
 def _say(text: str) -> None:
