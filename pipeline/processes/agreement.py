@@ -71,7 +71,7 @@ def differences(fields: Sequence[Fields]) -> list[str]:
         for process, own in enumerate(fields):
             holders.setdefault(own.get(name, ABSENT), []).append(process)
         if len(holders) > 1:
-            values = (f"{_shown(value)} on {_processes(who)}" for value, who in holders.items())
+            values = (f"{_shown(value)} ({_processes(who)})" for value, who in holders.items())
             found.append(f"{name} is {', '.join(values)}")
     return found
 

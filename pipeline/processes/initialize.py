@@ -11,6 +11,8 @@ from pipeline.processes.cluster import Cluster, find
 from pipeline.processes.rendezvous import LOOPBACK, meet
 from pipeline.processes.watch import Watch
 
+# jax takes a process for dead that was suspended for longer than this; `Watch` knows better.
+SUSPENDED = 24 * 3600
 BETWEEN_CPUS = "jax_cpu_collectives_implementation"
 
 
@@ -68,6 +70,7 @@ def initialize(
         local_device_ids=cluster.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=int(max(timeout, 1)),
+        heartbeat_timeout_seconds=SUSPENDED,
         coordinator_bind_address=cluster.coordinator if here else None,
     )
     return cluster

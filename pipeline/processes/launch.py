@@ -139,7 +139,7 @@ def _start(
     ends: queue.SimpleQueue[int],
     helper: orphans.Helper,
 ) -> None:
-    port = job.port or _free_port()
+    port = job.port or free_port()
     for index in range(job.processes):
         process = subprocess.Popen(  # noqa: S603  (what the user wants to run)
             list(job.command),
@@ -238,7 +238,8 @@ def _how(child: _Child) -> str:
     return f"(pid {child.process.pid}) failed with exit code {code}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])

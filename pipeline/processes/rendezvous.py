@@ -24,6 +24,7 @@ from pipeline.processes.cluster import Cluster
 
 PROTOCOL = "shardpipe 1"
 GREETING = 10.0  # seconds until who does not greet counts as something else
+COMPLETE = "this job has all its processes already; give another one another port"
 LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -83,12 +84,11 @@ class _Arrivals:
     cluster: Cluster
     hellos: dict[int, Message]
     channels: dict[int, Channel] = field(default_factory=dict)
-    refused: list[Channel] = field(default_factory=list)
+    strangers: list[Channel] = field(default_factory=list)  # who has not said who it is
     problem: str | None = None
 
     def add(self, channel: Channel, hello: Message) -> None:
         index, count = hello["process"], hello["count"]
-        self.refused.append(channel)
         if count != self.cluster.count:
             self.problem = (
                 f"process {index} ({hello['name']}) was told of {count} processes, process 0 "
@@ -100,12 +100,14 @@ class _Arrivals:
                 f"{hello['name']}; number them 0..{count - 1}"
             )
         else:
-            self.hellos[index], self.channels[index] = hello, self.refused.pop()
+            self.hellos[index], self.channels[index] = hello, channel
+            self.strangers.remove(channel)
 
     def remove(self, channel: Channel) -> None:
         """Forget who left again, so that it may come back."""
         for index in [i for i, c in self.channels.items() if c is channel]:
             del self.channels[index], self.hellos[index]
+        self.strangers = [c for c in self.strangers if c is not channel]
         channel.close()
 
     @property
@@ -153,6 +155,7 @@ def _receive(
             for key, _ in ready.select(left):
                 if key.fileobj is listener:
                     channel = Channel(listener.accept()[0])
+                    arrivals.strangers.append(channel)
                     ready.register(channel, selectors.EVENT_READ)
                     with contextlib.suppress(OSError):
                         channel.send(protocol=PROTOCOL)
@@ -160,9 +163,13 @@ def _receive(
                     _hear(arrivals, cast("Channel", key.fileobj), ready)
     # The port is free from here on: who hears the verdict meets jax there.
     verdict = arrivals.verdict(timeout)
-    for channel in (*arrivals.channels.values(), *arrivals.refused):
+    for channel in arrivals.channels.values():
         with contextlib.suppress(OSError):  # whom this does not reach is missed by `watch`
             channel.send(**verdict)
+    for channel in arrivals.strangers:
+        with contextlib.suppress(OSError):
+            channel.send(**{"error": COMPLETE, "late": False, **verdict})
+        channel.close()
     return arrivals.channels, verdict
 
 
