@@ -1,6 +1,6 @@
 """What several processes run in the tests: python many.py WHAT [arguments], under the launcher.
 
-train FILE DATA    30 steps of a residual MLP with Adam; process 0 writes loss and gradients
+train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
 wait               collectives until somebody dies; says "going" when all are there
 raise NUMBER       the same, and process NUMBER fails
 config             every process has another option
@@ -23,7 +23,7 @@ from collectives import make_mesh, vary
 from pipeline import Pipeline, initialize, shard_batch
 from pipeline.processes import local_rows
 
-STEPS, STAGES, WIDTH, MICROBATCHES = 30, 8, 8, 4
+STEPS, WIDTH, MICROBATCHES = 30, 8, 4
 
 
 class Stage(nnx.Module):
@@ -47,12 +47,12 @@ def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Ar
     return loss
 
 
-def losses(data: int, ranks: int) -> list[float]:
+def losses(data: int, ranks: int, stages: int) -> list[float]:
     """Of all steps, on a mesh of D x S devices."""
     rngs = nnx.Rngs(0)
     mesh = make_mesh(stage=ranks, data=data)
     pipe = Pipeline(
-        [Stage(rngs) for _ in range(STAGES)],
+        [Stage(rngs) for _ in range(stages)],
         MICROBATCHES,
         schedule="1f1b",
         mesh=mesh,
@@ -84,8 +84,8 @@ def main() -> None:
         return
     here = initialize(config=sys.argv, timeout=600, grace=1)
     if what == "train":
-        data = int(arguments[1])
-        found = losses(data, len(jax.devices()) // data)
+        data, stages = map(int, arguments[1:])
+        found = losses(data, len(jax.devices()) // data, stages)
         if here.index == 0:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return
