@@ -72,7 +72,7 @@ def test_the_first_failure_stops_all_and_is_shown_last(tmp_path: Path) -> None:
         tmp_path,
         "for i in range(30): print(i)",
         f"if me != 1: {FOREVER}",
-        "print('gone', file=sys.stderr)",
+        "print('gone')",
         "sys.exit(7)",
     )
     code, _, err = launch(path, 3)

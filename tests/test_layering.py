@@ -34,7 +34,7 @@ PUBLIC = {
         shift_left shift_right sum_over vary varying_axes
     """,
     "pipeline": """
-        Pipeline
+        Pipeline initialize shard_batch
     """,
 }
 

@@ -162,4 +162,4 @@ def test_an_exception_ends_all_others_and_is_named(culprit: int) -> None:
         assert (f"[{index}] process {index} of 3: process {culprit} (" in err) == (index != culprit)
         assert said in err
     assert f"launch: process {culprit} (pid " in err
-    assert err.endswith(f"[{culprit}] ValueError: row 7 is not a number\n")
+    assert err.endswith(f"[{culprit}] ValueError: row 7 is not a number\n"), err

@@ -69,6 +69,8 @@ class Watch:
     def _hear(self, index: int, channel: Channel) -> bool:
         """Take in news from a process; whether there may be more."""
         why = CLOSED
+        if self._failed:
+            return False  # that others end now is its own doing
         try:
             messages = channel.receive()
         except (OSError, ValueError) as error:
