@@ -1,4 +1,4 @@
-"""One of the processes of `bench.processes`: RANK S PORT FOLDER.
+"""One of the processes of `bench.processes`: FOLDER.
 
 It has one device and one core. All processes run the same program; the first writes the results.
 """
@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, sum_over, vary
-from pipeline import Pipeline
+from pipeline import Pipeline, initialize
+from pipeline.processes.cluster import PROCESS
 
 # name: schedule, slot pattern
 VARIANTS: dict[str, tuple[str, str | None]] = {
@@ -78,12 +79,11 @@ def everybody() -> jax.Array:
 
 def main() -> None:
     """Check, then time all variants."""
-    rank, ranks, port = map(int, sys.argv[1:4])
-    folder = Path(sys.argv[4])
+    folder = Path(sys.argv[1])
     cores = sorted(os.sched_getaffinity(0))
+    rank = int(os.environ[PROCESS])
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # before jax makes its threads
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", ranks, rank)
+    ranks = initialize().count
     given = json.loads((folder / "given.json").read_text(encoding="utf-8"))
     case, remat, rounds = Case(**given["case"]), given["remat"], given["rounds"]
     mesh = make_mesh(stage=ranks)

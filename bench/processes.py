@@ -11,59 +11,42 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import bench
+import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import costs, waiting
 from bench.cases import Case
 from bench.gloo_rank import VARIANTS
 from bench.measure import table
-from bench.torch_peer import free_port
 
 import jax  # isort: skip
 
 import schedules
+from pipeline.processes import launch
 from schedules.ticks import lay_out, makespan
 
 MLP = Case("mlp-64", "mlp", layers=8, width=512, microbatches=16, rows=64)
 GPT = Case("gpt", "gpt", 4, 256, microbatches=16, rows=4, context=128, heads=4)
 WAIT = Case("wait", "wait", layers=0, width=512, microbatches=16, rows=64)
-LIMIT = 300  # seconds for all processes of one case
 
 
 def run(case: Case, ranks: int, remat: Any, rounds: int) -> tuple[dict[str, float], float]:
     """Seconds of each variant, and of a message, in S processes."""
-    flags = f"{os.environ['XLA_FLAGS']} {bench.COUNT}=1"  # the last one counts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = {"case": dataclasses.asdict(case), "remat": remat, "rounds": rounds}
         (folder / "given.json").write_text(json.dumps(given), encoding="utf-8")
-        port = str(free_port())
-        command = [sys.executable, "-m", "bench.gloo_rank"]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), port, name],
-                env=os.environ | {"XLA_FLAGS": flags},
-                stdout=subprocess.DEVNULL,  # gloo says who is connected
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            said = [process.communicate(timeout=LIMIT)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(process.returncode for process in processes):
-            raise RuntimeError("a process failed:\n" + "\n".join(said))
+        command = [sys.executable, "-m", "bench.gloo_rank", name]
+        said = io.BytesIO()
+        if launch.run(launch.Job(command, ranks), io.BytesIO(), said):
+            raise RuntimeError(f"a process failed:\n{said.getvalue().decode()}")
         found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return found["taken"], found["comm"]
 

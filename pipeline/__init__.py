@@ -2,6 +2,14 @@
 
 from pipeline.config import ParallelConfig
 from pipeline.pipeline import Pipeline
+from pipeline.processes import initialize, shard_batch
 from pipeline.sharding import check_sharding, describe_sharding
 
-__all__ = ["ParallelConfig", "Pipeline", "check_sharding", "describe_sharding"]
+__all__ = [
+    "ParallelConfig",
+    "Pipeline",
+    "check_sharding",
+    "describe_sharding",
+    "initialize",
+    "shard_batch",
+]

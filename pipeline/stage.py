@@ -208,9 +208,15 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
     if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.numpy.stack(leaves), sharding)
+        return _stack_keys(leaves, sharding)
 
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
 
     return jax.make_array_from_callback(shape, sharding, rows)
+
+
+def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
+    """The same for typed keys, which no callback can make and no process send to another."""
+    data = _stack([jax.random.key_data(key) for key in keys], sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -168,10 +168,10 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], sharding: NamedSharding)
                 out[part] = np.reshape(plain(variable.get_value()), out[part].shape)
         return out
 
+    values = jax.make_array_from_callback((*shape, *tail), sharding, rows)
     if is_key:
-        keys = jax.random.wrap_key_data(rows((slice(None),)), impl=jax.random.key_impl(first))
-        return like.replace(jax.device_put(keys, sharding))
-    return like.replace(jax.make_array_from_callback(shape, sharding, rows))
+        values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
+    return like.replace(values)
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:

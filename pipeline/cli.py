@@ -1,0 +1,127 @@
+"""The command line: ``python -m pipeline launch``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.processes.launch import Job, run
+from pipeline.processes.watch import LOST
+
+USAGE_EXIT = 2
+ABOUT = """Start the processes of a job on this machine, connected by gloo, for development.
+
+Each process finds the others by `pipeline.initialize()`. Lines of process 2 begin with "[2] ".
+The first that fails stops all others, and its last lines are shown; so does Ctrl-C.
+"""
+EPILOG = f"""examples:
+  python -m pipeline launch --processes 4 -- train.py --steps 100
+  python -m pipeline launch --processes 2 --devices-per-process 4 -- -m package.train
+
+exit codes: 0 all processes ended well; 2 the command cannot run as given; 130 after Ctrl-C and
+143 after SIGTERM; else that of the first process that failed, 128 + n after signal n. A process
+that ends because another one died has {LOST}.
+"""
+EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage text above its errors: one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and end."""
+        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, program = given, None
+    if "--" in given:
+        own, program = given[: given.index("--")], given[given.index("--") + 1 :]
+    parser = Parser(prog="python -m pipeline", description="Runs of pipelines.", allow_abbrev=False)
+    sub = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    launch = sub.add_parser(
+        "launch",
+        help="start several processes on this machine",
+        usage="python -m pipeline launch [options] -- SCRIPT.py|-m MODULE [arguments]",
+        description=ABOUT,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_options(launch)
+    options, unknown = parser.parse_known_args(own)
+    if (problem := _problem(program)) is not None:
+        launch.error(problem)
+    if unknown:
+        launch.error(f"{unknown[0]} is not an option; --help lists them, the program's follow --")
+    command = [sys.executable, *(program or ())]
+    job = Job(command, options.processes, options.devices_per_process, options.port, options.grace)
+    code = run(job)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`: nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--processes", type=_whole(1), required=True, metavar="N", help="how many to start")
+    add(
+        "--devices-per-process",
+        type=_whole(1),
+        default=1,
+        metavar="D",
+        help="virtual CPU devices of each (1)",
+    )
+    add("--port", type=_whole(0), default=0, metavar="P", help="of process 0, 0 for a free one (0)")
+    add(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds from asking a process to end until it is killed (5)",
+    )
+
+
+def _problem(program: Sequence[str] | None) -> str | None:
+    """What is wrong with the program to start."""
+    if program is None:
+        return f"what to start comes after --, and there is no --; for example {EXAMPLE}"
+    if not program:
+        return f"there is nothing after --; give a script or -m MODULE, for example {EXAMPLE}"
+    first = program[0]
+    if first == "-m":
+        return None if len(program) > 1 else "-m names no module; give -- -m MODULE [arguments]"
+    if first.startswith("-"):
+        return f"{first} comes before the script; give -- SCRIPT.py or -- -m MODULE, then arguments"
+    if not Path(first).is_file():
+        return f"{first} is no file; give the path of a Python script, or -m MODULE"
+    return None
+
+
+def _whole(least: int) -> type[int]:
+    def convert(text: str) -> int:
+        value = int(text) if text.lstrip("-").isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return value
+
+    return convert  # type: ignore[return-value]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+    return value

@@ -1,0 +1,128 @@
+"""Which process of which job this one is: arguments, then our launcher, then what jax finds.
+
+jax knows SLURM, Open MPI, Kubernetes jobs and TPU pods by the environment they set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What `pipeline.processes.launch` sets, and what anybody else may set by hand.
+COORDINATOR = "SHARDPIPE_COORDINATOR"
+PROCESSES = "SHARDPIPE_PROCESSES"
+PROCESS = "SHARDPIPE_PROCESS"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The place of a process among those of a job.
+
+    Attributes:
+      coordinator: where process 0 listens, ``host:port``; empty where there is one process.
+      count: processes of the job.
+      index: of this process, 0 <= index < count.
+      local_device_ids: the devices of this host that are this process's; None for all.
+    """
+
+    coordinator: str = ""
+    count: int = 1
+    index: int = 0
+    local_device_ids: tuple[int, ...] | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, port = self.coordinator.rsplit(":", 1)
+        return host.strip("[]"), int(port)
+
+
+def find(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    *,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+) -> Cluster:
+    """The cluster, `Cluster()` where nothing speaks of others.
+
+    Args:
+      coordinator: where process 0 listens; this and the next two are looked for if None.
+      num_processes: of the job.
+      process_id: of this process.
+      timeout: seconds that jax may wait for a name service.
+      environment: what a launcher has set; by default that of this process.
+
+    Raises:
+      ValueError: a part is missing, or does not fit the others.
+    """
+    if num_processes == 1 and not process_id:
+        return Cluster()
+    environment = os.environ if environment is None else environment
+    known: dict[str, Any] = {
+        "coordinator": coordinator or environment.get(COORDINATOR),
+        "num_processes": _number("num_processes", num_processes, environment, PROCESSES),
+        "process_id": _number("process_id", process_id, environment, PROCESS),
+    }
+    devices = None
+    if None in known.values():
+        *found, devices = _detected(timeout)
+        for name, value in zip(known, found, strict=True):
+            known[name] = value if known[name] is None else known[name]
+    if all(value is None for value in known.values()):
+        return Cluster()
+    _check(known)
+    if known["num_processes"] == 1:
+        return Cluster()
+    ids = None if devices is None else tuple(devices)
+    return Cluster(known["coordinator"], known["num_processes"], known["process_id"], ids)
+
+
+def _number(
+    name: str, given: int | None, environment: Mapping[str, str], variable: str
+) -> int | None:
+    if given is not None:
+        return given
+    text = environment.get(variable)
+    if text is not None and not text.isdecimal():
+        raise ValueError(f"{variable}={text!r}: must be an integer >= 0, the job's {name}")
+    return None if text is None else int(text)
+
+
+def _detected(timeout: float) -> tuple[Any, ...]:
+    """(coordinator, processes, process, local devices) by jax's own detection, None if unknown."""
+    # There is no public way to ask before connecting, and connecting in vain kills the process.
+    from jax._src import clusters  # noqa: PLC0415
+
+    given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None)
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(timeout))
+    return tuple(found)
+
+
+def _check(known: Mapping[str, Any]) -> None:
+    """See that all is known, and possible."""
+    missing = [name for name, value in known.items() if value is None]
+    if missing:
+        has = ", ".join(f"{name}={value!r}" for name, value in known.items() if value is not None)
+        raise ValueError(
+            f"{has}, but {' and '.join(missing)} unknown, and no SLURM, Open MPI, Kubernetes or "
+            f"TPU pod that tells; give all three, or start the program with "
+            f"`python -m pipeline launch`"
+        )
+    coordinator, count, index = known.values()
+    for name, value, least in (("num_processes", count, 1), ("process_id", index, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: must be an integer >= {least}")
+    if index >= count:
+        raise ValueError(
+            f"process_id={index}: {count} processes are numbered 0..{count - 1}; give each its own"
+        )
+    host, colon, port = str(coordinator).rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(
+            f"coordinator={coordinator!r}: must be host:port, a name or address of process 0's "
+            f"host and a free port there, such as '10.0.0.1:8476'"
+        )

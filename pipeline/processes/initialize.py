@@ -1,0 +1,76 @@
+"""The start of a program that may be one of several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pipeline.processes.agreement import fields_of
+from pipeline.processes.cluster import Cluster, find
+from pipeline.processes.rendezvous import LOOPBACK, meet
+from pipeline.processes.watch import Watch
+
+# jax takes a process for dead that was suspended for longer than this; `Watch` knows better.
+SUSPENDED = 24 * 3600
+BETWEEN_CPUS = "jax_cpu_collectives_implementation"
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    config: Any = None,
+    timeout: float = 300.0,
+    grace: float = 5.0,
+) -> Cluster:
+    """Make this process one of a job; with one process, do nothing.
+
+    Call it before the first use of a device. What is not given comes from
+    ``python -m pipeline launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. It waits
+    for all processes, compares their code, versions and options, and starts `jax.distributed`, with
+    gloo for collectives between CPUs. From then on, a process whose peer dies says so and ends with
+    exit code 75.
+
+    Args:
+      coordinator: ``host:port`` of process 0, with a port that is free there.
+      num_processes: of the job.
+      process_id: of this process, 0 <= process_id < num_processes.
+      config: options that must be the same everywhere: a mapping, a dataclass or a namespace.
+      timeout: seconds to wait for the others.
+      grace: seconds this process has to end by itself after another died.
+
+    Returns:
+      Where this process is: ``.index`` of ``.count``.
+
+    Raises:
+      RuntimeError: jax.distributed is initialised already.
+      TimeoutError: the coordinator cannot be reached, or somebody did not come.
+      ValueError: a part of the address is missing or wrong; or processes do not run the same
+        program: which field, which values, on which processes.
+    """
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "initialize() was called in a process where jax.distributed is initialised already; "
+            "call it once, and instead of jax.distributed.initialize()"
+        )
+    cluster = find(coordinator, num_processes, process_id, timeout=timeout)
+    if cluster.count == 1:
+        return cluster
+    if getattr(jax.config, BETWEEN_CPUS) in (None, "none"):
+        jax.config.update(BETWEEN_CPUS, "gloo")
+    links = meet(cluster, fields_of(config), timeout)
+    Watch(links, grace).start()
+    here = cluster.address[0].startswith(LOOPBACK)
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.count,
+        cluster.index,
+        local_device_ids=cluster.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(max(timeout, 1)),
+        heartbeat_timeout_seconds=SUSPENDED,
+        coordinator_bind_address=cluster.coordinator if here else None,
+    )
+    return cluster

@@ -1,0 +1,60 @@
+"""Lines of several processes on one terminal, each whole and with its process's number."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from typing import IO, BinaryIO
+
+KEPT = 20  # last lines of a process that are shown again when it fails
+LONGEST = 1 << 16  # bytes without an end of line until a line is cut
+
+
+class Log:
+    """Where all lines go.
+
+    Args:
+      out: for lines of standard output.
+      err: for those of standard error, and the launcher's own.
+
+    Attributes:
+      broken: set once nobody reads any more.
+    """
+
+    def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
+        self._out, self._err, self._lock = out, err, threading.Lock()
+        self._last: dict[int, deque[bytes]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self.broken = threading.Event()
+
+    def copy(self, process: int, stream: IO[bytes], is_error: bool) -> None:
+        """Copy a process's stream to its end."""
+        target, prefix = self._err if is_error else self._out, b"[%d] " % process
+        with stream:
+            while line := stream.readline(LONGEST):
+                line = line.rstrip(b"\r\n")
+                self._last[process].append(line)
+                self._write(target, prefix + line + b"\n")
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._write(self._err, f"launch: {text}\n".encode())
+
+    def last_words(self, process: int, how: str) -> None:
+        """The last lines of a process, once more."""
+        lines = list(self._last[process])
+        if not lines:
+            self.say(f"process {process} {how}, and had written nothing")
+            return
+        text = b"".join(b"[%d] " % process + line + b"\n" for line in lines)
+        head = f"launch: process {process} {how}; its last lines:\n".encode()
+        self._write(self._err, head + text)
+
+    def _write(self, target: BinaryIO, text: bytes) -> None:
+        # A pipe that nobody reads must not stop the processes from being stopped.
+        with self._lock, contextlib.suppress(ValueError):
+            try:
+                target.write(text)
+                target.flush()
+            except OSError:
+                self.broken.set()

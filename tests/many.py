@@ -1,0 +1,103 @@
+"""What several processes run in the tests: python many.py WHAT [arguments], under the launcher.
+
+train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
+wait               collectives until somebody dies; says "going" when all are there
+raise NUMBER       the same, and process NUMBER fails
+config             every process has another option
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from collectives import make_mesh, vary
+from pipeline import Pipeline, initialize, shard_batch
+from pipeline.processes import local_rows
+
+STEPS, WIDTH, MICROBATCHES = 30, 8, 4
+
+
+class Stage(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Param(0.3 * rngs.params.normal((WIDTH, 2 * WIDTH)))
+        self.down = nnx.Param(0.3 * rngs.params.normal((2 * WIDTH, WIDTH)))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(jnp.tanh(x @ self.up[...])) @ self.down[...]
+
+
+def mean_square(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.mean((y - t) ** 2)
+
+
+@nnx.jit
+def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Array) -> jax.Array:
+    loss, grads = pipe.value_and_grad(x, t)
+    optimizer.update(pipe, grads)
+    return loss
+
+
+def losses(data: int, ranks: int, stages: int) -> list[float]:
+    """Of all steps, on a mesh of D x S devices."""
+    rngs = nnx.Rngs(0)
+    mesh = make_mesh(stage=ranks, data=data)
+    pipe = Pipeline(
+        [Stage(rngs) for _ in range(stages)],
+        MICROBATCHES,
+        schedule="1f1b",
+        mesh=mesh,
+        head=nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs),
+        loss_fn=mean_square,
+    )
+    optimizer = nnx.Optimizer(pipe, optax.adam(1e-2), wrt=nnx.Param)
+    draw = np.random.default_rng(0)
+    size = 2 * MICROBATCHES * data
+    mine, found = local_rows(mesh, size), []
+    for _ in range(STEPS):
+        x, t = draw.normal(size=(2, size, WIDTH)).astype(np.float32)
+        batch = shard_batch((x[mine], t[mine]), mesh)
+        found.append(float(train_step(pipe, optimizer, *batch)))
+    return found
+
+
+def count(axis: str = "stage") -> jax.Array:
+    return jax.lax.psum(vary(jnp.ones(()), axis), axis)
+
+
+def main() -> None:
+    what, *arguments = sys.argv[1:]
+    if what == "config":
+        from pipeline.processes.cluster import find
+
+        here = find(None, None, None, timeout=1)
+        initialize(config={"model": {"width": 8 + here.index // 2}, "seed": 0}, timeout=600)
+        return
+    here = initialize(config=sys.argv, timeout=600, grace=1)
+    if what == "train":
+        data, stages = map(int, arguments[1:])
+        found = losses(data, len(jax.devices()) // data, stages)
+        if here.index == 0:
+            Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
+        return
+    mesh = make_mesh(stage=here.count)
+    meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
+    for step in range(1_000_000):
+        meet().block_until_ready()
+        if step == 10:
+            sys.stdout.write("going\n")
+            if arguments == [str(here.index)]:
+                raise ValueError("row 7 is not a number")
+
+
+if __name__ == "__main__":
+    main()
