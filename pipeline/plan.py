@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from pipeline.accumulate import GradDtype
 from pipeline.loss import LossFn
 from pipeline.straight import is_straight
 from schedules.ir import Schedule
@@ -33,6 +34,7 @@ class Plan:
       why: one line on how the schedule was chosen.
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
+      grad_dtype: in which gradients are summed: None, "weights" or a dtype.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -44,6 +46,7 @@ class Plan:
     why: str
     pattern: str | None = None
     partners: bool = False
+    grad_dtype: GradDtype = None
     whole: list[str] = field(default_factory=list)
 
     @property
