@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collectives import vary
 from pipeline.accumulate import as_summed
 from pipeline.cell import Cell, at
 from pipeline.memory import Pool, Total
