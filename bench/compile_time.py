@@ -50,11 +50,11 @@ def cpu_seconds(
 
 def gpt_seconds(schedule: str, num_microbatches: int, num_stages: int = RANKS) -> float:
     """The step of a GPT on two virtual CPU devices."""
-    each, rngs = SIZES.layers // num_stages, nnx.Rngs(0)
-    stages = [nnx.eval_shape(lambda: Stage(SIZES, each, rngs)) for _ in range(num_stages)]
+    each = SIZES.layers // num_stages
+    stage = nnx.eval_shape(lambda: Stage(SIZES, each, nnx.Rngs(0)))
     shape = num_microbatches, SIZES.context, SIZES.width
     mesh = make_mesh(stage=RANKS)
-    return cpu_seconds(stages, num_microbatches, shape, schedule=schedule, mesh=mesh)
+    return cpu_seconds([stage] * num_stages, num_microbatches, shape, schedule=schedule, mesh=mesh)
 
 
 def against_microbatches(rounds: int) -> None:
