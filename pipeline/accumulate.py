@@ -4,8 +4,9 @@
 mutable buffer (`jax.new_ref`) as it is formed. Measured against ``g + dp`` in a carry this saves
 a full-size temporary per stage, on the TPU compiler and on CPU.
 
-Buffers are at least float32 whatever the weights are. Weights are differentiated through a cast
-to the buffer's dtype and back, which the compiler removes: only the gradient is wider.
+Buffers are at least float32 whatever the weights are, unless ``grad_dtype`` says otherwise. Weights
+are differentiated through a cast to the buffer's dtype and back, which the compiler removes: only
+the gradient has that dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pipeline.tree import Leaves
 
+GradDtype = Any  # None, "weights" or a floating dtype
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 
 # jax 0.10 crashes when it transposes a static slice of an argument into a ref ("'NoneType'
@@ -27,15 +29,50 @@ Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value
 _SLICE_CRASHES = jax.__version_info__ < (0, 12)
 
 
-def wide(weights: Leaves) -> Leaves:
-    """Weights in the dtype in which their gradients are summed."""
-    return [w.astype(_wide(w.dtype)) for w in weights]
+def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
+    """Weights in the dtype in which their gradients are summed.
+
+    Args:
+      weights: arrays.
+      grad_dtype: None for the weight's own dtype, float32 where it has fewer bits; "weights" for
+        the weight's own; or one for all that are real.
+    """
+    return [w.astype(_summed(w.dtype, grad_dtype)) for w in weights]
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype itself, float32 where it has fewer bits; not by promotion, which may be strict."""
-    keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
-    return dtype if keeps else jnp.float32
+def _summed(dtype: Any, grad_dtype: GradDtype) -> Any:
+    """As `as_summed`; not by promotion, which may be strict."""
+    if grad_dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+        return dtype if keeps else jnp.float32
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    return grad_dtype if is_real and not isinstance(grad_dtype, str) else dtype
+
+
+def check_grad_dtype(grad_dtype: Any) -> GradDtype:
+    """The option, with a dtype in its canonical form.
+
+    Raises:
+      ValueError: no dtype in which gradients can be summed.
+    """
+    if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
+        return grad_dtype
+    try:
+        dtype = jnp.dtype(grad_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(
+            f"grad_dtype={grad_dtype!r}: must be None (each weight's dtype, at least float32), "
+            f"'weights' (each weight's dtype), or a floating dtype of 16 bits or more, such as "
+            f"jnp.bfloat16"
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"grad_dtype={grad_dtype!r}: JAX has no {dtype.name} unless jax_enable_x64 is set; "
+            f"set it, or use jnp.float32"
+        )
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -74,15 +111,20 @@ class Pullback:
         return list(dw), list(dx)
 
 
-def differentiate(f: Function, weights: Leaves, x: Leaves) -> tuple[Any, Any, Pullback]:
-    """Value of ``f(weights, x)``, its auxiliary output, and its pullback over `wide` weights."""
-    dtypes = [w.dtype for w in weights]
+def differentiate(
+    f: Function, weights: Leaves, x: Leaves, *, grad_dtype: GradDtype = None
+) -> tuple[Any, Any, Pullback]:
+    """Value of ``f(weights, x)``, its auxiliary output, and its pullback.
+
+    The pullback is over weights `as_summed`.
+    """
+    dtypes, summed = [w.dtype for w in weights], as_summed(weights, grad_dtype)
 
     def g(ws: Leaves, xs: Leaves) -> tuple[Any, Any]:
         return f([w.astype(d) for w, d in zip(ws, dtypes, strict=True)], xs)
 
-    y, vjp, aux = jax.vjp(g, wide(weights), x, has_aux=True)
-    return y, aux, Pullback(vjp, _formed_by_value(g, wide(weights), x))
+    y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
+    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x))
 
 
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves) -> tuple[bool, ...]:

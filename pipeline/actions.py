@@ -20,8 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collectives import vary
-from pipeline.accumulate import wide
+from pipeline.accumulate import as_summed
 from pipeline.cell import Cell, at
 from pipeline.memory import Pool, Total
 from pipeline.tree import Leaves, Tree, blank, combine, partition
@@ -100,10 +99,11 @@ class Actions:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         axes = cell.axes
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
+        summed, ends = cell.model.grad_dtype, cell.ends_weights
         self.chunk_grads: list[Any] = [
-            Total(wide(w) if self.training else [], axes) for w in cell.weights
+            Total(as_summed(w, summed) if self.training else [], axes) for w in cell.weights
         ]
-        self.ends_grads = Total(wide(cell.ends_weights) if self.training else [], axes)
+        self.ends_grads = Total(as_summed(ends, summed) if self.training else [], axes)
         floats, _ = partition(at(cell.batch.inputs, 0))
         self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes)
 
@@ -238,11 +238,7 @@ class Actions:
         """The gradient for the last stage's output; counts the loss itself."""
         total, weight, pullback = self.cell.loss_pullback(y, microbatch)
         self.loss.add([total, weight])
-        return pullback(self.one(), self.ends_grads.refs, want_x=True)
-
-    def one(self) -> jax.Array:
-        """The cotangent that a loss is differentiated with."""
-        return vary(jnp.ones(()), self.cell.axes)
+        return pullback(self.cell.loss_cotangent(), self.ends_grads.refs, want_x=True)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient in the form of an activation; leaves that carry none are zeros."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary, varying_axes
-from pipeline.accumulate import Pullback, wide
+from pipeline.accumulate import GradDtype, Pullback, as_summed
 from pipeline.halves import Given
 from pipeline.reader import read_block
 from pipeline.split import halve
@@ -36,6 +36,7 @@ class SplitBackward:
         halves; `pipeline.residuals` says what each is.
       dy: an example of the gradients for the float leaves of the stage's output.
       in_place: whether the weights' gradients are added to refs, or returned.
+      grad_dtype: as `pipeline.accumulate.as_summed` takes it.
 
     Attributes:
       crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
@@ -52,9 +53,10 @@ class SplitBackward:
         dy: Leaves,
         *,
         in_place: bool = True,
+        grad_dtype: GradDtype = None,
     ) -> None:
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
-            refs = list(map(_new_ref, wide(weights))) if in_place else None
+            refs = list(map(_new_ref, as_summed(weights, grad_dtype))) if in_place else None
             y, pullback = linearize(weights, fixed, side, stash)
             if refs is None:
                 dw, dx = pullback.values(dy)

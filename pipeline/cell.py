@@ -7,7 +7,6 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import vary
-from pipeline.accumulate import Pullback, differentiate
-from pipeline.backward import SplitBackward
+from pipeline.accumulate import GradDtype, Pullback, differentiate
+from pipeline.backward import Linearize, SplitBackward
 from pipeline.boundary import follow
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
-from pipeline.loss import LossFn, as_sum_and_weight
+from pipeline.loss import LossFn, as_sum_and_weight, is_mean
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import code
@@ -85,6 +84,7 @@ class Model:
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
         no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
+      grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
     """
 
     stages: tuple[Seat, ...]
@@ -94,6 +94,7 @@ class Model:
     has_head: bool
     loss_fn: LossFn | None
     policy: Any = None
+    grad_dtype: GradDtype = None
 
 
 class Cell:
@@ -112,6 +113,7 @@ class Cell:
       wire: a tree of types, a message.
       lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
       home: a chunk that has stages of this kind.
+      loss_share: what a microbatch's loss is multiplied with, to be differentiated.
     """
 
     def __init__(self, model: Model, weights: Weights, batch: Batch, axes: tuple[str, ...]) -> None:
@@ -129,6 +131,7 @@ class Cell:
         self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
         self.lanes: tuple[Lane, ...] = ()
         self.home = 0
+        self.loss_share = 1.0
         self._follow_activations()
 
     # --- the model on trees; weights are given, so that they can be differentiated ---
@@ -172,6 +175,22 @@ class Cell:
         loss_fn = cast("LossFn", self.model.loss_fn)
         return vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes)
 
+    def loss_cotangent(self) -> jax.Array:
+        """What a microbatch's loss is differentiated with."""
+        return vary(jnp.full((), self.loss_share), self.axes)
+
+    def loss_is_mean(self) -> bool:
+        """Whether every microbatch's loss has weight 1; found by a trace."""
+        found = []
+
+        def probe() -> None:
+            y = self.outputs(self.ends_weights, blank(self.output, self.axes), 0)
+            loss_fn = cast("LossFn", self.model.loss_fn)
+            found.append(is_mean(loss_fn, y, at(self.batch.targets, 0)))
+
+        jax.eval_shape(probe)
+        return found[0]
+
     def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
         params = jax.tree.unflatten(self._ends_tree, weights)
         streams = fold(self._ends_streams, microbatch, self.axes)
@@ -188,7 +207,7 @@ class Cell:
         def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
             return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
 
-        x, x_others, pullback = differentiate(f, self.ends_weights, floats)
+        x, x_others, pullback = self._differentiate_ends(f, floats)
         return combine(self.activation, x, x_others), pullback
 
     def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array, Pullback]:
@@ -198,11 +217,17 @@ class Cell:
         def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, jax.Array]:
             return self.loss(weights, combine(y, leaves, others), microbatch)
 
-        return differentiate(f, self.ends_weights, floats)
+        return self._differentiate_ends(f, floats)
+
+    def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
+        return differentiate(f, self.ends_weights, floats, grad_dtype=self.model.grad_dtype)
 
     def stage_pullback(self, chunk: Chunk, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
         """A stage's output; over its weights and its input."""
-        return stage_pullback(self.stage, *self.stage_arguments(chunk, microbatch), x)
+        return self._linearize(*self.stage_arguments(chunk, microbatch), x)
+
+    def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
+        return stage_pullback(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
 
     def stage_arguments(self, chunk: Chunk, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
         """What `stage` takes before its input."""
@@ -214,8 +239,8 @@ class Cell:
         """A stage's pullback taken apart into a forward and a backward function."""
         if self.lanes:
             return SharedResiduals(self)
-        arguments = self.stage_arguments(self.home, 0)
-        return Residuals(self.stage, *arguments, blank(self.activation, self.axes))
+        arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
+        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
@@ -224,18 +249,14 @@ class Cell:
         x = blank(self.activation, self.axes)
         y = x if self.output is self.activation else blank(self.output, self.axes)
         (dy, _), home = partition(y), self.home
-        if residuals is None:
-            linearize = functools.partial(stage_pullback, self.stage)
-            arguments = self.stage_arguments(home, 0)
-            return SplitBackward(linearize, *arguments, x, dy, in_place=in_place)
-        stash = blank(residuals.stashed, self.axes)
-        return SplitBackward(
-            lambda *arguments: (None, residuals.backward(*arguments)),
-            *self.stage_arguments(home, 0),
-            stash,
-            dy,
-            in_place=in_place,
-        )
+        linearize: Linearize = self._linearize
+        stash = x
+        if residuals is not None:
+            linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
+            stash = blank(residuals.stashed, self.axes)
+        arguments = *self.stage_arguments(home, 0), stash, dy
+        grad_dtype = self.model.grad_dtype
+        return SplitBackward(linearize, *arguments, in_place=in_place, grad_dtype=grad_dtype)
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)

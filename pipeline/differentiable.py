@@ -19,7 +19,7 @@ from pipeline.cell import Batch, Model, Weights
 from pipeline.loss import pairing
 from pipeline.plan import Plan
 from pipeline.runtime import infer, train
-from pipeline.tree import Tree, combine, partition
+from pipeline.tree import Tree, combine, partition, times
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -39,7 +39,7 @@ def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, A
     del plan, model
     grads, inputs = kept
     ct = _instantiate(ct)
-    scale = lambda g: g if g.dtype == jax.dtypes.float0 else (g * ct).astype(g.dtype)  # noqa: E731
+    scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))
     return Weights(chunks, ends, None, None), Batch(inputs, None, None)
 

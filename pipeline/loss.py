@@ -31,6 +31,11 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
     return total, jax.lax.stop_gradient(weight)
 
 
+def is_mean(loss_fn: LossFn, outputs: Any, targets: Any) -> bool:
+    """Whether a loss is a mean, so that every microbatch has weight 1."""
+    return not isinstance(loss_fn(outputs, targets), (tuple, list))
+
+
 def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:
     """The loss whose gradient for the outputs' float leaves is ``cotangents``.
 

@@ -171,7 +171,7 @@ def _loss_gradient(
     total, weight, pullback = cell.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
     _add(actions.loss, real, [total, weight])
-    dw, found = pullback.values(actions.one())
+    dw, found = pullback.values(actions.cell.loss_cotangent())
     _add(actions.ends_grads, real, dw)
     chosen: Leaves = _select(facts.last, found, dy)
     return chosen

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.overlay import Part, Spot, View
 from pipeline.primitives import varying_in
-from pipeline.tree import Leaves, Tree, blank, zeros
+from pipeline.tree import Leaves, Tree, blank, times, zeros
 
 
 class Pool:
@@ -60,6 +60,21 @@ class Total:
     def all(self) -> Leaves:
         """The totals."""
         return [ref[...] for ref in self.refs]
+
+
+def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
+    """Multiply what each ref holds by a scalar.
+
+    In a loop of at most one trip, whose results lie where its operands did: a product beside them
+    would be a second copy of every gradient.
+    """
+
+    def body(wanted: jax.Array) -> jax.Array:
+        for ref in refs:
+            ref[...] = times(ref[...], factor)
+        return jnp.zeros_like(wanted)
+
+    jax.lax.while_loop(lambda wanted: wanted, body, factor != 1)
 
 
 class Seen:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import STAGE
 from pipeline import differentiable, runtime
+from pipeline.accumulate import check_grad_dtype
 from pipeline.cell import Batch, Model, Weights
 from pipeline.choose import (
     choose_mesh,
@@ -54,6 +55,10 @@ class Pipeline(nnx.Module):
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
         which hides exchanges that are no longer than that work; an edge takes one slot more.
+      grad_dtype: in which gradients are summed over microbatches and data shards: None for each
+        weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
+        jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
+        of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -80,6 +85,7 @@ class Pipeline(nnx.Module):
         bubbles: Bubbles = "skip",
         pattern: str | None = None,
         delayed: bool = False,
+        grad_dtype: Any = None,
     ) -> None:
         num_stages = count_stages(stages)
         _check_options(num_microbatches, remat, bubbles)
@@ -96,7 +102,18 @@ class Pipeline(nnx.Module):
             delayed=delayed,
             pattern=pattern,
         )
-        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why, pattern, partners, delayed)
+        self.plan = Plan(
+            mesh,
+            timetable,
+            loss_fn,
+            remat,
+            bubbles,
+            why,
+            pattern,
+            partners,
+            delayed,
+            check_grad_dtype(grad_dtype),
+        )
         self.chunks = nnx.List(make_chunks(stages, mesh, timetable.stages_of))
         self.ends = _replicate(Ends(embed, head), mesh)
 
@@ -203,6 +220,7 @@ class Pipeline(nnx.Module):
             has_head=self.head is not None,
             loss_fn=self.plan.loss_fn,
             policy=self.plan.remat if callable(self.plan.remat) else None,
+            grad_dtype=self.plan.grad_dtype,
         )
         return model, Weights(params, ends_params, rests, ends_rest), batch
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from pipeline.accumulate import GradDtype
 from pipeline.loss import LossFn
 from pipeline.straight import is_straight
 from schedules.ir import Schedule
@@ -41,6 +42,7 @@ class Plan:
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
       delayed: messages to other ranks travel beside the work of the slot after their own.
+      grad_dtype: in which gradients are summed: None, "weights" or a dtype.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -53,6 +55,7 @@ class Plan:
     pattern: str | None = None
     partners: bool = False
     delayed: bool = False
+    grad_dtype: GradDtype = None
     whole: list[str] = field(default_factory=list)
 
     @property

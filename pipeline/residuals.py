@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from pipeline.accumulate import Pullback, differentiate
+from pipeline.accumulate import GradDtype, Pullback, differentiate
 from pipeline.cut import smallest_cut
 from pipeline.jaxprs import Var, evaluate, operands, producers
 from pipeline.primitives import is_cheap
@@ -27,7 +27,13 @@ StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, s
 
 
 def stage_pullback(
-    f: StageFunction, weights: Leaves, fixed: Tree, side: Tree, x: Tree
+    f: StageFunction,
+    weights: Leaves,
+    fixed: Tree,
+    side: Tree,
+    x: Tree,
+    *,
+    grad_dtype: GradDtype = None,
 ) -> tuple[Tree, Pullback]:
     """A stage's output, and its pullback over (weights, x's float leaves)."""
     floats, others = partition(x)
@@ -39,7 +45,7 @@ def stage_pullback(
         like = jax.tree.map(jax.typeof, y)
         return partition(y)
 
-    y, y_others, pullback = differentiate(g, weights, floats)
+    y, y_others, pullback = differentiate(g, weights, floats, grad_dtype=grad_dtype)
     return combine(like, y, y_others), pullback
 
 
@@ -50,14 +56,24 @@ class Residuals:
       f: the stage; ``fixed`` is the same for every microbatch (a stage's state beside its
         weights), ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
+      grad_dtype: as `pipeline.accumulate.as_summed` takes it.
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
     """
 
-    def __init__(self, f: StageFunction, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> None:
+    def __init__(
+        self,
+        f: StageFunction,
+        weights: Leaves,
+        fixed: Tree,
+        side: Tree,
+        x: Tree,
+        *,
+        grad_dtype: GradDtype = None,
+    ) -> None:
         def linearized(*arguments: Any) -> Any:
-            y, pullback = stage_pullback(f, *arguments)
+            y, pullback = stage_pullback(f, *arguments, grad_dtype=grad_dtype)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value
             return y, residuals

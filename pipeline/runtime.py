@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
+from pipeline.memory import scale_in_place
 from pipeline.plan import Plan
 from pipeline.straight import Straight
 from pipeline.tree import Tree
@@ -60,16 +61,22 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
         cell = _cell(plan, model, weights, batch)
+        # The weight of means is known before the step: no gradient need be divided after it.
+        known = normalise and cell.loss_is_mean()
+        if known:
+            cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
         actions = _train(cell, plan, tables, want_inputs=want_inputs)
         total, weight = sum_over(actions.loss.all(), plan.axes)
-        scale = 1 / weight if normalise else jnp.ones(())
+        if normalise and not known:
+            for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
+                scale_in_place(totals.refs, 1 / weight)
 
         def gradients(totals: Any, like: Tree, axes: tuple[str, ...]) -> Tree:
             # Over `data` once, here, and not once per microbatch.
             summed = sum_over(totals.all(), axes)
             leaves, treedef = jax.tree.flatten(like)
-            scaled = [(g * scale).astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
-            return jax.tree.unflatten(treedef, scaled)
+            found = [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
+            return jax.tree.unflatten(treedef, found)
 
         data = tuple(axis for axis in plan.axes if axis != STAGE)
         chunks = tuple(
@@ -77,8 +84,8 @@ def train(
             for totals, params in zip(actions.chunk_grads, _squeeze(weights.chunks), strict=True)
         )
         ends = gradients(actions.ends_grads, weights.ends, plan.axes)
-        inputs = [_unsplit(g * scale) for g in sum_over(actions.input_grads.all(), STAGE)]
-        return total * scale, (chunks, ends), inputs
+        inputs = [_unsplit(g) for g in sum_over(actions.input_grads.all(), STAGE)]
+        return total / weight if normalise else total, (chunks, ends), inputs
 
     data = P(DATA) if DATA in plan.axes else P()
     return _shard(plan, plan.training, body, (P(), (P(STAGE), P()), data))(weights, batch)

@@ -31,6 +31,12 @@ def combine(like: Tree, floats: Leaves, others: Leaves) -> Tree:
     return jax.tree.unflatten(treedef, [next(f) if is_float(x) else next(o) for x in leaves])
 
 
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """``x * factor`` in x's dtype, computed in float32 where x has fewer bits."""
+    wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+    return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+
+
 def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
     """Zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

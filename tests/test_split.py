@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.accumulate import wide
+from pipeline.accumulate import as_summed
 from pipeline.backward import SplitBackward
 from pipeline.residuals import Residuals, stage_pullback
 from tests import dots
@@ -346,7 +346,7 @@ def test_the_halves_are_the_whole(case, keep):
     arguments = case.weights, case.fixed, case.side, stash, dy
     split = SplitBackward(linearize, *arguments)
     whole, first, second = functions(linearize, split, in_place=True)
-    grads = [jnp.ones_like(w) for w in wide(case.weights)]
+    grads = [jnp.ones_like(w) for w in as_summed(case.weights)]
     dx, want = jax.jit(whole)(grads, *arguments)
     found, crossing, untouched = jax.jit(first)(grads, *arguments)
     assert_same(untouched, grads)
@@ -387,7 +387,7 @@ def test_the_compiled_halves_hold_no_product_twice(f, keep):
     linearize, stash = starts(case, keep)
     arguments = case.weights, case.fixed, case.side, stash, cotangents(case)
     split = SplitBackward(linearize, *arguments)
-    grads = wide(case.weights)
+    grads = as_summed(case.weights)
     whole, first, second = functions(linearize, split, in_place=True)
     rest = grads, case.weights, case.fixed, case.side, jax.jit(first)(grads, *arguments)[1]
     compiled = [

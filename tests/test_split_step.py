@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, vary
 from pipeline import Pipeline, runtime
-from pipeline.accumulate import wide
+from pipeline.accumulate import as_summed
 from pipeline.backward import SplitBackward
 from pipeline.residuals import Residuals, stage_pullback
 from tests import dots, models
@@ -80,7 +80,7 @@ def test_collectives_over_another_axis(f, keep):
 
     def whole(*arrays):
         linearize, arguments = parts(*arrays)
-        refs = list(map(jax.new_ref, map(jnp.ones_like, wide(arguments[0]))))
+        refs = list(map(jax.new_ref, map(jnp.ones_like, as_summed(arguments[0]))))
         dx = linearize(*arguments[:4])[1](arguments[4], refs, want_x=True)
         return dx, [ref[...] for ref in refs]
 
@@ -88,7 +88,7 @@ def test_collectives_over_another_axis(f, keep):
         linearize, arguments = parts(*arrays)
         split = SplitBackward(linearize, *arguments)
         assert split.whole == ()
-        refs = list(map(jax.new_ref, map(jnp.ones_like, wide(arguments[0]))))
+        refs = list(map(jax.new_ref, map(jnp.ones_like, as_summed(arguments[0]))))
         dx, crossing = split.input_half(*arguments, refs)
         assert [jax.typeof(c) for c in crossing] == split.crossing
         split.weight_half(*arguments[:3], crossing, refs)
