@@ -21,12 +21,13 @@ from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import SplitBackward
 from pipeline.boundary import follow
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
-from pipeline.loss import LossFn, as_sum_and_weight
+from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
-from pipeline.seen import code
+from pipeline.seen import Lazy, code
 from pipeline.stage import Definition, Seat
-from pipeline.tree import Leaves, Tree, blank, combine, partition, signature
+from pipeline.spread import Layout, gather
+from pipeline.tree import Leaves, Tree, blank, combine, join, partition, signature, vary_like
 
 Chunk = int | jax.Array
 
@@ -85,6 +86,7 @@ class Model:
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
         no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
+      layout: where the leaves of its state lie.
     """
 
     stages: tuple[Seat, ...]
@@ -93,6 +95,7 @@ class Model:
     has_embed: bool
     has_head: bool
     loss_fn: LossFn | None
+    layout: Layout
     policy: Any = None
 
 
@@ -103,7 +106,9 @@ class Cell:
       model: the static half.
       weights: this rank's state, without the leading axis of chunks.
       batch: this data shard's microbatches.
-      axes: the mesh axes over which everything varies.
+      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
+        which is sharded over them, and what follows from it.
+      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
 
     Attributes:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
@@ -114,11 +119,22 @@ class Cell:
       home: a chunk that has stages of this kind.
     """
 
-    def __init__(self, model: Model, weights: Weights, batch: Batch, axes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        batch: Batch,
+        axes: tuple[str, ...],
+        *,
+        gathers: bool = False,
+    ) -> None:
         weights, self.batch = vary(weights, axes), vary(batch, axes)
         self.model, self.axes = model, axes
         self.num_chunks = len(weights.chunks)
         self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
+        if gathers:
+            shards, spreads = self.weights, model.layout.chunks
+            self.weights = Lazy(self.num_chunks, lambda v: gather(shards[v], spreads[v], lead=1))
         self.ends_weights = jax.tree.leaves(weights.ends)
         self.states = weights
         self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
@@ -129,6 +145,7 @@ class Cell:
         self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
         self.lanes: tuple[Lane, ...] = ()
         self.home = 0
+        self._further: Any = None
         self._follow_activations()
 
     # --- the model on trees; weights are given, so that they can be differentiated ---
@@ -136,8 +153,8 @@ class Cell:
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return inputs
-        return vary(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)), self.axes)
+            return self._activation(inputs)
+        return self._activation(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -157,7 +174,12 @@ class Cell:
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return vary(run(weights, x), self.axes)
+        return self._activation(run(weights, x))
+
+    def _activation(self, x: Tree) -> Tree:
+        """What passes between stages: all of it varies as any of it does."""
+        x = vary(x, self.axes)
+        return x if self._further is None else vary_like(x, self._further)
 
     def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
         """What the user sees of the last stage's output."""
@@ -170,7 +192,9 @@ class Cell:
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
         loss_fn = cast("LossFn", self.model.loss_fn)
-        return vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes)
+        return same_over_others(
+            "loss_fn", vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes), self.axes
+        )
 
     def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
         params = jax.tree.unflatten(self._ends_tree, weights)
@@ -239,12 +263,22 @@ class Cell:
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
-        x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
-        activations = follow(self, x)
-        self.activation, self.output = activations[0], activations[-1]
+
+        def activations() -> list[Tree]:
+            x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
+            return follow(self, x)
+
+        found = activations()
+        while len(set(map(signature, found))) > 1 and (wider := join(found)) is not None:
+            # Equal but for the axes they vary over: stages that are alike stay so.
+            self._further, before = wider, self._further
+            if before is not None and signature(before) == signature(wider):
+                break
+            found = activations()
+        self.activation, self.output = found[0], found[-1]
         self.wire: Tree = self.activation
         codes = {code(self, seat) for seat in self.model.stages}
-        if len(codes) > 1 or len(set(map(signature, activations))) > 1:
-            self.wire, self.lanes = make_lanes(self, activations)
+        if len(codes) > 1 or len(set(map(signature, found))) > 1:
+            self.wire, self.lanes = make_lanes(self, found)
         else:
             self.output = self.activation

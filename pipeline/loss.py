@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from collectives import varying_axes
 from pipeline.tree import partition, shape_text
 
 LossFn = Callable[[Any, Any], Any]
@@ -29,6 +30,29 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
         )
     total, weight = (jnp.asarray(x).astype(jnp.float32) for x in pair)
     return total, jax.lax.stop_gradient(weight)
+
+
+def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
+    """A result, which ranks along further axes must agree on.
+
+    Args:
+      name: whose result it is.
+      result: arrays.
+      axes: those over which it may vary.
+
+    Raises:
+      ValueError: it varies over another axis.
+    """
+    for leaf in jax.tree.leaves(result):
+        others = sorted(varying_axes(leaf) - set(axes))
+        if others:
+            raise ValueError(
+                f"{name} returned a value that differs between the ranks of axis "
+                f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
+                f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
+                f"(jax.lax.all_gather(..., to='invarying')), before it is returned"
+            )
+    return result
 
 
 def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:

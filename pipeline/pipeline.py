@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline import differentiable, runtime
@@ -20,9 +21,11 @@ from pipeline.choose import (
 from pipeline.describe import describe
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
-from pipeline.plan import Bubbles, Plan, Remat
+from pipeline.options import check_axes, check_functions, check_options
+from pipeline.placement import DataParallel, Placement, Sharding
+from pipeline.plan import Bubbles, Gather, Plan, Remat
 from pipeline.randomness import advance
-from pipeline.stage import Ends, count_stages, define, make_chunks, seats, take_stage
+from pipeline.stage import count_stages, define, lay_out, make_chunks, make_ends, seats, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -52,6 +55,12 @@ class Pipeline(nnx.Module):
         conditional.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest on this mesh.
+      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
+        of the optimizer ("zero1", see `shard_optimizer`), or weights too ("fsdp").
+      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
+      sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
+        whose metadata does not say it (`nnx.with_partitioning`), else None.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -77,10 +86,14 @@ class Pipeline(nnx.Module):
         remat: Remat = "stage",
         bubbles: Bubbles = "skip",
         pattern: str | None = None,
+        data_parallel: DataParallel = "replicated",
+        gather: Gather = "step",
+        sharding: Sharding | None = None,
+        auto_axes: Sequence[str] = (),
     ) -> None:
         num_stages = count_stages(stages)
-        _check_options(num_microbatches, remat, bubbles)
-        _check_functions(loss_fn=loss_fn, embed=embed, head=head)
+        check_options(num_microbatches, remat, bubbles)
+        check_functions(loss_fn=loss_fn, embed=embed, head=head, sharding=sharding)
         pattern = choose_pattern(pattern, bubbles)
         mesh = choose_mesh(mesh, num_stages, schedule)
         partners = not exchanges_are_barriers(mesh)
@@ -92,9 +105,23 @@ class Pipeline(nnx.Module):
             partners=partners,
             pattern=pattern,
         )
-        self.plan = Plan(mesh, timetable, loss_fn, remat, bubbles, why, pattern, partners)
-        self.chunks = nnx.List(make_chunks(stages, mesh, timetable.stages_of))
-        self.ends = _replicate(Ends(embed, head), mesh)
+        auto = check_axes(mesh, auto_axes, data_parallel, gather)
+        self.plan = Plan(
+            mesh,
+            timetable,
+            loss_fn,
+            remat,
+            bubbles,
+            why,
+            pattern,
+            partners,
+            data_parallel=data_parallel,
+            gather=gather,
+            auto_axes=auto,
+        )
+        placement = Placement(mesh, data_parallel, sharding, auto)
+        self.chunks = nnx.List(make_chunks(stages, placement, timetable.stages_of))
+        self.ends = make_ends(embed, head, placement)
 
     @property
     def schedule(self) -> Schedule:
@@ -187,6 +214,7 @@ class Pipeline(nnx.Module):
             data_size=self.plan.data_size,
         )
         batch = place(batch, self.mesh)
+        layout = lay_out(self.chunks, self.ends)
         definitions, params, rests = zip(
             *(define(chunk, "a stage") for chunk in self.chunks), strict=True
         )
@@ -198,6 +226,7 @@ class Pipeline(nnx.Module):
             has_embed=self.embed is not None,
             has_head=self.head is not None,
             loss_fn=self.plan.loss_fn,
+            layout=layout,
             policy=self.plan.remat if callable(self.plan.remat) else None,
         )
         return model, Weights(params, ends_params, rests, ends_rest), batch
@@ -208,38 +237,3 @@ class Pipeline(nnx.Module):
                 f"{method}() needs a loss, and this pipeline was made with loss_fn=None; give "
                 f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
             )
-
-
-def _replicate(ends: Ends, mesh: Mesh) -> Ends:
-    """Embed and head on every device of the mesh; the user's modules stay as they are."""
-    graphdef, state = nnx.split(ends)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def place(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        return jax.device_put(leaf, everywhere)
-
-    return nnx.merge(graphdef, jax.tree.map(place, state))
-
-
-def _check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
-    is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-    if not is_integer or num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
-            f"parts into which each data shard's rows are split"
-        )
-    if not (remat in ("stage", None) or callable(remat)):
-        raise ValueError(
-            f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
-            f"jax.checkpoint_policies.dots_saveable"
-        )
-    if bubbles not in ("skip", "masked"):
-        raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")
-
-
-def _check_functions(**functions: Any) -> None:
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise ValueError(f"{name}={value!r}: must be callable, or None")

@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from pipeline.loss import LossFn
 from pipeline.straight import is_straight
+from pipeline.placement import DataParallel
 from schedules.ir import Schedule
 from schedules.lower import lower
 from schedules.program import Keep, Program
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
+Gather = Literal["step", "action"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,9 @@ class Plan:
       why: one line on how the schedule was chosen.
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
+      auto_axes: mesh axes left to the compiler.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -44,6 +49,9 @@ class Plan:
     why: str
     pattern: str | None = None
     partners: bool = False
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    auto_axes: tuple[str, ...] = ()
     whole: list[str] = field(default_factory=list)
 
     @property
@@ -58,8 +66,13 @@ class Plan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which a rank's values differ."""
+        """The mesh axes over which all of a rank's values are made to vary."""
         return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes that the kernel deals with itself."""
+        return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
 
     @property
     def data_size(self) -> int:

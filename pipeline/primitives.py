@@ -82,7 +82,11 @@ def is_ref(aval: Any) -> bool:
 
 
 def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The manual mesh axes over which values of a type vary, if the type says so."""
+    """The manual mesh axes over which values of a type vary, if the type says so.
+
+    Of an array it is its type.
+    """
+    aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     found = getattr(aval, "manual_axis_type", None)
     return otherwise if found is None else tuple(sorted(found.varying))
 

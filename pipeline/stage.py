@@ -7,6 +7,7 @@ Where the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.difference import difference
+from pipeline.placement import Placement, as_before, spreads
+from pipeline.spread import Layout
 from pipeline.tree import Leaves, Tree
 from pipeline.unlike import Overlaid, Views
 
@@ -94,7 +97,7 @@ def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
     """Split a module into its definition, its `nnx.Param` state and all other state."""
     parts: Any = nnx.split(module, nnx.Param, ...)
     graphdef, params, rest = parts
-    return Definition(graphdef, label), params, rest
+    return Definition(graphdef, label), as_before(params), as_before(rest)
 
 
 class Ends(nnx.Module):
@@ -153,45 +156,85 @@ def _stacked_length(stages: nnx.Module) -> int:
     return int(first)
 
 
-def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> list[nnx.Module]:
+def make_chunks(
+    stages: Any, placement: Placement, stages_of: Sequence[Sequence[int]]
+) -> list[nnx.Module]:
     """The V chunks of K stages, with every leaf placed on the rank that runs it.
 
     Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
 
     Args:
       stages: a list of K modules, or one stacked module.
-      mesh: the mesh with its ``stage`` axis.
+      placement: the mesh with its ``stage`` axis, and what else is sharded.
       stages_of: [S] lists of the V stages on each rank.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
     if _is_stacked(stages):
         graphdef, state = nnx.split(stages)
-        leaves, treedef = jax.tree.flatten(state)
+        flat = nnx.to_flat_state(state)
         return [
-            _stacked(graphdef, treedef, [[leaf[k] for leaf in leaves] for k in held], sharding)
+            _stacked(graphdef, [[_row(v, k) for v in flat] for k in held], placement, stacked=True)
             for held in zip(*stages_of, strict=True)
         ]
-    return [_chunk(stages, held, sharding) for held in zip(*stages_of, strict=True)]
+    return [_chunk(stages, held, placement) for held in zip(*stages_of, strict=True)]
 
 
 def _chunk(
-    stages: Sequence[nnx.Module], held: Sequence[int], sharding: NamedSharding
+    stages: Sequence[nnx.Module], held: Sequence[int], placement: Placement
 ) -> nnx.Module:
     """One chunk: the stages that each rank holds of it."""
     first, *others = held
     for k in others:
         if found := difference(stages[first], stages[k]):
             why = f"stages[{k}] differs from stages[{first}] {found}"
-            return Overlaid([stages[k] for k in held], sharding, why)
-    graphdef, state = nnx.split(stages[first])
-    rows = [jax.tree.leaves(nnx.state(stages[k])) for k in held]
-    return _stacked(graphdef, jax.tree.structure(state), rows, sharding)
+            return Overlaid([stages[k] for k in held], placement, why)
+    graphdef, _ = nnx.split(stages[first])
+    return _stacked(graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], placement)
 
 
-def _stacked(graphdef: Any, treedef: Any, rows: list[Leaves], sharding: Any) -> nnx.Module:
-    """One module with leaves [S, ...], from [S] lists of leaves."""
-    stacked = [_stack(list(column), sharding) for column in zip(*rows, strict=True)]
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, stacked))
+def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
+    """A stage's part of a stacked variable."""
+    path, variable = item
+    return path, jax.tree.map(lambda leaf: leaf[k], variable)
+
+
+def _stacked(
+    graphdef: Any, rows: list[list[Any]], placement: Placement, *, stacked: bool = False
+) -> nnx.Module:
+    """One module with leaves [S, ...], from [S] lists of (path, variable)."""
+    flat = []
+    for column in zip(*rows, strict=True):
+        (path, first), lead = column[0], (STAGE,)
+        text = ".".join(map(str, path))
+        spread = placement.spread(text, first, lead=lead, stacked=stacked)
+        sharding = NamedSharding(placement.mesh, spread.stored)
+        leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
+        stacks = [_stack(list(leaf), sharding) for leaf in leaves]
+        value = jax.tree.unflatten(jax.tree.structure(first), stacks).get_raw_value()
+        flat.append((path, placement.label(first, value, spread, lead)))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def make_ends(embed: Any, head: Any, placement: Placement) -> Ends:
+    """Embed and head on every device of the mesh; the user's modules stay as they are."""
+    graphdef, state = nnx.split(Ends(embed, head))
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        spread = placement.spread(".".join(map(str, path)), variable)
+        placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
+        flat.append((path, placement.label(variable, placed.get_raw_value(), spread, ())))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:
+    """Where all leaves of a pipeline lie."""
+
+    def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
+        _, params, rest = nnx.split(module, nnx.Param, ...)
+        return spreads(params, lead), spreads(rest, lead)
+
+    params, rests = zip(*(of(chunk, (STAGE,)) for chunk in chunks), strict=True)
+    ends_params, ends_rest = of(ends, ())
+    return Layout(params, ends_params, rests, ends_rest)
 
 
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
@@ -199,7 +242,7 @@ def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     if isinstance(chunk, Overlaid):
         return chunk.stage(rank)
     graphdef, state = nnx.split(chunk)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], state))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], as_before(state)))
 
 
 def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
@@ -211,6 +254,6 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
         return jax.device_put(jax.numpy.stack(leaves), sharding)
 
     def rows(index: Any) -> Any:
-        return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
+        return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
 
     return jax.make_array_from_callback(shape, sharding, rows)
