@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.seen import code, seen_by
-from pipeline.tree import Tree, path_text, shape_text, signature
+from pipeline.tree import Tree, blank, path_text, shape_text, signature
 
 if TYPE_CHECKING:
     from pipeline.cell import Cell
@@ -45,7 +45,9 @@ def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
     view = seen_by(cell, cell.model.stages[k])
 
     def run(x: Tree) -> Tree:
-        return jax.eval_shape(lambda x: view.stage(*view.stage_arguments(view.home, 0), x), x)
+        # Made inside: not every release takes a type that says over which axes it varies.
+        arguments = view.stage_arguments(view.home, 0)
+        return jax.eval_shape(lambda: view.stage(*arguments, blank(x, ())))
 
     try:
         return run(before[k])

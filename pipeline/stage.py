@@ -237,6 +237,11 @@ def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:
     return Layout(params, ends_params, rests, ends_rest)
 
 
+def lead_of(path: Sequence[Any]) -> tuple[str, ...]:
+    """The axes of the dims that a pipeline's variable has before its own, by its path."""
+    return (STAGE,) if path[0] == "chunks" else ()
+
+
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     """The stage that a rank holds in a chunk, whole."""
     if isinstance(chunk, Overlaid):

@@ -34,7 +34,7 @@ PUBLIC = {
         mean_over ring_shift shift_left shift_right sum_over vary varying_axes
     """,
     "pipeline": """
-        ParallelConfig Pipeline check_sharding describe_sharding
+        ParallelConfig Pipeline check_sharding describe_sharding shard_optimizer
     """,
 }
 
