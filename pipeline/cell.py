@@ -19,15 +19,15 @@ from flax import nnx
 from collectives import vary
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import SplitBackward
-from pipeline.boundary import follow
+from pipeline.boundary import follow_alike
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import Lazy, code
-from pipeline.stage import Definition, Seat
 from pipeline.spread import Layout, gather
-from pipeline.tree import Leaves, Tree, blank, combine, join, partition, signature, vary_like
+from pipeline.stage import Definition, Seat
+from pipeline.tree import Leaves, Tree, blank, combine, partition, signature, vary_like
 
 Chunk = int | jax.Array
 
@@ -112,6 +112,7 @@ class Cell:
 
     Attributes:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
+      shards: [V] the same, sharded over ``data``, if actions gather them.
       ends_weights: leaves of embed and head.
       activation, output: trees of types, a stage's input and the last stage's output.
       wire: a tree of types, a message.
@@ -132,9 +133,9 @@ class Cell:
         self.model, self.axes = model, axes
         self.num_chunks = len(weights.chunks)
         self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
+        self.shards: Any = self.weights if gathers else None
         if gathers:
-            shards, spreads = self.weights, model.layout.chunks
-            self.weights = Lazy(self.num_chunks, lambda v: gather(shards[v], spreads[v], lead=1))
+            self.weights = Lazy(self.num_chunks, lambda chunk: self._gathered(chunk, 0))
         self.ends_weights = jax.tree.leaves(weights.ends)
         self.states = weights
         self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
@@ -232,7 +233,18 @@ class Cell:
         """What `stage` takes before its input."""
         streams = fold(pick(self.streams, chunk), microbatch, self.axes)
         side = streams, at(self.batch.extras, microbatch)
-        return pick(self.weights, chunk), pick(self.fixed, chunk), side
+        if self.shards is None:
+            return pick(self.weights, chunk), pick(self.fixed, chunk), side
+        return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
+
+    def _gathered(self, chunk: Chunk, microbatch: Any) -> Leaves:
+        """A chunk's weights, whole."""
+        shards = pick(self.shards, chunk)
+        if not isinstance(microbatch, int):
+            # The same in every tick, but not to be gathered once and kept.
+            shards, _ = jax.lax.optimization_barrier((shards, microbatch))
+        spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
+        return gather(shards, spreads, lead=1)
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
@@ -264,17 +276,13 @@ class Cell:
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
 
-        def activations() -> list[Tree]:
-            x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
-            return follow(self, x)
+        def first() -> Tree:
+            return self.embed(self.ends_weights, inputs, 0)
 
-        found = activations()
-        while len(set(map(signature, found))) > 1 and (wider := join(found)) is not None:
-            # Equal but for the axes they vary over: stages that are alike stay so.
-            self._further, before = wider, self._further
-            if before is not None and signature(before) == signature(wider):
-                break
-            found = activations()
+        def widen(x: Tree) -> None:
+            self._further = x
+
+        found = follow_alike(self, first, widen)
         self.activation, self.output = found[0], found[-1]
         self.wire: Tree = self.activation
         codes = {code(self, seat) for seat in self.model.stages}

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import optax
+import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from pipeline.chunks import lead_of
 from pipeline.pipeline import Pipeline
 from pipeline.placement import Spread, spread_of
-from pipeline.stage import lead_of
 from pipeline.tree import Tree
 
 Path = tuple[str, ...]

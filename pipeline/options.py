@@ -11,6 +11,7 @@ from collectives import DATA, STAGE
 
 
 def check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
+    """Raise ValueError for an option that cannot be."""
     is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
     if not is_integer or num_microbatches < 1:
         raise ValueError(
@@ -27,6 +28,7 @@ def check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
+    """Raise ValueError for what should be a function and is not."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")

@@ -18,6 +18,7 @@ from pipeline.choose import (
     choose_schedule,
     exchanges_are_barriers,
 )
+from pipeline.chunks import lay_out, make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
@@ -25,7 +26,7 @@ from pipeline.options import check_axes, check_functions, check_options
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Plan, Remat
 from pipeline.randomness import advance
-from pipeline.stage import count_stages, define, lay_out, make_chunks, make_ends, seats, take_stage
+from pipeline.stage import count_stages, define, seats, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 

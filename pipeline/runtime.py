@@ -178,7 +178,9 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
 
     chunks = _squeeze(weights.chunks)
     if plan.gather == "step":
-        chunks = tuple(whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True))
+        chunks = tuple(
+            whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
+        )
     local = Weights(chunks, whole(weights.ends, layout.ends, 0), *rests)
     num_microbatches = plan.schedule.num_microbatches
 

@@ -79,14 +79,16 @@ def reduce_gradients(
     Arguments as in `gather`; ``axes`` are those over which to sum.
     """
     dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
-    scattered = [
-        g if dim is None else jax.lax.psum_scatter(g, DATA, scatter_dimension=dim - lead, tiled=True)
-        for g, dim in zip(leaves, dims, strict=True)
-    ]
     others = tuple(axis for axis in axes if axis != DATA)
-    parts = iter(sum_over([g for g, d in zip(scattered, dims, strict=True) if d is not None], others))
-    whole = iter(sum_over([g for g, d in zip(scattered, dims, strict=True) if d is None], axes))
-    return [next(whole) if dim is None else next(parts) for dim in dims]
+    parts = [
+        jax.lax.psum_scatter(g, DATA, scatter_dimension=dim - lead, tiled=True)
+        for g, dim in zip(leaves, dims, strict=True)
+        if dim is not None
+    ]
+    summed = iter(sum_over(parts, others))
+    whole = [g for g, dim in zip(leaves, dims, strict=True) if dim is None]
+    rest = iter(sum_over(whole, axes))
+    return [next(rest) if dim is None else next(summed) for dim in dims]
 
 
 def data_dim(spec: PartitionSpec) -> int | None:

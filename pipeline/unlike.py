@@ -102,9 +102,7 @@ class Overlaid(nnx.Module):
         return nnx.merge(graphdef, views.params.tree(rows[0]), views.rest.tree(rows[1]))
 
 
-def _check_unsharded(
-    flats: Sequence[dict[Path, Any]], placement: Placement, why: str
-) -> None:
+def _check_unsharded(flats: Sequence[dict[Path, Any]], placement: Placement, why: str) -> None:
     for flat in flats:
         for path, variable in flat.items():
             text = ".".join(map(str, path))
