@@ -39,7 +39,7 @@ def follow_alike(
     """
     wider: Tree = None
     while True:
-        found = follow(cell, jax.eval_shape(first))
+        found = follow(cell, jax.eval_shape(lambda: first()))  # noqa: PLW0108, it caches by function
         joined = join(found)
         if joined is None or all(signature(x) == signature(joined) for x in found):
             return found

@@ -22,6 +22,7 @@ from pipeline.backward import SplitBackward
 from pipeline.boundary import follow_alike
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
+from pipeline.primitives import barrier
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import Lazy, code
@@ -242,7 +243,8 @@ class Cell:
         shards = pick(self.shards, chunk)
         if not isinstance(microbatch, int):
             # The same in every tick, but not to be gathered once and kept.
-            shards, _ = jax.lax.optimization_barrier((shards, microbatch))
+            ties = [vary_like(microbatch, shard) for shard in shards]
+            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
         spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
         return gather(shards, spreads, lead=1)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives import varying_axes
+from pipeline.primitives import varying_in
 from pipeline.tree import partition, shape_text
 
 LossFn = Callable[[Any, Any], Any]
@@ -37,14 +37,14 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
 
     Args:
       name: whose result it is.
-      result: arrays.
+      result: arrays, or their types.
       axes: those over which it may vary.
 
     Raises:
       ValueError: it varies over another axis.
     """
     for leaf in jax.tree.leaves(result):
-        others = sorted(varying_axes(leaf) - set(axes))
+        others = sorted(set(varying_in(leaf)) - set(axes))
         if others:
             raise ValueError(
                 f"{name} returned a value that differs between the ranks of axis "

@@ -71,12 +71,12 @@ class Placement:
           path: its path, dotted.
           variable: of one stage, or of embed and head.
           lead: the axes of dims that the pipeline puts before its own.
-          stacked: its own shape has those dims already, and its names may.
+          stacked: it was taken out of one with those dims, whose names may speak of them.
 
         Raises:
           ValueError: names that are the pipeline's, too many, or a dim they do not divide.
         """
-        shape = _shape(variable)[len(lead) if stacked else 0 :]
+        shape = _shape(variable)
         names = self._names(path, variable, shape, len(lead) if stacked else 0)
         sharded = self._over_data(shape, names) if isinstance(variable, nnx.Param) else names
         stored = sharded if self.data_parallel == "fsdp" else names

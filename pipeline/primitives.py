@@ -91,6 +91,22 @@ def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
     return otherwise if found is None else tuple(sorted(found.varying))
 
 
+def barrier(*values: Any) -> list[Any]:
+    """`jax.lax.optimization_barrier` that leaves to each value the axes it varies over.
+
+    JAX makes all operands of one barrier vary alike.
+    """
+    kept: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        kept.setdefault(varying_in(value), []).append(index)
+    held = list(values)
+    for indices in kept.values():
+        found = jax.lax.optimization_barrier([values[index] for index in indices])
+        for index, value in zip(indices, found, strict=True):
+            held[index] = value
+    return held
+
+
 def has_effect(eqn: Eqn) -> bool:
     """Whether an equation does something beside its results and its refs, such as a print."""
     return any(type(effect).__name__ not in _HARMLESS for effect in eqn.effects)
