@@ -80,7 +80,7 @@ class Placement:
         names = self._names(path, variable, shape, len(lead) if stacked else 0)
         sharded = self._over_data(shape, names) if isinstance(variable, nnx.Param) else names
         stored = sharded if self.data_parallel == "fsdp" else names
-        return Spread(PartitionSpec(*lead, *stored), PartitionSpec(*lead, *sharded))
+        return Spread(_spec(lead, stored), _spec(lead, sharded))
 
     def axes_of(self, path: str, variable: Any) -> tuple[str, ...]:
         """The axes over which a stage's variable is sharded, but for the pipeline's own."""
@@ -211,6 +211,12 @@ def _as_before(variable: Any) -> Any:
     own = metadata.pop(_OWN)
     kept = {key: value for key, value in metadata.items() if key not in _KEYS}
     return type(variable).from_metadata(variable.get_raw_value(), kept | dict(own))
+
+
+def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
+    """A spec as JAX returns it: it ends where no more dims are sharded."""
+    last = max((dim for dim, entry in enumerate(names) if entry is not None), default=-1)
+    return PartitionSpec(*lead, *names[: last + 1])
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

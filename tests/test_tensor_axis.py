@@ -192,7 +192,7 @@ def test_axes_that_the_mesh_lacks_are_left_out():
         loss_fn=models.squares,
         sharding=lambda path, _: (None, "tensor") if path == "up" else None,
     )
-    assert pipe.chunks[0].up.get_value().sharding.spec == P("stage", None, None)
+    assert pipe.chunks[0].up.get_value().sharding.spec == P("stage")
     x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
     want = models.reference(models.build(Block, 2), x, t, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
@@ -222,7 +222,7 @@ def test_logical_names_follow_the_rules_in_force():
         )
     with nnx.logical_axis_rules((("mlp", "tensor"), ("embed", None))):
         pipe = Pipeline(stages, M, mesh=mesh(1, 2, 2), loss_fn=models.cross_entropy)
-    for name, spec in (("up", P("stage", None, "tensor")), ("down", P("stage", "tensor", None))):
+    for name, spec in (("up", P("stage", None, "tensor")), ("down", P("stage", "tensor"))):
         assert getattr(pipe.chunks[0], name).get_value().sharding.spec == spec
 
 
@@ -410,13 +410,17 @@ def test_stages_that_are_not_alike():
     [
         (
             ("expert",),
-            "auto_axes=('expert',): the mesh has no axis 'expert'; its axes are "
-            "'data', 'stage', 'tensor'",
+            (
+                "auto_axes=('expert',): the mesh has no axis 'expert'; its axes are 'data', 'stage', "
+                "'tensor'"
+            ),
         ),
         (
             ("tensor", "data"),
-            "auto_axes=('tensor', 'data'): a pipeline exchanges and reduces over 'data' itself, so "
-            "it cannot be left to the compiler; leave out 'data'",
+            (
+                "auto_axes=('tensor', 'data'): a pipeline exchanges and reduces over 'data' itself, so "
+                "it cannot be left to the compiler; leave out 'data'"
+            ),
         ),
         ("tensor", "auto_axes='tensor': must be a tuple of axes, such as ('tensor',)"),
     ],
