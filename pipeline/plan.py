@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from pipeline.loss import LossFn
-from pipeline.straight import is_straight
 from pipeline.placement import DataParallel
+from pipeline.straight import is_straight
 from schedules.ir import Schedule
 from schedules.lower import lower
 from schedules.program import Keep, Program

@@ -21,8 +21,8 @@ from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
 from pipeline.plan import Plan
-from pipeline.straight import Straight
 from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
+from pipeline.straight import Straight
 from pipeline.tree import Tree
 from pipeline.workers import Crew, runner
 from schedules.program import Program

@@ -377,8 +377,8 @@ def test_describe_says_it():
         (
             {"data_parallel": "zero3"},
             (
-                "data_parallel='zero3': must be 'replicated', 'zero1' (gradients and optimizer state "
-                "sharded over 'data') or 'fsdp' (weights too)"
+                "data_parallel='zero3': must be 'replicated', 'zero1' (gradients and optimizer "
+                "state sharded over 'data') or 'fsdp' (weights too)"
             ),
         ),
         (

@@ -411,15 +411,15 @@ def test_stages_that_are_not_alike():
         (
             ("expert",),
             (
-                "auto_axes=('expert',): the mesh has no axis 'expert'; its axes are 'data', 'stage', "
-                "'tensor'"
+                "auto_axes=('expert',): the mesh has no axis 'expert'; its axes are 'data', "
+                "'stage', 'tensor'"
             ),
         ),
         (
             ("tensor", "data"),
             (
-                "auto_axes=('tensor', 'data'): a pipeline exchanges and reduces over 'data' itself, so "
-                "it cannot be left to the compiler; leave out 'data'"
+                "auto_axes=('tensor', 'data'): a pipeline exchanges and reduces over 'data' "
+                "itself, so it cannot be left to the compiler; leave out 'data'"
             ),
         ),
         ("tensor", "auto_axes='tensor': must be a tuple of axes, such as ('tensor',)"),
