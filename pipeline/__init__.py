@@ -1,6 +1,7 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
 from pipeline.config import ParallelConfig
+from pipeline.optimizer import shard_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.processes import initialize, shard_batch
 from pipeline.sharding import check_sharding, describe_sharding
@@ -12,4 +13,5 @@ __all__ = [
     "describe_sharding",
     "initialize",
     "shard_batch",
+    "shard_optimizer",
 ]

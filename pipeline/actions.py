@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from pipeline.accumulate import as_summed
 from pipeline.cell import Cell, at
+from pipeline.loss import same_over_others
 from pipeline.memory import Pool, Total
 from pipeline.tree import Leaves, Tree, blank, combine, partition
 from schedules.program import Op, Program, Slot
@@ -109,9 +110,10 @@ class Actions:
 
     def _output_types(self) -> Tree:
         cell = self.cell
-        return jax.eval_shape(
-            lambda: cell.outputs(cell.ends_weights, blank(cell.output, cell.axes), 0)
-        )
+        y = blank(cell.output, cell.axes)
+        found = jax.eval_shape(lambda: cell.outputs(cell.ends_weights, y, 0))
+        who = "head" if cell.model.has_head else "the last stage"
+        return same_over_others(who, found, cell.axes)
 
     @property
     def wants_upstream(self) -> bool:

@@ -15,13 +15,38 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.seen import code, seen_by
-from pipeline.tree import Tree, path_text, shape_text, signature
+from pipeline.tree import Tree, blank, join, path_text, shape_text, signature
 
 if TYPE_CHECKING:
     from pipeline.cell import Cell
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 _MOST_TRIALS = 200
+
+
+def follow_alike(
+    cell: Cell, first: Callable[[], Tree], widen: Callable[[Tree], None]
+) -> list[Tree]:
+    """The types of activations 0..K; where they differ in the axes they vary over, widened to one.
+
+    So stages that are alike stay so, if one of them starts what the others go on with (activations
+    of which each rank of ``tensor`` has its part).
+
+    Args:
+      cell: a rank's cell.
+      first: makes activation 0.
+      widen: tells the cell the type that all activations are to have from now on.
+    """
+    wider: Tree = None
+    while True:
+        found = follow(cell, jax.eval_shape(lambda: first()))  # noqa: PLW0108, it caches by function
+        joined = join(found)
+        if joined is None or all(signature(x) == signature(joined) for x in found):
+            return found
+        if wider is not None and signature(wider) == signature(joined):
+            return found
+        wider = joined
+        widen(wider)
 
 
 def follow(cell: Cell, x: Tree) -> list[Tree]:
@@ -37,7 +62,7 @@ def follow(cell: Cell, x: Tree) -> list[Tree]:
             known[key] = _output(cell, k, found)
         x = known[key]
         found.append(x)
-    return [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x) for x in found]
+    return found
 
 
 def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
@@ -45,7 +70,9 @@ def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
     view = seen_by(cell, cell.model.stages[k])
 
     def run(x: Tree) -> Tree:
-        return jax.eval_shape(lambda x: view.stage(*view.stage_arguments(view.home, 0), x), x)
+        # Made inside: not every release takes a type that says over which axes it varies.
+        arguments = view.stage_arguments(view.home, 0)
+        return jax.eval_shape(lambda: view.stage(*arguments, blank(x, ())))
 
     try:
         return run(before[k])

@@ -18,14 +18,16 @@ from flax import nnx
 from collectives import vary
 from pipeline.accumulate import GradDtype, Pullback, differentiate
 from pipeline.backward import Linearize, SplitBackward
-from pipeline.boundary import follow
+from pipeline.boundary import follow_alike
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
-from pipeline.loss import LossFn, as_sum_and_weight, is_mean
+from pipeline.loss import LossFn, as_sum_and_weight, is_mean, same_over_others
+from pipeline.primitives import barrier
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
-from pipeline.seen import code
+from pipeline.seen import Lazy, code
+from pipeline.spread import Layout, gather
 from pipeline.stage import Definition, Seat
-from pipeline.tree import Leaves, Tree, blank, combine, partition, signature
+from pipeline.tree import Leaves, Tree, blank, combine, partition, signature, vary_like
 
 Chunk = int | jax.Array
 
@@ -85,6 +87,7 @@ class Model:
         no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
       grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
+      layout: where the leaves of its state lie.
     """
 
     stages: tuple[Seat, ...]
@@ -93,6 +96,7 @@ class Model:
     has_embed: bool
     has_head: bool
     loss_fn: LossFn | None
+    layout: Layout
     policy: Any = None
     grad_dtype: GradDtype = None
 
@@ -104,10 +108,13 @@ class Cell:
       model: the static half.
       weights: this rank's state, without the leading axis of chunks.
       batch: this data shard's microbatches.
-      axes: the mesh axes over which everything varies.
+      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
+        which is sharded over them, and what follows from it.
+      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
 
     Attributes:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
+      shards: [V] the same, sharded over ``data``, if actions gather them.
       ends_weights: leaves of embed and head.
       activation, output: trees of types, a stage's input and the last stage's output.
       wire: a tree of types, a message.
@@ -116,11 +123,22 @@ class Cell:
       loss_share: what a microbatch's loss is multiplied with, to be differentiated.
     """
 
-    def __init__(self, model: Model, weights: Weights, batch: Batch, axes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        batch: Batch,
+        axes: tuple[str, ...],
+        *,
+        gathers: bool = False,
+    ) -> None:
         weights, self.batch = vary(weights, axes), vary(batch, axes)
         self.model, self.axes = model, axes
         self.num_chunks = len(weights.chunks)
         self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
+        self.shards: Any = self.weights if gathers else None
+        if gathers:
+            self.weights = Lazy(self.num_chunks, lambda chunk: self._gathered(chunk, 0))
         self.ends_weights = jax.tree.leaves(weights.ends)
         self.states = weights
         self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
@@ -132,6 +150,7 @@ class Cell:
         self.lanes: tuple[Lane, ...] = ()
         self.home = 0
         self.loss_share = 1.0
+        self._further: Any = None
         self._follow_activations()
 
     # --- the model on trees; weights are given, so that they can be differentiated ---
@@ -139,8 +158,8 @@ class Cell:
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return inputs
-        return vary(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)), self.axes)
+            return self._activation(inputs)
+        return self._activation(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -160,7 +179,12 @@ class Cell:
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return vary(run(weights, x), self.axes)
+        return self._activation(run(weights, x))
+
+    def _activation(self, x: Tree) -> Tree:
+        """What passes between stages: all of it varies as any of it does."""
+        x = vary(x, self.axes)
+        return x if self._further is None else vary_like(x, self._further)
 
     def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
         """What the user sees of the last stage's output."""
@@ -173,7 +197,9 @@ class Cell:
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
         loss_fn = cast("LossFn", self.model.loss_fn)
-        return vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes)
+        return same_over_others(
+            "loss_fn", vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes), self.axes
+        )
 
     def loss_cotangent(self) -> jax.Array:
         """What a microbatch's loss is differentiated with."""
@@ -233,7 +259,19 @@ class Cell:
         """What `stage` takes before its input."""
         streams = fold(pick(self.streams, chunk), microbatch, self.axes)
         side = streams, at(self.batch.extras, microbatch)
-        return pick(self.weights, chunk), pick(self.fixed, chunk), side
+        if self.shards is None:
+            return pick(self.weights, chunk), pick(self.fixed, chunk), side
+        return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
+
+    def _gathered(self, chunk: Chunk, microbatch: Any) -> Leaves:
+        """A chunk's weights, whole."""
+        shards = pick(self.shards, chunk)
+        if not isinstance(microbatch, int):
+            # The same in every tick, but not to be gathered once and kept.
+            ties = [vary_like(microbatch, shard) for shard in shards]
+            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
+        spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
+        return gather(shards, spreads, lead=1)
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
@@ -260,12 +298,18 @@ class Cell:
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
-        x = jax.eval_shape(lambda: self.embed(self.ends_weights, inputs, 0))
-        activations = follow(self, x)
-        self.activation, self.output = activations[0], activations[-1]
+
+        def first() -> Tree:
+            return self.embed(self.ends_weights, inputs, 0)
+
+        def widen(x: Tree) -> None:
+            self._further = x
+
+        found = follow_alike(self, first, widen)
+        self.activation, self.output = found[0], found[-1]
         self.wire: Tree = self.activation
         codes = {code(self, seat) for seat in self.model.stages}
-        if len(codes) > 1 or len(set(map(signature, activations))) > 1:
-            self.wire, self.lanes = make_lanes(self, activations)
+        if len(codes) > 1 or len(set(map(signature, found))) > 1:
+            self.wire, self.lanes = make_lanes(self, found)
         else:
             self.output = self.activation

@@ -37,12 +37,26 @@ def describe(plan: Plan, chunks: Sequence[Any]) -> str:
             "sends are delayed: a message travels beside the work of the next slot, and can be "
             "used from the one after"
         )
+    lines += _sharded(plan)
     if plan.whole:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
             lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
     return "\n".join(lines)
+
+
+def _sharded(plan: Plan) -> list[str]:
+    """What is sharded over ``data``, and which axes are the compiler's."""
+    whole = {"step": "once a step", "action": "in every action"}[plan.gather]
+    lines = {
+        "replicated": [],
+        "zero1": [f"gradients and optimizer state sharded over {plan.data_size} data shards"],
+        "fsdp": [f"weights sharded over {plan.data_size} data shards, gathered {whole}"],
+    }[plan.data_parallel]
+    if plan.auto_axes:
+        lines.append(f"left to the compiler: {', '.join(plan.auto_axes)}")
+    return lines
 
 
 def _places(program: Program) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pipeline.primitives import varying_in
 from pipeline.tree import partition, shape_text
 
 LossFn = Callable[[Any, Any], Any]
@@ -34,6 +35,29 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
 def is_mean(loss_fn: LossFn, outputs: Any, targets: Any) -> bool:
     """Whether a loss is a mean, so that every microbatch has weight 1."""
     return not isinstance(loss_fn(outputs, targets), (tuple, list))
+
+
+def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
+    """A result, which ranks along further axes must agree on.
+
+    Args:
+      name: whose result it is.
+      result: arrays, or their types.
+      axes: those over which it may vary.
+
+    Raises:
+      ValueError: it varies over another axis.
+    """
+    for leaf in jax.tree.leaves(result):
+        others = sorted(set(varying_in(leaf)) - set(axes))
+        if others:
+            raise ValueError(
+                f"{name} returned a value that differs between the ranks of axis "
+                f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
+                f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
+                f"(jax.lax.all_gather(..., to='invarying')), before it is returned"
+            )
+    return result
 
 
 def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:

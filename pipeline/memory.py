@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.overlay import Part, Spot, View
 from pipeline.primitives import varying_in
-from pipeline.tree import Leaves, Tree, blank, times, zeros
+from pipeline.tree import Leaves, Tree, blank, times, vary_like, zeros
 
 
 class Pool:
@@ -50,7 +50,7 @@ class Total:
     """Scalars or gradients that are added up, in the order they come."""
 
     def __init__(self, like: Leaves, axes: tuple[str, ...]) -> None:
-        self.refs = [jax.new_ref(vary(jnp.zeros_like(x), axes)) for x in like]
+        self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
 
     def add(self, values: Leaves) -> None:
         """Add one value to each."""

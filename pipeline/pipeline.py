@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline import differentiable, runtime
@@ -18,12 +19,15 @@ from pipeline.choose import (
     choose_schedule,
     exchanges_are_barriers,
 )
+from pipeline.chunks import lay_out, make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
-from pipeline.plan import Bubbles, Plan, Remat
+from pipeline.options import check_axes, check_functions, check_options
+from pipeline.placement import DataParallel, Placement, Sharding
+from pipeline.plan import Bubbles, Gather, Plan, Remat
 from pipeline.randomness import advance
-from pipeline.stage import Ends, count_stages, define, make_chunks, seats, take_stage
+from pipeline.stage import count_stages, define, seats, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -59,6 +63,12 @@ class Pipeline(nnx.Module):
         weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
         jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
         of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
+      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
+        of the optimizer ("zero1", see `shard_optimizer`), or weights too ("fsdp").
+      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
+      sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
+        whose metadata does not say it (`nnx.with_partitioning`), else None.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -86,10 +96,14 @@ class Pipeline(nnx.Module):
         pattern: str | None = None,
         delayed: bool = False,
         grad_dtype: Any = None,
+        data_parallel: DataParallel = "replicated",
+        gather: Gather = "step",
+        sharding: Sharding | None = None,
+        auto_axes: Sequence[str] = (),
     ) -> None:
         num_stages = count_stages(stages)
-        _check_options(num_microbatches, remat, bubbles)
-        _check_functions(loss_fn=loss_fn, embed=embed, head=head)
+        check_options(num_microbatches, remat, bubbles)
+        check_functions(loss_fn=loss_fn, embed=embed, head=head, sharding=sharding)
         pattern = choose_pattern(pattern, bubbles)
         mesh = choose_mesh(mesh, num_stages, schedule)
         partners = not exchanges_are_barriers(mesh)
@@ -102,6 +116,7 @@ class Pipeline(nnx.Module):
             delayed=delayed,
             pattern=pattern,
         )
+        auto = check_axes(mesh, auto_axes, data_parallel, gather)
         self.plan = Plan(
             mesh,
             timetable,
@@ -113,9 +128,13 @@ class Pipeline(nnx.Module):
             partners,
             delayed,
             check_grad_dtype(grad_dtype),
+            data_parallel=data_parallel,
+            gather=gather,
+            auto_axes=auto,
         )
-        self.chunks = nnx.List(make_chunks(stages, mesh, timetable.stages_of))
-        self.ends = _replicate(Ends(embed, head), mesh)
+        placement = Placement(mesh, data_parallel, sharding, auto)
+        self.chunks = nnx.List(make_chunks(stages, placement, timetable.stages_of))
+        self.ends = make_ends(embed, head, placement)
 
     @property
     def schedule(self) -> Schedule:
@@ -208,6 +227,7 @@ class Pipeline(nnx.Module):
             data_size=self.plan.data_size,
         )
         batch = place(batch, self.mesh)
+        layout = lay_out(self.chunks, self.ends)
         definitions, params, rests = zip(
             *(define(chunk, "a stage") for chunk in self.chunks), strict=True
         )
@@ -219,6 +239,7 @@ class Pipeline(nnx.Module):
             has_embed=self.embed is not None,
             has_head=self.head is not None,
             loss_fn=self.plan.loss_fn,
+            layout=layout,
             policy=self.plan.remat if callable(self.plan.remat) else None,
             grad_dtype=self.plan.grad_dtype,
         )
@@ -230,38 +251,3 @@ class Pipeline(nnx.Module):
                 f"{method}() needs a loss, and this pipeline was made with loss_fn=None; give "
                 f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
             )
-
-
-def _replicate(ends: Ends, mesh: Mesh) -> Ends:
-    """Embed and head on every device of the mesh; the user's modules stay as they are."""
-    graphdef, state = nnx.split(ends)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def place(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        return jax.device_put(leaf, everywhere)
-
-    return nnx.merge(graphdef, jax.tree.map(place, state))
-
-
-def _check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
-    is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-    if not is_integer or num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
-            f"parts into which each data shard's rows are split"
-        )
-    if not (remat in ("stage", None) or callable(remat)):
-        raise ValueError(
-            f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
-            f"jax.checkpoint_policies.dots_saveable"
-        )
-    if bubbles not in ("skip", "masked"):
-        raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")
-
-
-def _check_functions(**functions: Any) -> None:
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise ValueError(f"{name}={value!r}: must be callable, or None")

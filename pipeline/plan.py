@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from pipeline.accumulate import GradDtype
 from pipeline.loss import LossFn
+from pipeline.placement import DataParallel
 from pipeline.straight import is_straight
 from schedules.ir import Schedule
 from schedules.lower import lower
@@ -19,6 +20,7 @@ from schedules.program import Keep, Program
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
+Gather = Literal["step", "action"]
 
 
 class Sends(TypedDict):
@@ -43,6 +45,9 @@ class Plan:
       partners: exchanges keep only those ranks that they join, not all.
       delayed: messages to other ranks travel beside the work of the slot after their own.
       grad_dtype: in which gradients are summed: None, "weights" or a dtype.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
+      auto_axes: mesh axes left to the compiler.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -56,6 +61,9 @@ class Plan:
     partners: bool = False
     delayed: bool = False
     grad_dtype: GradDtype = None
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    auto_axes: tuple[str, ...] = ()
     whole: list[str] = field(default_factory=list)
 
     @property
@@ -70,8 +78,13 @@ class Plan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which a rank's values differ."""
+        """The mesh axes over which all of a rank's values are made to vary."""
         return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes that the kernel deals with itself."""
+        return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
 
     @property
     def data_size(self) -> int:

@@ -82,9 +82,29 @@ def is_ref(aval: Any) -> bool:
 
 
 def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The manual mesh axes over which values of a type vary, if the type says so."""
+    """The manual mesh axes over which values of a type vary, if the type says so.
+
+    Of an array it is its type.
+    """
+    aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     found = getattr(aval, "manual_axis_type", None)
     return otherwise if found is None else tuple(sorted(found.varying))
+
+
+def barrier(*values: Any) -> list[Any]:
+    """`jax.lax.optimization_barrier` that leaves to each value the axes it varies over.
+
+    JAX makes all operands of one barrier vary alike.
+    """
+    kept: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        kept.setdefault(varying_in(value), []).append(index)
+    held = list(values)
+    for indices in kept.values():
+        found = jax.lax.optimization_barrier([values[index] for index in indices])
+        for index, value in zip(indices, found, strict=True):
+            held[index] = value
+    return held
 
 
 def has_effect(eqn: Eqn) -> bool:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax.extend.core import Literal
 
-from pipeline.primitives import callee, cost_of, has_effect, is_ref, loop_sizes, moves
+from pipeline.primitives import barrier, callee, cost_of, has_effect, is_ref, loop_sizes, moves
 from pipeline.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
 from pipeline.tree import shape_text
 
@@ -106,7 +105,7 @@ class _Reader:
                 Step(
                     reads=tuple(held),
                     makes=tuple(makes),
-                    call=lambda *values: jax.lax.optimization_barrier(values),
+                    call=barrier,
                     cost=Cost.CHEAP,
                     label="optimization_barrier",
                     through=True,

@@ -97,7 +97,7 @@ class Residuals:
             return [v for v in operands(eqn) if v not in free]
 
         self._kept = smallest_cut(wanted, before)
-        self.stashed = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._kept]
+        self.stashed = [v.aval for v in self._kept]
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:
         """The stage's output, and what to stash."""

@@ -24,6 +24,7 @@ from pipeline.actions import Actions, Row
 from pipeline.cell import Batch, Cell, Model, Weights
 from pipeline.memory import scale_in_place
 from pipeline.plan import Plan
+from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
 from pipeline.straight import Straight
 from pipeline.tree import Tree
 from pipeline.workers import Crew, runner
@@ -71,24 +72,33 @@ def train(
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
                 scale_in_place(totals.refs, 1 / weight)
 
-        def gradients(totals: Any, like: Tree, axes: tuple[str, ...]) -> Tree:
+        def gradients(
+            totals: Any, like: Tree, spreads: Any, axes: tuple[str, ...], lead: int = 0
+        ) -> Tree:
             # Over `data` once, here, and not once per microbatch.
-            summed = sum_over(totals.all(), axes)
+            summed = reduce_gradients(totals.all(), spreads, axes, lead=lead)
             leaves, treedef = jax.tree.flatten(like)
             found = [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
             return jax.tree.unflatten(treedef, found)
 
         data = tuple(axis for axis in plan.axes if axis != STAGE)
         chunks = tuple(
-            jax.tree.map(lambda g: g[None], gradients(totals, params, data))
-            for totals, params in zip(actions.chunk_grads, _squeeze(weights.chunks), strict=True)
+            jax.tree.map(lambda g: g[None], gradients(totals, params, spreads, data, lead=1))
+            for totals, params, spreads in zip(
+                actions.chunk_grads, weights.chunks, model.layout.chunks, strict=True
+            )
         )
-        ends = gradients(actions.ends_grads, weights.ends, plan.axes)
+        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, plan.axes)
         inputs = [_unsplit(g) for g in sum_over(actions.input_grads.all(), STAGE)]
         return total / weight if normalise else total, (chunks, ends), inputs
 
-    data = P(DATA) if DATA in plan.axes else P()
-    return _shard(plan, plan.training, body, (P(), (P(STAGE), P()), data))(weights, batch)
+    layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
+    specs = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "gradient")
+    out_specs = P(), _manual(plan, specs), data
+    loss, grads, inputs = _shard(plan, model, plan.training, body, out_specs)(weights, batch)
+    if plan.auto_axes:
+        grads = constrain(grads, specs, plan.mesh)
+    return loss, grads, inputs
 
 
 def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions:
@@ -124,33 +134,71 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
         return jax.tree.map(_unsplit, sum_over(actions.results.all(), STAGE))
 
     data = P(DATA) if DATA in plan.axes else P()
-    return _shard(plan, plan.forward, body, P() if take_loss else data)(weights, batch)
+    return _shard(plan, model, plan.forward, body, P() if take_loss else data)(weights, batch)
 
 
-def _shard(plan: Plan, program: Program, body: Callable[..., Any], out_specs: Any) -> Any:
+def _shard(
+    plan: Plan, model: Model, program: Program, body: Callable[..., Any], out_specs: Any
+) -> Any:
     """The body on every device, given its rank's tables, weights and shard of the batch."""
     data = P(DATA) if DATA in plan.axes else P()
     tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
-    sharded = jax.shard_map(
-        body,
-        mesh=plan.mesh,
-        in_specs=(P(STAGE), Weights(P(STAGE), P(), P(STAGE), P()), data),
-        out_specs=out_specs,
+
+    def run(weights: Weights, batch: Batch) -> Any:
+        layout = model.layout
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "stored")
+        rests = weights.chunks_rest, weights.ends_rest
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest, "stored")
+        sharded = jax.shard_map(
+            body,
+            mesh=plan.mesh,
+            in_specs=(P(STAGE), Weights(*_manual(plan, (*params, *others))), data),
+            out_specs=out_specs,
+            axis_names=plan.manual_axes,
+        )
+        return sharded(tables, weights, batch)
+
+    return run
+
+
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any, what: str) -> Any:
+    """The specs of a state's leaves, each in the place of its leaf."""
+
+    def one(state: Tree, spreads: Any) -> Tree:
+        specs = [getattr(spread, what) for spread in spreads]
+        return jax.tree.unflatten(jax.tree.structure(state), specs)
+
+    return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def _manual(plan: Plan, specs: Tree) -> Tree:
+    """What of specs the kernel is told."""
+    return jax.tree.map(
+        lambda spec: kernel_spec(spec, plan.manual_axes), specs, is_leaf=lambda x: isinstance(x, P)
     )
-    return functools.partial(sharded, tables)
 
 
 def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
     """A rank's cell from its shard."""
-    local = Weights(
-        _squeeze(weights.chunks), weights.ends, _squeeze(weights.chunks_rest), weights.ends_rest
-    )
+    layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
+
+    def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
+
+    chunks = _squeeze(weights.chunks)
+    if plan.gather == "step":
+        chunks = tuple(
+            whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
+        )
+    local = Weights(chunks, whole(weights.ends, layout.ends, 0), *rests)
     num_microbatches = plan.schedule.num_microbatches
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
-    return Cell(model, local, jax.tree.map(split, batch), plan.axes)
+    in_actions = plan.gather == "action"
+    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions)
 
 
 def _actions(cell: Cell) -> type[Actions]:

@@ -1,4 +1,4 @@
-"""Between NNX modules and arrays: lay out stages over ranks, call one inside the kernel.
+"""Between NNX modules and arrays: where stages are, and how one is called in the kernel.
 
 Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
 axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from collectives import STAGE
-from pipeline.difference import difference
-from pipeline.tree import Leaves, Tree
+from pipeline.placement import as_before
+from pipeline.tree import Tree
 from pipeline.unlike import Overlaid, Views
 
 
@@ -94,7 +91,7 @@ def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
     """Split a module into its definition, its `nnx.Param` state and all other state."""
     parts: Any = nnx.split(module, nnx.Param, ...)
     graphdef, params, rest = parts
-    return Definition(graphdef, label), params, rest
+    return Definition(graphdef, label), as_before(params), as_before(rest)
 
 
 class Ends(nnx.Module):
@@ -107,7 +104,7 @@ class Ends(nnx.Module):
 
 def count_stages(stages: Any) -> int:
     """K: the length of a list of stages, or of the leading axis of a stacked module."""
-    if _is_stacked(stages):
+    if is_stacked(stages):
         return _stacked_length(stages)
     if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
@@ -126,7 +123,8 @@ def count_stages(stages: Any) -> int:
 _LISTS = (list, tuple, nnx.List)  # the last is a module too
 
 
-def _is_stacked(stages: Any) -> bool:
+def is_stacked(stages: Any) -> bool:
+    """Whether stages are one module with a leading axis, and no list of modules."""
     return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
 
 
@@ -153,70 +151,9 @@ def _stacked_length(stages: nnx.Module) -> int:
     return int(first)
 
 
-def make_chunks(stages: Any, mesh: Mesh, stages_of: Sequence[Sequence[int]]) -> list[nnx.Module]:
-    """The V chunks of K stages, with every leaf placed on the rank that runs it.
-
-    Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
-
-    Args:
-      stages: a list of K modules, or one stacked module.
-      mesh: the mesh with its ``stage`` axis.
-      stages_of: [S] lists of the V stages on each rank.
-    """
-    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
-    if _is_stacked(stages):
-        graphdef, state = nnx.split(stages)
-        leaves, treedef = jax.tree.flatten(state)
-        return [
-            _stacked(graphdef, treedef, [[leaf[k] for leaf in leaves] for k in held], sharding)
-            for held in zip(*stages_of, strict=True)
-        ]
-    return [_chunk(stages, held, sharding) for held in zip(*stages_of, strict=True)]
-
-
-def _chunk(
-    stages: Sequence[nnx.Module], held: Sequence[int], sharding: NamedSharding
-) -> nnx.Module:
-    """One chunk: the stages that each rank holds of it."""
-    first, *others = held
-    for k in others:
-        if found := difference(stages[first], stages[k]):
-            why = f"stages[{k}] differs from stages[{first}] {found}"
-            return Overlaid([stages[k] for k in held], sharding, why)
-    graphdef, state = nnx.split(stages[first])
-    rows = [jax.tree.leaves(nnx.state(stages[k])) for k in held]
-    return _stacked(graphdef, jax.tree.structure(state), rows, sharding)
-
-
-def _stacked(graphdef: Any, treedef: Any, rows: list[Leaves], sharding: Any) -> nnx.Module:
-    """One module with leaves [S, ...], from [S] lists of leaves."""
-    stacked = [_stack(list(column), sharding) for column in zip(*rows, strict=True)]
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, stacked))
-
-
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     """The stage that a rank holds in a chunk, whole."""
     if isinstance(chunk, Overlaid):
         return chunk.stage(rank)
     graphdef, state = nnx.split(chunk)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], state))
-
-
-def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
-    """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
-    shape = (len(leaves), *leaves[0].shape)
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
-    if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
-        return _stack_keys(leaves, sharding)
-
-    def rows(index: Any) -> Any:
-        return np.stack([np.asarray(leaf) for leaf in leaves[index[0]]])
-
-    return jax.make_array_from_callback(shape, sharding, rows)
-
-
-def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
-    """The same for typed keys, which no callback can make and no process send to another."""
-    data = _stack([jax.random.key_data(key) for key in keys], sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], as_before(state)))

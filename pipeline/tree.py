@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from pipeline.primitives import varying_in
 
 Tree = Any  # a pytree of arrays
 Leaves = list[Any]  # arrays, in tree order
@@ -48,14 +49,33 @@ def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
 
 
 def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
-    """Zeros of a tree's types, varying over ``axes``: a value nobody reads."""
-    return vary(jax.tree.map(zeros, types), axes)
+    """Zeros of a tree's types, varying as they do and over ``axes``: a value nobody reads."""
+    return vary_like(vary(jax.tree.map(zeros, types), axes), types)
+
+
+def vary_like(tree: Tree, types: Tree) -> Tree:
+    """Leaves that also vary over those axes over which values of the types do."""
+    return jax.tree.map(lambda x, t: vary(x, varying_in(t)), tree, types)
 
 
 def signature(tree: Tree) -> tuple[Any, ...]:
-    """What two trees of equal structure, shapes and dtypes have in common; hashable."""
+    """What two trees of equal structure and types have in common; hashable."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    return treedef, *((leaf.shape, leaf.dtype, varying_in(leaf)) for leaf in leaves)
+
+
+def join(trees: list[Tree]) -> Tree | None:
+    """One type for all of several, which varies as any of them; None if they differ otherwise."""
+    bare = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in trees]
+    structures = {jax.tree.structure(tree) for tree in trees}
+    if len(structures) > 1 or any(types != bare[0] for types in bare):
+        return None
+
+    def one(*leaves: Any) -> Any:
+        axes = tuple(sorted({axis for leaf in leaves for axis in varying_in(leaf)}))
+        return jax.eval_shape(lambda: vary(zeros(leaves[0]), axes))
+
+    return jax.tree.map(one, *trees)
 
 
 def shape_text(leaf: Any) -> str:

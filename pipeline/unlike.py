@@ -16,6 +16,7 @@ values, so that ``pipe.eval()`` and the like still reach it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -27,7 +28,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from collectives import STAGE
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
+from pipeline.placement import Placement, unnamed
 from pipeline.tree import Tree
 
 Path = tuple[Any, ...]
@@ -60,7 +63,7 @@ class Overlaid(nnx.Module):
 
     Args:
       stages: [S] modules.
-      sharding: of the cells.
+      placement: the mesh, and what is sharded over ``data``.
       why: in what the stages differ.
 
     Attributes:
@@ -70,17 +73,18 @@ class Overlaid(nnx.Module):
       about: one line: what they differ in, and what their layout costs.
     """
 
-    def __init__(self, stages: Sequence[nnx.Module], sharding: NamedSharding, why: str) -> None:
+    def __init__(self, stages: Sequence[nnx.Module], placement: Placement, why: str) -> None:
         self.named, self.packed = Group(), Group()
         self.stages = nnx.List([_hollow(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
+        _check_unsharded(flats, placement, why)
         cells, spots = overlay([[_leaf(*item) for item in flat.items()] for flat in flats])
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
         for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
             for variable, spot in zip(flat.values(), found, strict=True):
                 held[spot.cell][rank].append((variable, spot))
         paths = [
-            _put(self, _cell_path(cell), _cell_variable(cell, ranks, sharding))
+            _put(self, _cell_path(cell), _cell_variable(cell, ranks, placement))
             for cell, ranks in zip(cells, held, strict=True)
         ]
         places = [dict(zip(f, found, strict=True)) for f, found in zip(flats, spots, strict=True)]
@@ -96,6 +100,19 @@ class Overlaid(nnx.Module):
         rows = [[leaf[rank] for leaf in jax.tree.leaves(half)] for half in _halve(self)]
         views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
         return nnx.merge(graphdef, views.params.tree(rows[0]), views.rest.tree(rows[1]))
+
+
+def _check_unsharded(flats: Sequence[dict[Path, Any]], placement: Placement, why: str) -> None:
+    for flat in flats:
+        for path, variable in flat.items():
+            text = ".".join(map(str, path))
+            if found := placement.axes_of(text, variable):
+                raise ValueError(
+                    f"{text} is sharded over {' and '.join(map(repr, found))}, but {why}: weights "
+                    f"of stages that are not alike share their storage and cannot be sharded over "
+                    f"further axes; make the stages of a chunk alike (what only the first or the "
+                    f"last one has belongs to embed= or head=), or leave these weights whole"
+                )
 
 
 def _leaf(path: Path, variable: Any) -> Leaf:
@@ -148,13 +165,17 @@ def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) ->
     return View(jax.tree.structure(half), tuple(moved))
 
 
-def _cell_variable(cell: Cell, ranks: list[list[Held]], sharding: NamedSharding) -> Any:
-    """[S, ...] from what each rank holds in a cell; no device holds more than its own rows."""
+def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) -> Any:
+    """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
     like = next(variable for held in ranks for variable, _ in held)
     first = like.get_value()
     shape = len(ranks), *cell.shape
+    types = unnamed(like.replace(jax.ShapeDtypeStruct(cell.shape, first.dtype)))
+    spread = placement.spread("a cell", types, lead=(STAGE,))
+    label = functools.partial(placement.label, types, spread=spread, lead=(STAGE,))
+    sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):
-        return like.replace(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
+        return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
     is_key = jax.numpy.issubdtype(first.dtype, jax.dtypes.prng_key)
     plain: Any = jax.random.key_data if is_key else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
@@ -166,12 +187,12 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], sharding: NamedSharding)
             for variable, spot in held:
                 part = (row,) if spot.part is None else (row, slice(*spot.part))
                 out[part] = np.reshape(plain(variable.get_value()), out[part].shape)
-        return out
+        return out[(slice(None), *index[1:])]
 
     values = jax.make_array_from_callback((*shape, *tail), sharding, rows)
     if is_key:
         values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
-    return like.replace(values)
+    return label(values)
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:

@@ -35,6 +35,7 @@ PUBLIC = {
     """,
     "pipeline": """
         ParallelConfig Pipeline check_sharding describe_sharding initialize shard_batch
+        shard_optimizer
     """,
 }
 

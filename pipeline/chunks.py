@@ -1,0 +1,131 @@
+"""The state of a pipeline, laid out: chunks of stages over ranks, embed and head beside them.
+
+Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
+axis of length S sharded over ``stage``, and further axes where `pipeline.placement` says so. Where
+the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from collectives import STAGE
+from pipeline.difference import difference
+from pipeline.placement import Placement, spreads
+from pipeline.spread import Layout
+from pipeline.stage import Ends, is_stacked
+from pipeline.unlike import Overlaid
+
+
+def make_chunks(
+    stages: Any, placement: Placement, stages_of: Sequence[Sequence[int]]
+) -> list[nnx.Module]:
+    """The V chunks of K stages, with every leaf placed on the rank that runs it.
+
+    Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
+
+    Args:
+      stages: a list of K modules, or one stacked module.
+      placement: the mesh with its ``stage`` axis, and what else is sharded.
+      stages_of: [S] lists of the V stages on each rank.
+    """
+    if is_stacked(stages):
+        graphdef, state = nnx.split(stages)
+        flat = nnx.to_flat_state(state)
+        return [
+            _stacked(graphdef, [[_row(v, k) for v in flat] for k in held], placement, stacked=True)
+            for held in zip(*stages_of, strict=True)
+        ]
+    return [_chunk(stages, held, placement) for held in zip(*stages_of, strict=True)]
+
+
+def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placement) -> nnx.Module:
+    """One chunk: the stages that each rank holds of it."""
+    first, *others = held
+    for k in others:
+        if found := difference(stages[first], stages[k]):
+            why = f"stages[{k}] differs from stages[{first}] {found}"
+            return Overlaid([stages[k] for k in held], placement, why)
+    graphdef, _ = nnx.split(stages[first])
+    return _stacked(
+        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], placement
+    )
+
+
+def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
+    """A stage's part of a stacked variable."""
+    path, variable = item
+    return path, jax.tree.map(lambda leaf: leaf[k], variable)
+
+
+def _stacked(
+    graphdef: Any, rows: list[list[Any]], placement: Placement, *, stacked: bool = False
+) -> nnx.Module:
+    """One module with leaves [S, ...], from [S] lists of (path, variable)."""
+    flat = []
+    for column in zip(*rows, strict=True):
+        (path, first), lead = column[0], (STAGE,)
+        text = ".".join(map(str, path))
+        spread = placement.spread(text, first, lead=lead, stacked=stacked)
+        sharding = NamedSharding(placement.mesh, spread.stored)
+        leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
+        stacks = [_stack(list(leaf), sharding) for leaf in leaves]
+        value = jax.tree.unflatten(jax.tree.structure(first), stacks).get_raw_value()
+        flat.append((path, placement.label(first, value, spread, lead)))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def make_ends(embed: Any, head: Any, placement: Placement) -> Ends:
+    """Embed and head on every device of the mesh; the user's modules stay as they are."""
+    graphdef, state = nnx.split(Ends(embed, head))
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        spread = placement.spread(".".join(map(str, path)), variable)
+        placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
+        flat.append((path, placement.label(variable, placed.get_raw_value(), spread, ())))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:
+    """Where all leaves of a pipeline lie."""
+
+    def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        _, params, rest = parts
+        return spreads(params, lead), spreads(rest, lead)
+
+    params, rests = zip(*(of(chunk, (STAGE,)) for chunk in chunks), strict=True)
+    ends_params, ends_rest = of(ends, ())
+    return Layout(params, ends_params, rests, ends_rest)
+
+
+def lead_of(path: Sequence[Any]) -> tuple[str, ...]:
+    """The axes of the dims that a pipeline's variable has before its own, by its path."""
+    return (STAGE,) if path[0] == "chunks" else ()
+
+
+def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
+    """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
+    shape = (len(leaves), *leaves[0].shape)
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
+    if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
+        return _stack_keys(leaves, sharding)
+
+    def rows(index: Any) -> Any:
+        return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
+
+    return jax.make_array_from_callback(shape, sharding, rows)
+
+
+def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
+    """The same for typed keys, which no callback can make and no process send to another."""
+    data = _stack([jax.random.key_data(key) for key in keys], sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -1,0 +1,113 @@
+"""Weights gathered and gradients scattered over ``data``, once a step; specs for the kernel.
+
+Letters: D data shards. With ZeRO-1 a gradient leaves the kernel as a reduce-scatter, D times
+smaller than as an all-reduce, and the optimizer's state lies as it does; with FSDP the weights do
+too, and are gathered before they are used (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models", SC 2020). An array none of whose dims D shards can share stays
+whole on every shard, and its gradient is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import DATA, sum_over
+from pipeline.placement import Spread
+from pipeline.tree import Leaves, Tree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the leaves of all state lie.
+
+    Attributes:
+      chunks: [V] for the leaves of each chunk's parameters; ends: for those of embed and head.
+      chunks_rest, ends_rest: for the leaves of all other state.
+    """
+
+    chunks: tuple[tuple[Spread, ...], ...]
+    ends: tuple[Spread, ...]
+    chunks_rest: tuple[tuple[Spread, ...], ...]
+    ends_rest: tuple[Spread, ...]
+
+
+def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
+    """What a shard_map over some of the axes is told of an array."""
+
+    def kept(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            found = tuple(axis for axis in entry if axis in manual)
+            return found if len(found) > 1 else found[0] if found else None
+        return entry if entry in manual else None
+
+    return PartitionSpec(*map(kept, spec))
+
+
+def specs_like(tree: Tree, specs: Sequence[PartitionSpec]) -> Tree:
+    """Specs in the structure of a state."""
+    return jax.tree.unflatten(jax.tree.structure(tree), list(specs))
+
+
+def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
+    """Whole leaves out of a data shard's.
+
+    Args:
+      leaves: local arrays.
+      spreads: where each lies.
+      lead: how many of the dims that the specs speak of the arrays lack.
+    """
+
+    def one(leaf: Any, spread: Spread) -> Any:
+        dim = data_dim(spread.stored)
+        if dim is None:
+            return leaf
+        return jax.lax.all_gather(leaf, DATA, axis=dim - lead, tiled=True)
+
+    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def reduce_gradients(
+    leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
+) -> Leaves:
+    """Sums over some axes, of those that are sharded over ``data`` only this shard's part.
+
+    Arguments as in `gather`; ``axes`` are those over which to sum.
+    """
+    dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
+    others = tuple(axis for axis in axes if axis != DATA)
+    parts = [
+        jax.lax.psum_scatter(g, DATA, scatter_dimension=dim - lead, tiled=True)
+        for g, dim in zip(leaves, dims, strict=True)
+        if dim is not None
+    ]
+    summed = iter(sum_over(parts, others))
+    whole = [g for g, dim in zip(leaves, dims, strict=True) if dim is None]
+    rest = iter(sum_over(whole, axes))
+    return [next(rest) if dim is None else next(summed) for dim in dims]
+
+
+def data_dim(spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over ``data``, if any is."""
+    for dim, entry in enumerate(spec):
+        if entry == DATA or (isinstance(entry, tuple) and DATA in entry):
+            return dim
+    return None
+
+
+def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """Tell the compiler where arrays lie, for the axes that are left to it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found = [
+        jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, found)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
