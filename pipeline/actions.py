@@ -30,7 +30,7 @@ from schedules.program import Op, Program, Slot
 Row = Mapping[str, Any]
 
 
-def _at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
+def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
     """The action's result if it is wanted, else ``otherwise``.
 
     A loop of at most one trip and not `lax.cond`: the action writes to gradients and stashes in
@@ -124,7 +124,7 @@ class Actions:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         message = self.no_message() if message is None else message
         for branch, op in enumerate(slot.ops, start=1):
-            message = _at_most_once(
+            message = at_most_once(
                 row["op"] == branch, functools.partial(self._run, op, row), message
             )
         return message

@@ -8,7 +8,7 @@ uses, so that no gradient is reduced before the end of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ from collectives import vary
 from pipeline.accumulate import GradDtype, Pullback, differentiate
 from pipeline.backward import Linearize, SplitBackward
 from pipeline.boundary import follow_alike
+from pipeline.ends import Tables, see_that_activations_are_alike, see_that_they_are_words
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight, is_mean, same_over_others
 from pipeline.primitives import barrier
@@ -88,6 +89,7 @@ class Model:
       policy: a `jax.checkpoint` policy for the stages, or None.
       grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
       layout: where the leaves of its state lie.
+      tables: those of embed and head that all ranks share.
     """
 
     stages: tuple[Seat, ...]
@@ -99,6 +101,7 @@ class Model:
     layout: Layout
     policy: Any = None
     grad_dtype: GradDtype = None
+    tables: Tables = field(default_factory=Tables)
 
 
 class Cell:
@@ -158,8 +161,8 @@ class Cell:
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return self._activation(inputs)
-        return self._activation(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
+            return self.varied(inputs)
+        return self.varied(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -179,9 +182,9 @@ class Cell:
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return self._activation(run(weights, x))
+        return self.varied(run(weights, x))
 
-    def _activation(self, x: Tree) -> Tree:
+    def varied(self, x: Tree) -> Tree:
         """What passes between stages: all of it varies as any of it does."""
         x = vary(x, self.axes)
         return x if self._further is None else vary_like(x, self._further)
@@ -191,6 +194,11 @@ class Cell:
         if not self.model.has_head:
             return y
         return vary(self._ends(weights, microbatch, lambda ends: ends.head(y)), self.axes)
+
+    def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
+        """What a head that all ranks share makes its logits of."""
+        found = self._ends(weights, microbatch, lambda ends: ends.head.features(y))
+        return cast("jax.Array", vary(found, self.axes))
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
         """(sum, weight) of one microbatch, float32 scalars."""
@@ -298,6 +306,8 @@ class Cell:
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
+        if self.model.tables.embed >= 0:
+            see_that_they_are_words(inputs)
 
         def first() -> Tree:
             return self.embed(self.ends_weights, inputs, 0)
@@ -308,6 +318,8 @@ class Cell:
         found = follow_alike(self, first, widen)
         self.activation, self.output = found[0], found[-1]
         self.wire: Tree = self.activation
+        if self.model.tables.is_used:
+            see_that_activations_are_alike(found)
         codes = {code(self, seat) for seat in self.model.stages}
         if len(codes) > 1 or len(set(map(signature, found))) > 1:
             self.wire, self.lanes = make_lanes(self, found)

@@ -18,10 +18,12 @@ from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.difference import difference
+from pipeline.ends import find_tables
 from pipeline.placement import Placement, spreads
 from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
 from pipeline.unlike import Overlaid
+from schedules.shared import Shared
 
 
 def make_chunks(
@@ -82,15 +84,39 @@ def _stacked(
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def make_ends(embed: Any, head: Any, placement: Placement) -> Ends:
-    """Embed and head on every device of the mesh; the user's modules stay as they are."""
-    graphdef, state = nnx.split(Ends(embed, head))
+def make_ends(embed: Any, head: Any, placement: Placement, shared: Shared = ()) -> Ends:
+    """Embed and head on every device of the mesh; the user's modules stay as they are.
+
+    Of tables that ranks share each has a part. If they cannot share the words equally, there are
+    rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
+    """
+    ends = Ends(embed, head)
+    graphdef, state = nnx.split(ends)
+    parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
     flat = []
     for path, variable in nnx.to_flat_state(state):
+        if path in parts.paths:
+            table = _filled_up(variable, placement.mesh.shape[STAGE])
+            spread = placement.spread_rows(table)
+            value = placement.put(table.get_raw_value(), spread)
+            flat.append((path, placement.label(table, value, spread, ())))
+            continue
         spread = placement.spread(".".join(map(str, path)), variable)
         placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
         flat.append((path, placement.label(variable, placed.get_raw_value(), spread, ())))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _filled_up(table: Any, parts: int) -> Any:
+    """A table with rows of zeros behind its last, so that they can be shared."""
+    value = table.get_raw_value()
+    missing = -value.shape[0] % parts
+    if not missing:
+        return table
+    if isinstance(value, jax.ShapeDtypeStruct):
+        shape = (value.shape[0] + missing, *value.shape[1:])
+        return table.replace(jax.ShapeDtypeStruct(shape, value.dtype))
+    return table.replace(jax.numpy.pad(value, ((0, missing), (0, 0))))
 
 
 def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:

@@ -37,6 +37,9 @@ def describe(plan: Plan, chunks: Sequence[Any]) -> str:
             "sends are delayed: a message travels beside the work of the next slot, and can be "
             "used from the one after"
         )
+    if plan.shared:
+        ends = " and ".join(plan.shared)
+        lines.append(f"vocabulary of {ends} on all ranks, 1/{schedule.num_ranks} of it on each")
     lines += _sharded(plan)
     if plan.whole:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")

@@ -21,6 +21,7 @@ from pipeline.choose import (
 )
 from pipeline.chunks import lay_out, make_chunks, make_ends
 from pipeline.describe import describe
+from pipeline.ends import Mode, choose_shared, find_tables
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
 from pipeline.options import check_axes, check_functions, check_options
@@ -69,13 +70,18 @@ class Pipeline(nnx.Module):
       sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
         whose metadata does not say it (`nnx.with_partitioning`), else None.
       auto_axes: mesh axes left to the compiler, for stages that know nothing of them.
+      vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
+        `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
+        ranks, which share the work on every microbatch. Losses are then a
+        `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
         v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
         stages of a chunk differ it is a `pipeline.unlike.Overlaid`; `stages()` gives them as they
         are.
-      ends: embed and head, on every rank.
+      ends: embed and head, on every rank; a table that all share has its rows sharded over
+        ``stage``, and perhaps rows of zeros behind its last word.
 
     Raises:
       ValueError: options that do not fit each other; the message says which and what to do.
@@ -100,6 +106,7 @@ class Pipeline(nnx.Module):
         gather: Gather = "step",
         sharding: Sharding | None = None,
         auto_axes: Sequence[str] = (),
+        vocabulary: Mode = "ends",
     ) -> None:
         num_stages = count_stages(stages)
         check_options(num_microbatches, remat, bubbles)
@@ -117,6 +124,9 @@ class Pipeline(nnx.Module):
             pattern=pattern,
         )
         auto = check_axes(mesh, auto_axes, data_parallel, gather)
+        shared = choose_shared(vocabulary, embed, head, loss_fn)
+        if mesh.shape[STAGE] == 1:  # alone with all words
+            shared = ()
         self.plan = Plan(
             mesh,
             timetable,
@@ -131,10 +141,11 @@ class Pipeline(nnx.Module):
             data_parallel=data_parallel,
             gather=gather,
             auto_axes=auto,
+            shared=shared,
         )
         placement = Placement(mesh, data_parallel, sharding, auto)
         self.chunks = nnx.List(make_chunks(stages, placement, timetable.stages_of))
-        self.ends = make_ends(embed, head, placement)
+        self.ends = make_ends(embed, head, placement, shared)
 
     @property
     def schedule(self) -> Schedule:
@@ -242,6 +253,7 @@ class Pipeline(nnx.Module):
             layout=layout,
             policy=self.plan.remat if callable(self.plan.remat) else None,
             grad_dtype=self.plan.grad_dtype,
+            tables=find_tables(ends_params, self.ends, self.plan.shared),
         )
         return model, Weights(params, ends_params, rests, ends_rest), batch
 

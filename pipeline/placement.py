@@ -82,6 +82,14 @@ class Placement:
         stored = sharded if self.data_parallel == "fsdp" else names
         return Spread(_spec(lead, stored), _spec(lead, sharded))
 
+    def spread_rows(self, variable: Any) -> Spread:
+        """Where a table goes whose rows the ranks share."""
+        names = (STAGE,)
+        sharded = self._over_data(_shape(variable), names)
+        return Spread(
+            _spec((), sharded if self.data_parallel == "fsdp" else names), _spec((), sharded)
+        )
+
     def axes_of(self, path: str, variable: Any) -> tuple[str, ...]:
         """The axes over which a stage's variable is sharded, but for the pipeline's own."""
         names = self._names(path, variable, _shape(variable), 0)

@@ -17,6 +17,7 @@ from pipeline.straight import is_straight
 from schedules.ir import Schedule
 from schedules.lower import lower
 from schedules.program import Keep, Program
+from schedules.shared import Shared
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
@@ -48,6 +49,7 @@ class Plan:
       data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
       gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
       auto_axes: mesh axes left to the compiler.
+      shared: which of embed and head all ranks share.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
     """
 
@@ -64,6 +66,7 @@ class Plan:
     data_parallel: DataParallel = "replicated"
     gather: Gather = "step"
     auto_axes: tuple[str, ...] = ()
+    shared: Shared = ()
     whole: list[str] = field(default_factory=list)
 
     @property
@@ -104,9 +107,15 @@ class Plan:
     @functools.cached_property
     def training(self) -> Program:
         """The lowered timetable."""
-        return lower(self.schedule, keep=self.keep, pattern=self.pattern, **self.sends)
+        return lower(
+            self.schedule,
+            keep=self.keep,
+            pattern=self.pattern,
+            shared=self.shared,
+            **self.sends,
+        )
 
     @functools.cached_property
     def forward(self) -> Program:
         """Its forward actions alone, for which a slot of one kind is the best pattern."""
-        return lower(self.schedule.forward(), **self.sends)
+        return lower(self.schedule.forward(), shared=self.shared, **self.sends)

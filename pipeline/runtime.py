@@ -26,6 +26,7 @@ from pipeline.memory import scale_in_place
 from pipeline.plan import Plan
 from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
 from pipeline.straight import Straight
+from pipeline.together import COMMON, Together, busy_in
 from pipeline.tree import Tree
 from pipeline.workers import Crew, runner
 from schedules.program import Program
@@ -130,11 +131,16 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
         if take_loss:
             total, weight = sum_over(actions.loss.all(), plan.axes)
             return total / weight
+        if shares_head:  # of each row, every rank has the logits of its words
+            return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros.
         return jax.tree.map(_unsplit, sum_over(actions.results.all(), STAGE))
 
-    data = P(DATA) if DATA in plan.axes else P()
-    return _shard(plan, model, plan.forward, body, P() if take_loss else data)(weights, batch)
+    data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
+    if shares_head and not take_loss:
+        found = _shard(plan, model, plan.forward, body, P(STAGE, *data))(weights, batch)
+        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
+    return _shard(plan, model, plan.forward, body, P() if take_loss else P(*data))(weights, batch)
 
 
 def _shard(
@@ -143,6 +149,10 @@ def _shard(
     """The body on every device, given its rank's tables, weights and shard of the batch."""
     data = P(DATA) if DATA in plan.axes else P()
     tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
+    of_tables = dict.fromkeys(FIELDS, P(STAGE))
+    if program.shared:
+        tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
+        of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch) -> Any:
         layout = model.layout
@@ -152,7 +162,7 @@ def _shard(
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(P(STAGE), Weights(*_manual(plan, (*params, *others))), data),
+            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data),
             out_specs=out_specs,
             axis_names=plan.manual_axes,
         )
@@ -219,14 +229,19 @@ def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
     masked, delayed = plan.bubbles == "masked", program.delayed
     run = runner(actions, masked=masked)
+    common = Together(actions, program, masked=masked) if program.shared else None
 
-    def tick(uses: tuple[int, ...], held: Tree, rows: Row) -> tuple[Tree, None]:
+    def tick(uses: tuple[int, ...], busy: Any, held: Tree, rows: Row) -> tuple[Tree, None]:
         for index in np.flatnonzero(uses).tolist():
-            slot, row = program.slots[index], {name: rows[name][index] for name in FIELDS}
+            slot, row = program.slots[index], {name: rows[name][index] for name in rows}
             abroad = [channel for channel in slot.channels if channel.shift]
             # Delayed sends stand before the work and need nothing of it.
             brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
+            if common:
+                common.before(row, busy[index])
             message = run(slot, row) if uses[index] == WORK else actions.no_message()
+            if common:
+                message = common.after(row, busy[index], message)
             for column, channel in enumerate(slot.channels):
                 arrived = brought.get(channel, message)
                 if channel.shift and not delayed:
@@ -235,11 +250,12 @@ def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
             held = message if delayed else None
         return held, None
 
-    local = {name: table[0] for name, table in tables.items()}
+    local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
     held = actions.no_message() if delayed else None
     for start, stop, uses in _segments(program, split=masked):
         part = {name: table[start:stop] for name, table in local.items()}
-        held, _ = jax.lax.scan(functools.partial(tick, uses), held, part)
+        busy = busy_in(program, start, stop)
+        held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
 
 
 def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -255,6 +271,7 @@ def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[in
         return whole
     waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
-    changes = [0, *(np.flatnonzero((uses[1:] != uses[:-1]).any(axis=1)) + 1), program.num_ticks]
+    works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
+    changes = [0, *(np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1), program.num_ticks]
     runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
     return runs if len(runs) <= MOST_SEGMENTS else whole

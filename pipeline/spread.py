@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from collectives import DATA, sum_over
+from collectives import DATA, STAGE, sum_over
 from pipeline.placement import Spread
 from pipeline.tree import Leaves, Tree
 
@@ -79,16 +79,25 @@ def reduce_gradients(
     Arguments as in `gather`; ``axes`` are those over which to sum.
     """
     dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
-    others = tuple(axis for axis in axes if axis != DATA)
     parts = [
-        jax.lax.psum_scatter(g, DATA, scatter_dimension=dim - lead, tiled=True)
-        for g, dim in zip(leaves, dims, strict=True)
-        if dim is not None
+        g if dim is None else _scattered(g, dim - lead) for g, dim in zip(leaves, dims, strict=True)
     ]
-    summed = iter(sum_over(parts, others))
-    whole = [g for g, dim in zip(leaves, dims, strict=True) if dim is None]
-    rest = iter(sum_over(whole, axes))
-    return [next(rest) if dim is None else next(summed) for dim in dims]
+    # Of a table that ranks share, each keeps the gradient of its part.
+    rows = [STAGE in tuple(spread.gradient) for spread in spreads]
+    over = [
+        tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
+        for dim, own in zip(dims, rows, strict=True)
+    ]
+    found = list(parts)
+    for group in dict.fromkeys(over):
+        members = [n for n, one in enumerate(over) if one == group]
+        for n, total in zip(members, sum_over([parts[n] for n in members], group), strict=True):
+            found[n] = total
+    return found
+
+
+def _scattered(gradient: Any, dim: int) -> Any:
+    return jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
 
 
 def data_dim(spec: PartitionSpec) -> int | None:

@@ -67,7 +67,7 @@ class Worker(Actions):
     def __init__(self, crew: Crew, program: Program, index: int) -> None:
         vars(self).update(vars(crew))
         self.lane = lane = crew.cell.lanes[index]
-        self._schedule = program.schedule
+        self._program = program
         self.cell = seen_by(crew.cell, lane.seat, lane.x, lane.y)
         self.buffers = Seen(crew.buffers, lane.x_view, lane.x, self.cell.axes)
         self.returned = Seen(crew.buffers, lane.y_view, lane.y, self.cell.axes)
@@ -86,11 +86,14 @@ class Worker(Actions):
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
         """What of a slot is this lane's: its ops, and the row with their branch, or idle."""
-        schedule, last = self._schedule, self._schedule.num_stages - 1
+        schedule = self._program.schedule
         doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
         for k in self.lane.stages:
             for op in slot.ops:
-                if (op.chunk, op.first, op.last) == (schedule.chunk_of[k], k == 0, k == last):
+                if (op.chunk, op.first, op.last) == (
+                    schedule.chunk_of[k],
+                    *self._program.ends_of(k),
+                ):
                     doers[op].append(schedule.placement[k])
         ops = tuple(op for op, ranks in doers.items() if ranks)
         table = np.zeros((schedule.num_ranks, len(slot.ops) + 1), np.int32)

@@ -14,6 +14,7 @@ import numpy as np
 
 from schedules.check import check
 from schedules.check_tables import Place, check_tables, fail, stage_of
+from schedules.check_together import Common
 from schedules.ir import Action, Kind
 from schedules.program import Channel, Program
 
@@ -25,6 +26,7 @@ POOLS = {  # by table column
     "stash": "stash",
     "crossing": "crossing",
 }
+BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
 LEAVES = {"F": ("stash", RESIDUALS), "I": ("crossing", CROSSING)}  # what an action keeps, and where
 COLUMNS = tuple(POOLS.items())
 
@@ -58,7 +60,7 @@ class _Machine:
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
-        self.program = program
+        self.program, self.common = program, Common(program, len(WHAT))
         self.trash = {
             "buffer": program.num_buffers,
             "stash": program.num_stashes,
@@ -88,6 +90,8 @@ class _Machine:
             return "nothing"
         item, what = divmod(value, len(WHAT))
         stage, microbatch = divmod(item, self.program.schedule.num_microbatches)
+        if stage == self.program.schedule.num_stages:
+            return f"the {BEYOND[what]} of microbatch {microbatch}"
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
 
     def _reads(self, action: Action) -> tuple[int, int, int, int]:
@@ -96,9 +100,11 @@ class _Machine:
         schedule = self.program.schedule
         step = len(WHAT) * schedule.num_microbatches  # from a stage's value to that of the next
         own = stage * step + microbatch * len(WHAT)
-        is_last = stage == schedule.num_stages - 1
+        is_last = stage == schedule.num_stages - 1 and not self.common.has_head
         keeps_input = self.program.keep == "input"
         before = own - step + OUTPUT if stage else -1
+        if stage == 0 and self.common.has_embed:
+            before = self.common.value(microbatch) + OUTPUT
         if kind == "F":
             return before, -1, -1, -1
         if kind == "W":
@@ -116,9 +122,11 @@ class _Machine:
         for tick, slots in enumerate(program.op.tolist()):
             for slot, branches in enumerate(slots):
                 results = none.copy()
+                self._look_up(tick, slot)
                 for rank, branch in enumerate(branches):
                     if branch:
                         results[rank] = self._act((tick, slot, rank), branch)
+                self.common.work(tick, slot, results)
                 self._exchange(tick, slot, results, before if program.delayed else results)
                 before = results
         for rank, due in enumerate(self.due):
@@ -127,6 +135,18 @@ class _Machine:
                     program,
                     f"rank {rank}: expected {due[-1][0]} next, found the end of the program",
                 )
+
+    def _look_up(self, tick: int, slot: int) -> None:
+        """Store what all ranks embed before a slot where the first stage's rank reads."""
+        microbatch = self.common.tables["lookup"][tick][slot]
+        if microbatch >= 0:
+            rank = self.program.schedule.placement[0]
+            value = self.common.value(microbatch) + OUTPUT
+            at = (tick, slot, rank)
+            if value not in self.unread[rank]:
+                fail(self.program, f"{self._name(value)}, which nobody reads: expected -1", at)
+            place = self.tables["operand"][tick][slot][rank]
+            self._store(at, "buffer", place, value)
 
     def _act(self, at: Place, branch: int) -> int:
         """Run one action; what it offers to the channels."""

@@ -14,6 +14,7 @@ from schedules.ir import KINDS, ScheduleError
 from schedules.program import Keep, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
+COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 
 
 def fail(program: Program, text: str, at: Sequence[int] = ()) -> NoReturn:
@@ -42,9 +43,11 @@ def _check_shapes(program: Program) -> None:
     """[T, slots, S] each, and [T, slots, S, C]; integers."""
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
-    for name in ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival"):
+    own = ("op", "microbatch", "operand", "gradient", "stash", "crossing")
+    expected_of: dict[str, tuple[int, ...]] = dict.fromkeys(own, shape)
+    expected_of |= dict.fromkeys(COMMON, shape[:2]) | {"arrival": (*shape, num_channels)}
+    for name, expected in expected_of.items():
         table = getattr(program, name)
-        expected = (*shape, num_channels) if name == "arrival" else shape
         if table.shape != expected or table.dtype != np.int32:
             fail(
                 program,
@@ -100,14 +103,15 @@ def _check_ranges(program: Program) -> None:
         "stash": program.num_stashes,
         "crossing": program.num_crossings,
         "arrival": program.num_buffers,
+        **dict.fromkeys(COMMON, program.schedule.num_microbatches - 1),
     }
     for name, most in largest.items():
-        table = getattr(program, name)
-        outside = np.argwhere((table < 0) | (table > most))
+        table, least = getattr(program, name), -1 if name in COMMON else 0
+        outside = np.argwhere((table < least) | (table > most))
         if len(outside):
             at = tuple(outside[0].tolist())
             limit = int(np.broadcast_to(np.asarray(most), table.shape)[at])
-            fail(program, f"table {name!r}: expected 0..{limit}, found {table[at]}", at)
+            fail(program, f"table {name!r}: expected {least}..{limit}, found {table[at]}", at)
 
 
 def _check_idle(program: Program) -> None:
@@ -144,7 +148,7 @@ def stage_of(program: Program, at: Place) -> int:
     op: Op = program.slots[at[1]].ops[program.op[at] - 1]
     schedule = program.schedule
     stage = schedule.stages_of[at[2]][op.chunk]
-    ends = stage == 0, stage == schedule.num_stages - 1
+    ends = program.ends_of(stage)
     if (op.first, op.last) != ends:
         fail(
             program,

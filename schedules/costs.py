@@ -29,6 +29,10 @@ class Costs:
       comm: a message between two ranks; one number, or [S, S] numbers, ``comm[source][target]``.
         One that stays on its rank is free.
       optimizer: the synchronous optimiser step that every rank makes when all have ended.
+      head: of one microbatch, the head and the loss, forward and backward; the last stage's B or I
+        takes so much longer or, where all ranks share it, every rank takes 1/S of it.
+      embed: looking up one microbatch, and as much again for its gradient, on the first stage's F
+        and B or I; shared likewise.
       pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
         after the other and so take the sum. In lockstep they always do.
     """
@@ -39,6 +43,8 @@ class Costs:
     comm: float | Sequence[Sequence[float]] = 0.0
     optimizer: float = 0.0
     pair: float | None = None
+    head: float = 0.0
+    embed: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("f", "i", "w"):
@@ -59,7 +65,8 @@ class Costs:
                     f"square of S rows; give that, or one number for all"
                 )
             object.__setattr__(self, "comm", matrix)
-        self._set("optimizer", self.optimizer)
+        for name in ("optimizer", "head", "embed"):
+            self._set(name, getattr(self, name))
         if self.pair is not None:
             self._set("pair", self.pair)
 
@@ -67,8 +74,10 @@ class Costs:
         _see_that_it_lasts(name, value, value)
         object.__setattr__(self, name, _plain(value))
 
-    def table(self, num_stages: int) -> Times:
+    def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
         """[4, K] duration of F, B, I and W (the order of `ir.KINDS`) of every stage.
+
+        The first and the last do embed and head, but for those that are shared by all ranks.
 
         Raises:
           ScheduleError: one of them is given for another number of stages.
@@ -83,7 +92,12 @@ class Costs:
                 )
             rows.append(np.broadcast_to(np.asarray(value, np.float64), num_stages))
         f, i, w = rows
-        return np.stack([f, i + w, i, w])
+        table = np.stack([f, i + w, i, w])
+        if "embed" not in shared:
+            table[:3, 0] += self.embed
+        if "head" not in shared:
+            table[1:3, -1] += self.head
+        return table
 
     def messages(self, num_ranks: int) -> Times:
         """[S, S] duration of a message from one rank to another, 0 where it stays.

@@ -5,6 +5,8 @@ Letters as in `schedules.ir`, A as in `schedules.flat`, C as in `schedules.progr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from schedules.arguments import is_one_of, need
@@ -14,6 +16,7 @@ from schedules.flat import Ints, flatten
 from schedules.ir import KINDS, Schedule, ScheduleError, shorten
 from schedules.places import Values, colour, values
 from schedules.program import Channel, Keep, Op, Program, Slot, Table
+from schedules.shared import Shared, parts, together
 from schedules.ticks import Ticks, best_ticks
 
 
@@ -25,6 +28,7 @@ def lower(
     costs: Costs | None = None,
     partners: bool = False,
     delayed: bool | None = False,
+    shared: Iterable[str] = (),
 ) -> Program:
     """Compile a schedule; no rank's order changes.
 
@@ -40,23 +44,24 @@ def lower(
       delayed: a message to another rank travels beside the work of the slot after its own and can
         be used from the slot after that, so that an exchange costs only what is longer than that
         work; None for what has the smaller makespan.
+      shared: which of "embed" and "head" all ranks share, split by vocabulary.
 
     Raises:
-      ScheduleError: unknown keep or pattern, or an illegal schedule.
+      ScheduleError: unknown keep, pattern or shared, or an illegal schedule.
     """
     need("partners", partners, bool, "give True or False")
     if not is_one_of(keep, ("input", "residuals")):
         raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
     check(schedule)
-    costs = of_unit_length_by_default(costs)
-    ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed)
-    return allocate(ticks, keep)
+    costs, shared = of_unit_length_by_default(costs), parts(shared)
+    ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+    return allocate(ticks, keep, shared)
 
 
-def allocate(ticks: Ticks, keep: Keep) -> Program:
+def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
     """Give every value of a layout its place and write the tables."""
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
-    held = values(ticks, keep)
+    held = values(ticks, keep, shared)
     both = zip(held["operand"], held["gradient"], strict=True)
     messages, stashed = Values(*(np.concatenate(pair, axis=-1) for pair in both)), held["stash"]
     num_ranks = schedule.num_ranks
@@ -64,8 +69,11 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
     num_stashes, stashes = colour(stashed.rank, stashed.born, stashed.read, num_ranks)
     crossing = held["crossing"]
     num_crossings, crossings = colour(crossing.rank, crossing.born, crossing.read, num_ranks)
-    ops, branch = _ops(ticks)
-    channels, channel = _channels(ticks, messages)
+    ops, branch = _ops(ticks, shared)
+    arrives = np.ones(len(buffers), bool)
+    arrives[: schedule.num_microbatches] = "embed" not in shared  # nobody sends those
+    arriving = Values(*(column[..., arrives] for column in messages))
+    channels, channel = _channels(ticks, arriving)
 
     shape = (ticks.num_ticks * width, num_ranks)
     num_channels = max(map(len, channels))
@@ -80,7 +88,7 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
     }
     table["op"][ticks.times, flat.rank] = branch
     table["microbatch"][ticks.times, flat.rank] = flat.microbatch
-    table["arrival"][messages.born, messages.rank, channel] = buffers
+    table["arrival"][arriving.born, arriving.rank, channel] = buffers[arrives]
     start = len(held["operand"].rank)
     places = {
         "operand": buffers[:start],
@@ -92,6 +100,8 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
         for times in held[column].touched:
             does = times >= 0
             table[column][times[does], held[column].rank[does]] = place[does]
+    for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
+        table[name] = work.astype(np.int32)
     slots = zip(ticks.kinds, ops, channels, strict=True)
     return Program(
         schedule=schedule,
@@ -105,11 +115,12 @@ def allocate(ticks: Ticks, keep: Keep) -> Program:
     )
 
 
-def _ops(ticks: Ticks) -> tuple[list[tuple[Op, ...]], Ints]:
+def _ops(ticks: Ticks, shared: Shared) -> tuple[list[tuple[Op, ...]], Ints]:
     """The ops of each slot, in the order of their fields, and [A] the branch of each action."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
-    last = schedule.num_stages - 1
-    stages = [(chunk, k == 0, k == last) for k, chunk in enumerate(schedule.chunk_of)]
+    first = -1 if "embed" in shared else 0
+    last = -1 if "head" in shared else schedule.num_stages - 1
+    stages = [(chunk, k == first, k == last) for k, chunk in enumerate(schedule.chunk_of)]
     kinds = sorted(set(stages))
     code = flat.kind * len(kinds) + np.array([kinds.index(s) for s in stages])[flat.stage]
     slot = ticks.times % ticks.width

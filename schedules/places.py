@@ -14,6 +14,7 @@ import numpy as np
 from schedules.flat import B, F, I, Ints, Mask, W, flatten
 from schedules.ir import KINDS
 from schedules.program import Keep
+from schedules.shared import Shared
 from schedules.ticks import Ticks
 
 
@@ -23,7 +24,7 @@ class Values(NamedTuple):
     Attributes:
       rank: [N] who holds it.
       source: [N] the rank that sends it; the holder, if it stays.
-      born: [N] the time of the slot at whose end it is there.
+      born: [N] the time of the slot at whose end it is there; -1 if before the first.
       read: [N] the time of the slot that reads it last.
       touched: [4, N] the times of the slots that point at it, F, B, I and W; -1 for none.
     """
@@ -35,8 +36,11 @@ class Values(NamedTuple):
     touched: Ints
 
 
-def values(ticks: Ticks, keep: Keep) -> dict[str, Values]:
-    """All values of a layout by table column: all but "op", "microbatch" and "arrival"."""
+def values(ticks: Ticks, keep: Keep, shared: Shared = ()) -> dict[str, Values]:
+    """All values of a layout by table column; those of operand and gradient arrive in buffers.
+
+    Those of one column are in the order of stages, then of microbatches.
+    """
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     shape = (schedule.num_stages, schedule.num_microbatches)
     when = np.full((len(KINDS), *shape), -1)
@@ -46,21 +50,25 @@ def values(ticks: Ticks, keep: Keep) -> dict[str, Values]:
     home = np.array(schedule.placement, np.int64)
     has_input, is_last = np.zeros(shape, bool), np.zeros(shape, bool)
     has_input[1:] = is_last[-1] = True
+    source, made = np.roll(home, 1), np.roll(forward, 1, axis=0)
+    if "embed" in shared:  # all ranks make it, just before it is read
+        has_input[0], source[0], made[0] = True, home[0], forward[0] - 1
     with_residuals = np.full(shape, keep == "residuals")
     # The loss is taken, and differentiated, in the last stage's backward: it keeps its own output.
+    # Where all ranks share the head, they make the gradient in the slot of that output.
     sender = np.append(home[1:], home[-1])
     sent = np.concatenate([np.maximum(when[B], when[I])[1:], forward[-1:]])
-    before, late = np.roll(home, 1), ticks.delayed
+    late = ticks.delayed
     return {
         "operand": _values(
             has_input,
             home,
-            before,
-            np.roll(forward, 1, axis=0) + (late & (before != home))[:, None],
+            source,
+            made + (late & (source != home))[:, None],
             np.where(runs_f | (backs & ~with_residuals), when, -1),
         ),
         "gradient": _values(
-            is_trained & (with_residuals | ~is_last),
+            is_trained & (with_residuals | ~is_last | ("head" in shared)),
             home,
             sender,
             sent + (late & (sender != home))[:, None],
@@ -95,8 +103,8 @@ def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Int
     """
     if not len(rank):
         return 0, np.zeros(0, np.int64)
-    stride = int(read.max()) + 1
-    arrival, departure = rank * stride + born, rank * stride + read
+    stride = int(read.max()) + 2
+    arrival, departure = rank * stride + born + 1, rank * stride + read + 1
     arriving = np.argsort(arrival, kind="stable")
     leaving = np.argsort(departure, kind="stable")
     first = np.searchsorted(rank[arriving], np.arange(num_ranks + 1))

@@ -11,6 +11,11 @@ arrival until the last action that reads it, a gradient from its arrival until i
 gradient and the stash of a split backward end at its I. Buffer ``num_buffers``, stash
 ``num_stashes`` and crossing ``num_crossings``, one past the last, are trash: what nobody reads is
 written there, so that no store needs a condition.
+
+Where ranks share an end of the model (`schedules.shared`), three more tables say what all of them
+do together around a slot. The embedding of a microbatch is then in the buffer that the first
+stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
+last stage's output would, along the channel of shift 0.
 """
 
 from __future__ import annotations
@@ -33,8 +38,10 @@ class Op(NamedTuple):
     Attributes:
       kind: what it computes.
       chunk: which of the rank's V stages.
-      first: it is stage 0, whose input is made from the user's inputs, not from a message.
-      last: it is stage K-1, whose output goes to the loss; its backward starts there.
+      first: it is stage 0, whose input is made from the user's inputs, not from a message. Where
+        all ranks share the embedding, no op is first.
+      last: it is stage K-1, whose output goes to the loss; its backward starts there. Where all
+        ranks share the head, no op is last.
     """
 
     kind: Kind
@@ -87,6 +94,9 @@ class Program:
       crossing: [T, slots, S] crossing that I writes or W reads.
       arrival: [T, slots, S, C] buffer where each channel's message is stored; C is the largest
         number of channels of any slot, columns beyond a slot's own are trash.
+      lookup: [T, slots] microbatch that all ranks embed before the slot, -1 for none.
+      head: [T, slots] microbatch whose head all ranks do after the slot's actions, -1 for none.
+      scatter: [T, slots] microbatch whose embedding's gradient all ranks add up then, likewise.
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank, the peak over ranks.
       num_crossings: crossings per rank, the peak over ranks.
@@ -105,6 +115,9 @@ class Program:
     stash: Table
     crossing: Table
     arrival: Table
+    lookup: Table
+    head: Table
+    scatter: Table
     num_buffers: int
     num_stashes: int
     num_crossings: int
@@ -114,6 +127,17 @@ class Program:
     def num_ticks(self) -> int:
         """T."""
         return int(self.op.shape[0])
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Which ends of the model all ranks share."""
+        found = {"embed": self.lookup, "head": self.head}
+        return tuple(part for part, table in found.items() if (table >= 0).any())
+
+    def ends_of(self, stage: int) -> tuple[bool, bool]:
+        """Whether the ops of a stage are `Op.first` and `Op.last`."""
+        shared, last = self.shared, self.schedule.num_stages - 1
+        return stage == 0 and "embed" not in shared, stage == last and "head" not in shared
 
     @property
     def pattern(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Letters as in `schedules.ir`, A as in `schedules.flat`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from schedules.costs import Costs, Times, of_unit_length_by_default
 from schedules.events import links, run
 from schedules.flat import Flat, activations, flatten
 from schedules.ir import Action, Schedule, ScheduleError, shorten
-from schedules.ticks import begins, best_ticks
+from schedules.shared import Shared, parts
+from schedules.ticks import begins, best_ticks, makespan
 
 if TYPE_CHECKING:
     from schedules.explain import Explanation
@@ -36,9 +37,11 @@ class Report:
       pattern: the slots of a lockstep tick, as in `lower`; None under the other clocks.
       partners: whether a lockstep exchange makes only those ranks meet that it joins.
       delayed: whether a lockstep exchange runs beside the work of the slot after its own.
+      shared: which ends of the model all ranks share.
       makespan: the end of the last action.
-      span: [S] from the start of a rank's first action to the end of its last.
-      work: [S] the sum of a rank's durations.
+      span: [S] from the start of a rank's first action to the end of its last; all of the step
+        where ranks share work.
+      work: [S] the sum of a rank's durations, and its part of what is shared.
       idle: [S] the waiting inside the span, span - work.
       bubble_rate: idle / span of the rank with the longest span. Ranks that start or end at
         different times wait outside of their spans, so 0 here is no promise for a step that ends
@@ -56,6 +59,7 @@ class Report:
     pattern: str | None
     partners: bool
     delayed: bool
+    shared: Shared
     makespan: float
     span: tuple[float, ...]
     work: tuple[float, ...]
@@ -85,6 +89,12 @@ class Report:
         """Every rank's waiting from 0 to the makespan, split by cause."""
         from schedules.explain import explain  # noqa: PLC0415  it imports this module
 
+        if self.shared:
+            raise ScheduleError(
+                f"explain() of a report with shared={self.shared!r}: what ranks do together is no "
+                f"action of theirs, so their waiting cannot be told from it; simulate without "
+                f"shared="
+            )
         return explain(self)
 
 
@@ -97,6 +107,7 @@ def simulate(
     partners: bool = False,
     delayed: bool | None = False,
     durations: Mapping[Action, float] | None = None,
+    shared: Iterable[str] = (),
 ) -> Report:
     """Time a schedule.
 
@@ -114,18 +125,32 @@ def simulate(
         None for what is faster. On one rank nothing is.
       durations: for "measured", the time that each action took; messages and the optimiser are
         as in ``costs``.
+      shared: under lockstep, which of "embed" and "head" are split by vocabulary over all ranks:
+        each does 1/S of every microbatch's, when all meet. By default the first and the last rank
+        have them to themselves.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
     _see_that_arguments_fit(clock, pattern, partners, delayed, durations)
+    shared = parts(shared)
+    if shared and clock != "lockstep":
+        raise ScheduleError(
+            f"shared={shared!r} with clock={clock!r}: only in lockstep do all ranks meet to share "
+            f"work; leave it out, or choose clock='lockstep'"
+        )
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
-    lasting = _durations(schedule, flat, costs, durations)
+    lasting = _durations(schedule, flat, costs, durations, shared)
+    end = None
     if clock == "lockstep":
-        ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed)
+        ticks = best_ticks(
+            schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared
+        )
         pattern, delayed = ticks.name, ticks.delayed
-        starts = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
+        starts = begins(ticks, costs, partners=partners, shared=shared)[ticks.times, flat.rank]
+        if shared:
+            end = makespan(ticks, costs, partners=partners, shared=shared)
     else:
         wires = links(schedule, flat)
         lag = costs.lags(flat.rank, wires.target, schedule.num_ranks)
@@ -134,8 +159,8 @@ def simulate(
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)
-    slots = {"pattern": pattern, "partners": partners, "delayed": bool(delayed)}
-    return _report(schedule, costs, clock, slots, flat, starts, lasting)
+    slots = {"pattern": pattern, "partners": partners, "delayed": bool(delayed), "shared": shared}
+    return _report(schedule, costs, clock, slots, flat, starts, lasting, end)
 
 
 def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
@@ -177,11 +202,15 @@ def _see_that_arguments_fit(
 
 
 def _durations(
-    schedule: Schedule, flat: Flat, costs: Costs, measured: Mapping[Action, float] | None
+    schedule: Schedule,
+    flat: Flat,
+    costs: Costs,
+    measured: Mapping[Action, float] | None,
+    shared: Shared,
 ) -> Times:
     """[A] how long each action takes."""
     if measured is None:
-        return costs.table(schedule.num_stages)[flat.kind, flat.stage]
+        return costs.table(schedule.num_stages, shared)[flat.kind, flat.stage]
     actions = [action for order in schedule.orders for action in order]
     missing = [action for action in actions if action not in measured]
     if missing:
@@ -203,13 +232,17 @@ def _report(
     flat: Flat,
     starts: Times,
     lasting: Times,
+    end: float | None,
 ) -> Report:
-    """Sum up what follows from the start times."""
+    """Sum up what follows from the start times; ``end`` is the makespan where ranks share work."""
     ends = starts + lasting
     cuts = flat.first[1:-1].tolist()
     begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
     work = [float(part.sum()) for part in np.split(lasting, cuts)]
+    if end is not None:
+        span = [end] * len(span)
+        work = [part + _common(schedule, costs, slots["shared"]) for part in work]
     idle = [max(0.0, whole - part) for whole, part in zip(span, work, strict=True)]
     longest = max(range(len(span)), key=span.__getitem__)
     return Report(
@@ -217,7 +250,7 @@ def _report(
         costs=costs,
         clock=clock,
         **slots,
-        makespan=max(times[-1] for times in ended),
+        makespan=max(times[-1] for times in ended) if end is None else end,
         span=tuple(span),
         work=tuple(work),
         idle=tuple(idle),
@@ -226,3 +259,10 @@ def _report(
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
     )
+
+
+def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
+    """A rank's part of what all share in a step."""
+    times = 1 if schedule.is_forward else 2  # an embedding and its gradient
+    each = costs.head * ("head" in shared) + times * costs.embed * ("embed" in shared)
+    return schedule.num_microbatches * each / schedule.num_ranks

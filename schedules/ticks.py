@@ -19,6 +19,7 @@ from schedules.capacity import see_that_slots_fit
 from schedules.costs import Costs, Times
 from schedules.flat import Ints, flatten
 from schedules.ir import KINDS, Schedule, ScheduleError, shorten
+from schedules.shared import Shared, lasting, together
 from schedules.slots import Pattern, slot_times
 from schedules.walk import follow
 
@@ -83,13 +84,14 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     return ticks
 
 
-def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
+def begins(ticks: Ticks, costs: Costs, *, partners: bool = False, shared: Shared = ()) -> Times:
     """[T * slots + 1, S] when each rank begins each slot, and when it has ended the last.
 
     A slot takes a rank as long as its action, then one exchange. Exchanges are static: one runs
     at every tick, along every edge that its slot needs at any tick, and takes as long as the
     slowest of them. Slots that no rank uses before an exchange cost only the exchange; ranks that
-    no edge joins do not wait for each other if ``partners``.
+    no edge joins do not wait for each other if ``partners``, but for the work that they share: what
+    all do before a slot is over when it begins, what they do after it precedes its exchange.
 
     Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
     whichever is longer, and partners meet where it begins.
@@ -98,12 +100,14 @@ def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
       ticks: a layout.
       costs: durations.
       partners: an exchange makes only those ranks meet that it joins, not all.
+      shared: which ends of the model all ranks share.
     """
     schedule, width, num_ranks = ticks.schedule, ticks.width, ticks.schedule.num_ranks
     flat, path = flatten(schedule), follow(schedule)
     count = ticks.num_ticks * width
     work = np.zeros((count, num_ranks))
-    work[ticks.times, flat.rank] = costs.table(schedule.num_stages)[flat.kind, flat.stage]
+    work[ticks.times, flat.rank] = costs.table(schedule.num_stages, shared)[flat.kind, flat.stage]
+    before, after = lasting(together(schedule, ticks.times, count, shared), costs, num_ranks)
     joined = np.zeros((width, num_ranks, num_ranks), bool)  # slot, source, target
     target, leaves = path.target[path.crosses], ticks.times[path.crosses] + ticks.delayed
     joined[leaves % width, flat.rank[path.crosses], target] = True
@@ -112,15 +116,21 @@ def begins(ticks: Ticks, costs: Costs, *, partners: bool = False) -> Times:
     if not partners:
         last = exchange.max(axis=(1, 2), initial=0.0)[np.arange(count) % width]
         slowest = work.max(axis=1, initial=0.0)
-        ends = np.cumsum(np.maximum(slowest, last) if ticks.delayed else slowest + last)
-        return np.repeat(np.concatenate([[0.0], ends])[:, None], num_ranks, axis=1)
+        spans = after + (np.maximum(slowest, last) if ticks.delayed else slowest + last)
+        found = np.concatenate([[0.0], np.cumsum(spans)])
+        found += np.append(np.cumsum(before), before.sum())
+        return np.repeat(found[:, None], num_ranks, axis=1)
     meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
     pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
     neighbours = [_neighbours(slot) for slot in meets]
     result = np.zeros((count + 1, num_ranks))
     for time in range(count):
         slot = time % width
+        if before[time]:
+            result[time] = result[time].max() + before[time]
         ended = result[time] + work[time]
+        if after[time]:
+            ended[:] = ended.max() + after[time]
         met = (result[time] if ticks.delayed else ended)[neighbours[slot]].max(axis=0)
         result[time + 1] = np.maximum(ended, met + pays[slot])
     return result
@@ -133,12 +143,14 @@ def _neighbours(meets: Ints) -> Ints:
     return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in lists], axis=1)
 
 
-def makespan(ticks: Ticks, costs: Costs, *, partners: bool = False) -> float:
-    """When the last action ends."""
+def makespan(ticks: Ticks, costs: Costs, *, partners: bool = False, shared: Shared = ()) -> float:
+    """When the last action ends, and what the ranks share after it."""
     flat, schedule = flatten(ticks.schedule), ticks.schedule
-    begin = begins(ticks, costs, partners=partners)[ticks.times, flat.rank]
-    lasting = costs.table(schedule.num_stages)[flat.kind, flat.stage]
-    return float((begin + lasting).max(initial=0.0))
+    begin = begins(ticks, costs, partners=partners, shared=shared)[ticks.times, flat.rank]
+    end = begin + costs.table(schedule.num_stages, shared)[flat.kind, flat.stage]
+    common = together(schedule, ticks.times, ticks.num_ticks * ticks.width, shared)
+    _, after = lasting(common, costs, schedule.num_ranks)
+    return float((end + after[ticks.times]).max(initial=0.0))
 
 
 def exchanges(ticks: Ticks) -> int:
@@ -156,6 +168,7 @@ def best_ticks(
     *,
     partners: bool = False,
     delayed: bool | None = False,
+    shared: Shared = (),
 ) -> Ticks:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
@@ -168,6 +181,7 @@ def best_ticks(
       costs: durations.
       partners: an exchange makes only those ranks meet that it joins, not all.
       delayed: whether sends are; None for what is faster.
+      shared: which ends of the model all ranks share.
 
     Raises:
       ScheduleError: no such pattern, or ``delayed`` is none of the three.
@@ -187,7 +201,7 @@ def best_ticks(
     return min(
         layouts,
         key=lambda ticks: (
-            makespan(ticks, costs, partners=partners),
+            makespan(ticks, costs, partners=partners, shared=shared),
             ticks.delayed and exchanges(ticks),
         ),
     )

@@ -22,6 +22,7 @@ from schedules import (
     lower,
     simulate,
 )
+from schedules.check_tables import COMMON
 from schedules.program import Channel, Op
 from tests.sizes import CHUNKS, is_legal, sizes
 
@@ -242,7 +243,7 @@ PROGRAM = lower(SMALL["1f1b"], keep="residuals", pattern="single")
         (
             replace(
                 PROGRAM,
-                **{name: getattr(PROGRAM, name)[:-1] for name in TABLES},
+                **{name: getattr(PROGRAM, name)[:-1] for name in (*TABLES, *COMMON)},
             ),
             "rank 0: expected 0B2 next, found the end of the program",
         ),

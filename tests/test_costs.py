@@ -17,7 +17,7 @@ def refusal(**costs) -> str:
 RULE = "a duration is a finite number >= 0; give the measured time, in the same unit for all"
 
 
-@pytest.mark.parametrize("name", ["f", "i", "w", "comm", "optimizer", "pair"])
+@pytest.mark.parametrize("name", ["f", "i", "w", "comm", "optimizer", "pair", "head", "embed"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_are_finite_and_not_negative(name, value):
     assert refusal(**{name: value}) == f"Costs({name}={value!r}): {RULE}"

@@ -1,0 +1,171 @@
+"""An embedding, a head and a loss that can be split by vocabulary over the stage ranks.
+
+Letters: S ranks, N words, d width; b stands for any leading axes, those of a microbatch. Called by
+themselves these are ordinary modules, and in ``Pipeline(vocabulary="ends")`` the first and the last
+rank call them so. In ``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
+`pipeline.together` does what they do with all ranks at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.tree import shape_text
+
+
+class Table(nnx.Param[jax.Array]):
+    """[N, d] one row per word; behind the last word there may be rows that belong to none."""
+
+
+class VocabularyEmbedding(nnx.Module):
+    """Words to vectors: [b] integers -> [b, d]. What is no word, below 0 or from N on, is NaN.
+
+    Args:
+      words: N.
+      width: d.
+      rngs: streams; ``params`` is used.
+      dtype: of the vectors; by default that of the table.
+      param_dtype: of the table.
+      scale: standard deviation of the first table.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        scale: float = 1.0,
+    ) -> None:
+        self.words, self.dtype = words, dtype
+        self.table = Table(_normal(rngs, words, width, scale, param_dtype))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Look the words up."""
+        table, is_word = self.table[...], (ids >= 0) & (ids < self.words)
+        rows = jnp.take(table, jnp.where(is_word, ids, 0), axis=0, mode="clip")
+        return jnp.where(is_word[..., None], rows, jnp.nan).astype(self.dtype or table.dtype)
+
+
+class VocabularyHead(nnx.Module):
+    """Vectors to logits: [b, d] -> [b, N] float32, products with the table's rows.
+
+    Args:
+      words: N.
+      width: d.
+      rngs: streams; ``params`` is used.
+      norm: a module before the products, the same on all ranks.
+      tied: an embedding whose table this head shares: one parameter with one gradient.
+      param_dtype: of the table.
+      scale: standard deviation of the first table; by default d ** -0.5.
+
+    Raises:
+      ValueError: neither rngs nor an embedding to share with, or one of other sizes.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        width: int,
+        *,
+        rngs: nnx.Rngs | None = None,
+        norm: Any = None,
+        tied: VocabularyEmbedding | None = None,
+        param_dtype: Any = jnp.float32,
+        scale: float | None = None,
+    ) -> None:
+        self.words, self.norm = words, norm
+        if tied is not None:
+            if (tied.words, tied.table.shape[1]) != (words, width):
+                raise ValueError(
+                    f"tied is an embedding of {tied.words} words in {tied.table.shape[1]} "
+                    f"dimensions, the head is of {words} in {width}; what they share has one "
+                    f"size: give both the same"
+                )
+            self.table = tied.table
+        elif rngs is not None:
+            scale = width**-0.5 if scale is None else scale
+            self.table = Table(_normal(rngs, words, width, scale, param_dtype))
+        else:
+            raise ValueError(
+                "VocabularyHead has neither rngs nor tied; give rngs=nnx.Rngs(...) for a table of "
+                "its own, or tied=embedding to share one"
+            )
+
+    def features(self, y: jax.Array) -> jax.Array:
+        """What is multiplied with the table: [b, d] -> [b, d]."""
+        return y if self.norm is None else self.norm(y)
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """All logits."""
+        return logits(self.features(y), self.table[...])[..., : self.words]
+
+
+def logits(h: jax.Array, table: jax.Array) -> jax.Array:
+    """[b, d] and [N, d] -> [b, N] float32; the products are of h's dtype."""
+    flat = jnp.dot(
+        h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=jnp.float32
+    )
+    return flat.reshape(*h.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The negative log likelihood of words, as (sum, weight): the mean is over all that count.
+
+    Called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b] integers of
+    which those below 0 do not count (-1 and -100 are usual); or a pair of them and of [b] weights,
+    0 or False for those that do not count. A word from N on makes the loss NaN.
+    """
+
+    def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """[b] words and their float32 weights.
+
+        Raises:
+          ValueError: targets of another form.
+        """
+        is_pair = isinstance(targets, (tuple, list)) and len(targets) == 2
+        ids, weights = targets if is_pair else (targets, None)
+        ids_fit = _is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)
+        if not ids_fit or not (weights is None or (_is_array(weights) and _alike(weights, ids))):
+            given = jax.tree.map(lambda x: shape_text(x) if _is_array(x) else repr(x), targets)
+            raise ValueError(
+                f"targets of CrossEntropy are {given}; give an array of integers, words or below "
+                f"0 for what does not count, or a pair (words, weights) of equal shapes"
+            )
+        counts = jnp.ones(ids.shape) if weights is None else weights.astype(jnp.float32)
+        return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
+
+    def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """(sum, weight), float32 scalars."""
+        ids, weights = self.tokens(targets)
+        weights_of_words = spoil(ids, weights, scores.shape[-1])
+        safe = jnp.clip(ids, 0, scores.shape[-1] - 1)
+        scores = scores.astype(jnp.float32)
+        chosen = jnp.take_along_axis(scores, safe[..., None], axis=-1)[..., 0]
+        lost = jax.nn.logsumexp(scores, axis=-1) - chosen
+        return jnp.sum(lost * weights_of_words), jnp.sum(weights)
+
+
+def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
+    """Weights, NaN for what counts and is no word."""
+    return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
+
+
+def _normal(rngs: nnx.Rngs, words: int, width: int, scale: float, dtype: Any) -> jax.Array:
+    return (jax.random.normal(rngs.params(), (words, width)) * scale).astype(dtype)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _alike(weights: Any, ids: Any) -> bool:
+    return bool(weights.shape == ids.shape)
