@@ -1,27 +1,37 @@
 """Mesh, neighbour exchange and reductions for pipelines under `jax.shard_map`. Needs only jax."""
 
+from collectives.chunked import linear_cross_entropy
 from collectives.compat import vary, varying_axes
 from collectives.mesh import check_mesh, make_mesh
 from collectives.picture import describe_mesh
 from collectives.reduce import from_rank, mean_over, sum_over
 from collectives.shift import axis_size, exchange, ring_shift, shift_left, shift_right
 from collectives.sizes import DATA, STAGE, TENSOR
+from collectives.tensor import check_divides, column_input, row_output, split_sequence
+from collectives.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 
 __all__ = [
     "DATA",
     "STAGE",
     "TENSOR",
     "axis_size",
+    "check_divides",
     "check_mesh",
+    "column_input",
     "describe_mesh",
     "exchange",
     "from_rank",
+    "linear_cross_entropy",
     "make_mesh",
     "mean_over",
     "ring_shift",
+    "row_output",
     "shift_left",
     "shift_right",
+    "split_sequence",
     "sum_over",
     "vary",
     "varying_axes",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
 ]

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import vary, varying_axes
-from collectives.tensor import TENSOR, group_rank, group_size
+from collectives.sizes import TENSOR
+from collectives.tensor import group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,
     LOWEST,

@@ -24,8 +24,7 @@ from __future__ import annotations
 import jax
 
 from collectives.compat import vary, varying_axes
-
-TENSOR = "tensor"
+from collectives.sizes import TENSOR
 
 
 def is_manual(axis: str) -> bool:

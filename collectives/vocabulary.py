@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import vary, varying_axes
-from collectives.tensor import TENSOR, group_rank, group_size, is_manual, row_output
+from collectives.sizes import TENSOR
+from collectives.tensor import group_rank, group_size, is_manual, row_output
 
 IGNORED = -100  # a label that counts for nothing
 LOWEST = -3e38  # in place of -inf, which less itself is NaN

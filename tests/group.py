@@ -12,8 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from collectives import vary, varying_axes
-from collectives.tensor import TENSOR
+from collectives import TENSOR, vary, varying_axes
 from pipeline.accumulate import differentiate
 
 Call = Callable[..., Any]  # (module, *arrays) -> array

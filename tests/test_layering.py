@@ -30,8 +30,10 @@ PUBLIC = {
         check check_program from_orders lower names simulate
     """,
     "collectives": """
-        DATA STAGE TENSOR axis_size check_mesh describe_mesh exchange from_rank make_mesh
-        mean_over ring_shift shift_left shift_right sum_over vary varying_axes
+        DATA STAGE TENSOR axis_size check_divides check_mesh column_input describe_mesh exchange
+        from_rank linear_cross_entropy make_mesh mean_over ring_shift row_output shift_left
+        shift_right split_sequence sum_over vary varying_axes vocabulary_cross_entropy
+        vocabulary_embedding
     """,
     "pipeline": """
         ParallelConfig Pipeline check_sharding describe_sharding initialize shard_batch

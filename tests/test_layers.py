@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from collectives.tensor import TENSOR
+from collectives import TENSOR
 from pipeline.layers import (
     Attention,
     ColumnLinear,

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from collectives.tensor import TENSOR
+from collectives import TENSOR
 from pipeline.layers import RopeScaling, check_axis
 from tests.group import Parts, assert_parity, mesh, specs
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from collectives import chunked, tensor, vocabulary
-from collectives.tensor import TENSOR
+from collectives import TENSOR, chunked, tensor, vocabulary
 from tests.group import mesh, normal
 
 RANKS = (1, 2, 4)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.tensor import TENSOR
+from collectives.sizes import TENSOR
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
 from pipeline.layers.weights import Initializer

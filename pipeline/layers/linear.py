@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.tensor import TENSOR, column_input, row_output
+from collectives.sizes import TENSOR
+from collectives.tensor import column_input, row_output
 from pipeline.layers.weights import (
     Initializer,
     Pieces,

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.tensor import TENSOR, column_input
+from collectives.sizes import TENSOR
+from collectives.tensor import column_input
 from pipeline.layers.linear import RowLinear
 from pipeline.layers.weights import Initializer, apply, make_weight, read_weight, scaled
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.chunked import linear_cross_entropy
-from collectives.tensor import TENSOR, column_input, group_rank
+from collectives.sizes import TENSOR
+from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
 from pipeline.layers.weights import Initializer, make_weight, read_weight, require_cut, scaled
 
