@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
 from pipeline.cell import Batch
+from pipeline.distribute import distribute
 from pipeline.tree import Tree
 
 
@@ -71,7 +72,7 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
         if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             return leaf
         here = leaf.sharding.device_set == sharding.device_set
-        return leaf if here else jax.device_put(leaf, sharding)
+        return leaf if here else distribute(leaf, sharding)
 
     return jax.tree.map(move, batch)
 

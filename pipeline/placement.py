@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
+from pipeline.distribute import distribute
 from pipeline.tree import Tree
 
 DataParallel = Literal["replicated", "zero1", "fsdp"]
@@ -100,7 +101,7 @@ class Placement:
         sharding = NamedSharding(self.mesh, spread.stored)
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return jax.device_put(value, sharding)
+        return distribute(value, sharding)
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """The variable with a value that lies there, and metadata that say so."""

@@ -70,6 +70,40 @@ def losses(data: int, ranks: int, stages: int) -> list[float]:
     return found
 
 
+class Deep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = Stage(rngs)
+        self.bias = nnx.Param(rngs.params.normal((1, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x) + self.bias[...]
+
+
+class Head(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(rngs.params.normal((WIDTH, WIDTH)))
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(x @ self.weight[...])
+
+
+def whole() -> list[float]:
+    """Loss, and sums of gradients, with data 2 x stage 2, outside jit."""
+    rngs = nnx.Rngs(0)
+    pipe = Pipeline(
+        [Stage(rngs), Deep(rngs)],
+        2,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2, data=2),
+        head=Head(rngs),
+        loss_fn=mean_square,
+    )
+    x, t = np.random.default_rng(0).normal(size=(2, 8, WIDTH)).astype(np.float32)
+    loss, grads = pipe.value_and_grad(x, t)
+    return [float(loss), *(float(jnp.sum(jnp.abs(g))) for g in jax.tree.leaves(grads))]
+
+
 def count(axis: str = "stage") -> jax.Array:
     return jax.lax.psum(vary(jnp.ones(()), axis), axis)
 
@@ -86,6 +120,11 @@ def main() -> None:
     if what == "train":
         data, stages = map(int, arguments[1:])
         found = losses(data, len(jax.devices()) // data, stages)
+        if here.index == 0:
+            Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
+        return
+    if what == "whole":
+        found = whole()
         if here.index == 0:
             Path(arguments[0]).write_text(json.dumps(found), encoding="utf-8")
         return

@@ -44,6 +44,7 @@ def test_flags_that_change_no_result_may_differ(monkeypatch: pytest.MonkeyPatch)
             argparse.Namespace(model=Model(8, frozenset("ba"))),
             {"config.model.width": "8", "config.model.names": "{'a', 'b'}"},
         ),
+        ({"process_id": 3, "seed": 0}, {"config.seed": "0"}),
         ({"f": test_versions_code_and_settings_are_compared}, None),
     ],
 )

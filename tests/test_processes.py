@@ -69,6 +69,18 @@ def test_any_number_of_processes_gives_the_losses_of_one(
     assert losses(tmp_path, processes, 8 // processes, data=2, stages=8) == one_process
 
 
+@pytest.mark.slow
+def test_unlike_stages_with_dropout_and_the_whole_batch_everywhere(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        path = tmp_path / "found.json"  # the same option on all
+        code, err = launch(processes, 4 // processes, "whole", path)
+        assert code == 0, err
+        path.rename(tmp_path / str(processes))
+    one, two = (json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in "12")
+    assert len(one) > 5
+    np.testing.assert_allclose(two, one, rtol=1e-6)  # sums over ranks, in another order
+
+
 @pytest.mark.parametrize(("data", "stage"), [(1, 8), (2, 4), (8, 1)])
 def test_one_process_brings_all_rows(data: int, stage: int) -> None:
     mesh = make_mesh(data=data, stage=stage)
@@ -162,4 +174,6 @@ def test_an_exception_ends_all_others_and_is_named(culprit: int) -> None:
         assert (f"[{index}] process {index} of 3: process {culprit} (" in err) == (index != culprit)
         assert said in err
     assert f"launch: process {culprit} (pid " in err
-    assert err.endswith(f"[{culprit}] ValueError: row 7 is not a number\n"), err
+    last = err[err.index("its last lines:") :]
+    assert f"[{culprit}] ValueError: row 7 is not a number\n" in last
+    assert all(line.startswith(f"[{culprit}] ") for line in last.splitlines()[1:])

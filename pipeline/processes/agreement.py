@@ -33,6 +33,7 @@ SETTINGS = (
 )
 LONGEST = 160  # characters of a value that an error shows
 ABSENT = "absent"
+OWN = "process_id"  # the option that every process has another value of
 # Flags that change no result, and may differ: folders for dumps, devices per process.
 HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
@@ -41,7 +42,8 @@ def fields_of(config: Any = None) -> dict[str, str]:
     """Name -> value of everything that must agree.
 
     Args:
-      config: the user's options, a mapping, a dataclass or a namespace, nested as they like.
+      config: the user's options, a mapping, a dataclass or a namespace, nested as they like;
+        what is called ``process_id`` is left out.
     """
     fields = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in VERSIONS:
@@ -118,7 +120,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, _text(value)
         return
     for key, member in members.items():
-        yield from _flat(f"{name}.{key}", member)
+        if key != OWN:
+            yield from _flat(f"{name}.{key}", member)
 
 
 def _members(value: Any) -> Mapping[Any, Any] | None:
