@@ -77,7 +77,7 @@ def test_unlike_stages_with_dropout_and_the_whole_batch_everywhere(tmp_path: Pat
         assert code == 0, err
         path.rename(tmp_path / str(processes))
     one, two = (json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in "12")
-    assert len(one) > 5
+    assert len(one) == 4  # loss, and gradients of head, matrices and vectors
     np.testing.assert_allclose(two, one, rtol=1e-6)  # sums over ranks, in another order
 
 
