@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE, exchange, sum_over
-from pipeline.actions import Actions, Row
+from pipeline.actions import Actions, Row, run_once
 from pipeline.cell import Batch, Cell, Model, Weights
 from pipeline.memory import scale_in_place
 from pipeline.plan import Plan
@@ -253,6 +253,11 @@ def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
     held = actions.no_message() if delayed else None
     for start, stop, uses in _segments(program, split=masked):
+        if stop - start == 1:
+            row = {name: table[start] for name, table in local.items()}
+            one = functools.partial(tick, uses, held, row)
+            held, _ = run_once(one, (held, None))
+            continue
         part = {name: table[start:stop] for name, table in local.items()}
         busy = busy_in(program, start, stop)
         held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
