@@ -162,10 +162,26 @@ class Walk:
         elif name == "new_ref":
             node.given = given
             self.refs[makes[0]] = str(eqn.source_info.name_stack)
+        elif name == "dot_general":
+            node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
         elif inner := _INNER.get(name):
             inner(node, reads)
         self.nodes.append(node)
         return list(makes)
+
+    def _turned(self, eqn: Any, side: int, value: Value) -> Value:
+        """An operand of a product, with its axes in the order that the product takes."""
+        contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
+        rank = eqn.invars[side].aval.ndim
+        free = [axis for axis in range(rank) if axis not in (*contracting, *batch)]
+        ends = (free, contracting) if side == 0 else (contracting, free)
+        order = [*batch, *ends[0], *ends[1]]
+        folds = len(contracting) == 1 and len(free) == 1 and order[:-2] == list(range(rank - 2))
+        if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
+            return value
+        turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
+        self.nodes.append(Node(eqn, [value], [turned], fuses=True, given=[value]))
+        return turned
 
     # --- what has memory of its own ---
 
