@@ -78,6 +78,7 @@ class Node:
       makes: its results.
       fuses: whether it computes its operands on the way.
       given: operands that it may overwrite with its results, if nobody else reads them.
+      loop: whether it passes its operands on to a body, and back.
       inner: the bytes of what happens inside, its results not counted.
     """
 
@@ -86,6 +87,7 @@ class Node:
     makes: list[Value]
     fuses: bool
     given: list[Value] = field(default_factory=list)
+    loop: bool = False
     inner: int = 0
 
 
@@ -96,10 +98,13 @@ class Walk:
       jaxpr: the body.
       owned: indices of inputs whose memory is the body's own; all others cost nothing here.
       picked: indices of inputs that are parts of something, computed on the way.
+      written: indices of outputs that go into something larger.
+      returned: whether its outputs are those of the program, which have memory elsewhere. So has
+        a ref whose final value is such an output and takes as many bytes.
 
     Attributes:
       peak: the most bytes it holds at once, owned inputs and all outputs included.
-      refs: [(name stack, bytes)] of the refs that it makes.
+      refs: the refs that it makes, and the equations that make them.
     """
 
     def __init__(
@@ -109,9 +114,10 @@ class Walk:
         owned: Iterable[int] = (),
         picked: Iterable[int] = (),
         written: Iterable[int] = (),
+        returned: bool = False,
     ) -> None:
         self.nodes: list[Node] = []
-        self.refs: dict[Value, str] = {}
+        self.refs: dict[Value, Any] = {}
         own, parts = set(owned), set(picked)
         inputs = []
         for index, var in enumerate(jaxpr.invars):
@@ -124,6 +130,9 @@ class Walk:
         self.outs = [v for i, v in enumerate(outs) if v is not None and i not in into]
         stored = [v for i, v in enumerate(outs) if v is not None and i in into]
         self._choose(self.outs)
+        if returned:
+            for value in self.outs:
+                self._place(value)
         self.peak = self._sweep([*self.outs, *stored])
 
     # --- reading ---
@@ -161,7 +170,7 @@ class Walk:
             node.fuses = True
         elif name == "new_ref":
             node.given = given
-            self.refs[makes[0]] = str(eqn.source_info.name_stack)
+            self.refs[makes[0]] = eqn
         elif name == "dot_general":
             node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
         elif inner := _INNER.get(name):
@@ -184,6 +193,22 @@ class Walk:
         return turned
 
     # --- what has memory of its own ---
+
+    def _place(self, output: Value) -> None:
+        """Give an output memory elsewhere, and the ref that it comes from the same."""
+        made_by = {value: node for node in self.nodes for value in node.makes}
+        size, output.size, value = output.size, 0, output
+        while value in made_by and value not in self.refs:
+            node = made_by[value]
+            if len(node.reads) == len(node.makes) > 1:  # a sum over ranks of several
+                value = node.reads[node.makes.index(value)]
+                continue
+            same = [v for v in node.reads if v.size == size]
+            if not same:
+                return
+            value = same[0]
+        if value in self.refs and value.size == size:
+            value.size = 0
 
     def _choose(self, outs: Iterable[Value]) -> None:
         """Decide which values are held, and of which others are computed."""
@@ -210,7 +235,7 @@ class Walk:
         """The most bytes held at once."""
         last: dict[Value, int] = {}
         for when, node in enumerate(self.nodes):
-            if any(v.held for v in node.makes) or node.eqn.effects or node.inner:
+            if any(v.held for v in node.makes) or node.eqn.effects or node.loop:
                 for value in node.reads:
                     last.update(dict.fromkeys(value.sources, when))
         end = len(self.nodes)
@@ -227,7 +252,7 @@ class Walk:
             makes = [v for v in node.makes if v.held and v in last and v not in live]
             passed = _passed(node, dying, makes)
             held -= sum(v.size for v in passed)
-            peak = max(peak, held + max(node.inner, 0) + sum(v.size for v in makes))
+            peak = max(peak, held + node.inner + sum(v.size for v in makes))
             held += sum(v.size for v in makes) - sum(v.size for v in dying if v not in passed)
             live |= set(makes)
             live -= set(dying)
@@ -248,7 +273,7 @@ def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[
     wanted = Counter(v.size for v in makes)
     passed = []
     for value in dying:
-        if value in given and (wanted[value.size] or node.inner):
+        if value in given and (wanted[value.size] or node.loop):
             wanted[value.size] -= 1
             passed.append(value)
     return passed
@@ -280,14 +305,14 @@ def _loop(
         written=range(num_carry, len(body.outvars)),
     )
     carried = sum(v.size for v in node.makes[:num_carry])
-    node.inner = max(walk.peak - carried, 1)
+    node.loop, node.inner = True, max(walk.peak - carried, 0)
 
 
 def _cond(node: Node, reads: list[Value | None]) -> None:
     del reads
     results = sum(v.size for v in node.makes)
     peaks = [Walk(branch.jaxpr).peak for branch in node.eqn.params["branches"]]
-    node.inner = max(max(peaks) - results, 1)
+    node.loop, node.inner = True, max(max(peaks) - results, 0)
 
 
 _INNER: dict[str, Callable[[Node, list[Value | None]], None]] = {
