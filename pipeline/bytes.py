@@ -17,7 +17,8 @@ import jax
 
 from pipeline import runtime
 from pipeline.cell import Batch, Model, Weights
-from pipeline.liveness import Walk, find_shard_map, nbytes
+from pipeline.flow import nbytes
+from pipeline.liveness import Walk, find_shard_map
 from pipeline.plan import Plan
 from pipeline.tree import Tree
 

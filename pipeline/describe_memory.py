@@ -10,7 +10,7 @@ from flax import nnx
 from pipeline import runtime
 from pipeline.accumulate import wide
 from pipeline.bytes import MemoryPrediction, Places, predict
-from pipeline.liveness import nbytes
+from pipeline.flow import nbytes
 from pipeline.plan import Plan
 
 

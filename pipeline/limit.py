@@ -77,9 +77,10 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
             yield f'schedule="{name}"', _replace(plan, schedule=other), model
     double = 2 * schedule.num_microbatches
     rows = jax.tree.leaves(batch)[0].shape[0] // plan.data_size
-    if schedule.name in names() and rows % double == 0:
-        if other := _build(schedule.name, {**sizes, "num_microbatches": double}):
-            yield f"num_microbatches={double}", _replace(plan, schedule=other), model
+    known = schedule.name in names() and rows % double == 0
+    other = _build(schedule.name, {**sizes, "num_microbatches": double}) if known else None
+    if other:
+        yield f"num_microbatches={double}", _replace(plan, schedule=other), model
 
 
 def _build(name: str, sizes: dict[str, Any]) -> Any:

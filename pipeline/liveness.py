@@ -12,83 +12,12 @@ This is what a compiler that fuses well needs, in the order in which the jaxpr i
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import Literal
-
-from pipeline.primitives import CHEAP, LIGHT, callee, cost_of, is_ref, loop_sizes
-
-# Results that share their operand's memory.
-_VIEWS = frozenset(
-    ("copy_p", "expand_dims", "optimization_barrier", "pvary", "reshape", "squeeze")
-    + ("stop_gradient",)
-)
-# Too dear to be computed within each of several readers.
-_DEAR = frozenset(
-    ("cbrt", "cos", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic")
-    + ("pow", "sin", "tan", "tanh")
-)
-# Computed with what they read, and whole: readers do not repeat them.
-_WHOLE = frozenset(
-    ("argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
-    + ("dynamic_update_slice", "pad", "random_bits", "random_fold_in", "random_seed")
-    + ("random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min")
-    + ("reduce_or", "reduce_prod", "reduce_sum", "scatter", "scatter-add", "threefry2x32")
-)
-_WRITES = frozenset(("swap", "addupdate"))
-
-
-def nbytes(aval: Any) -> int:
-    """The size of an array, or of the array that a ref holds."""
-    aval = getattr(aval, "inner_aval", aval)
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-@dataclass(eq=False)
-class Value:
-    """Something in memory, or computed on the way.
-
-    Attributes:
-      size: bytes, if it is held.
-      held: whether it has memory of its own.
-      sources: what must be in memory to compute it; itself if it is held.
-    """
-
-    size: int
-    held: bool
-    sources: frozenset[Value] = frozenset()
-
-    def hold(self) -> None:
-        """Give it memory of its own."""
-        self.held, self.sources = True, frozenset((self,))
-
-
-@dataclass(eq=False)
-class Node:
-    """One equation.
-
-    Attributes:
-      eqn: it.
-      reads: its operands, but for literals.
-      makes: its results.
-      fuses: whether it computes its operands on the way.
-      given: operands that it may overwrite with its results, if nobody else reads them.
-      loop: whether it passes its operands on to a body, and back.
-      inner: the bytes of what happens inside, its results not counted.
-    """
-
-    eqn: Any
-    reads: list[Value]
-    makes: list[Value]
-    fuses: bool
-    given: list[Value] = field(default_factory=list)
-    loop: bool = False
-    inner: int = 0
+from pipeline.flow import Flow, Node, Slots, Value, nbytes
+from pipeline.primitives import callee, loop_sizes
 
 
 class Walk:
@@ -116,8 +45,8 @@ class Walk:
         written: Iterable[int] = (),
         returned: bool = False,
     ) -> None:
-        self.nodes: list[Node] = []
-        self.refs: dict[Value, Any] = {}
+        flow = Flow(_enter)
+        self.nodes, self.refs = flow.nodes, flow.refs
         own, parts = set(owned), set(picked)
         inputs = []
         for index, var in enumerate(jaxpr.invars):
@@ -125,7 +54,7 @@ class Walk:
             value.sources = frozenset((value,) if value.held else ())
             inputs.append(value)
         self.owned = [inputs[i] for i in own]
-        outs = self._inline(jaxpr, inputs)
+        outs = flow.read(jaxpr, inputs)
         into = set(written)
         self.outs = [v for i, v in enumerate(outs) if v is not None and i not in into]
         stored = [v for i, v in enumerate(outs) if v is not None and i in into]
@@ -134,63 +63,6 @@ class Walk:
             for value in self.outs:
                 self._place(value)
         self.peak = self._sweep([*self.outs, *stored])
-
-    # --- reading ---
-
-    def _inline(self, jaxpr: Any, inputs: Sequence[Value | None]) -> list[Value | None]:
-        env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars:
-            env[var] = Value(0, held=True)
-
-        def look_up(atom: Any) -> Value | None:
-            return None if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            reads = list(map(look_up, eqn.invars))
-            body, _ = callee(eqn)
-            if body is not None:
-                found = self._inline(getattr(body, "jaxpr", body), reads)
-            elif eqn.primitive.name in _VIEWS or _keeps(eqn):
-                found = reads[: len(eqn.outvars)]
-            else:
-                found = self._node(eqn, reads)
-            env.update(zip(eqn.outvars, found, strict=True))
-        return list(map(look_up, jaxpr.outvars))
-
-    def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
-        name, makes = eqn.primitive.name, [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
-        given = [v for v in reads if v is not None]
-        node = Node(eqn, given, makes, fuses=False)
-        if name == "get" or (cost_of(eqn) in (CHEAP, LIGHT) and name not in _WHOLE):
-            node.fuses = True
-            node.given = given
-            for value in makes:
-                value.held = False
-        elif name in _WHOLE or name in _WRITES:
-            node.fuses = True
-        elif name == "new_ref":
-            node.given = given
-            self.refs[makes[0]] = eqn
-        elif name == "dot_general":
-            node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
-        elif inner := _INNER.get(name):
-            inner(node, reads)
-        self.nodes.append(node)
-        return list(makes)
-
-    def _turned(self, eqn: Any, side: int, value: Value) -> Value:
-        """An operand of a product, with its axes in the order that the product takes."""
-        contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
-        rank = eqn.invars[side].aval.ndim
-        free = [axis for axis in range(rank) if axis not in (*contracting, *batch)]
-        ends = (free, contracting) if side == 0 else (contracting, free)
-        order = [*batch, *ends[0], *ends[1]]
-        folds = len(contracting) == 1 and len(free) == 1 and order[:-2] == list(range(rank - 2))
-        if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
-            return value
-        turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
-        self.nodes.append(Node(eqn, [value], [turned], fuses=True, given=[value]))
-        return turned
 
     # --- what has memory of its own ---
 
@@ -221,7 +93,7 @@ class Walk:
         for node in self.nodes:
             sources = frozenset().union(*(v.sources for v in node.reads))
             for value in node.makes:
-                dear = node.eqn.primitive.name in _DEAR and readers[value] > 1
+                dear = node.is_dear and readers[value] > 1
                 if value.held or value in whole or dear:
                     value.hold()
                 else:
@@ -259,14 +131,6 @@ class Walk:
         return peak
 
 
-def _keeps(eqn: Any) -> bool:
-    """Whether a result is its operand's bytes in the same order."""
-    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
-        return False
-    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
-    return bool(given.size == made.size and given.dtype == made.dtype)
-
-
 def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
     """Operands whose place the results take."""
     given = {source for value in node.given for source in value.sources}
@@ -282,20 +146,18 @@ def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[
 # --- equations with bodies ---
 
 
-def _while(node: Node, reads: list[Value | None]) -> None:
+def _while(node: Node, reads: Slots) -> None:
     params = node.eqn.params
     consts, before = params["body_nconsts"], params["cond_nconsts"]
     _loop(node, reads, params["body_jaxpr"].jaxpr, before + consts, consts, len(node.makes))
 
 
-def _scan(node: Node, reads: list[Value | None]) -> None:
+def _scan(node: Node, reads: Slots) -> None:
     num_consts, num_carry = loop_sizes(node.eqn)
     _loop(node, reads, node.eqn.params["jaxpr"].jaxpr, num_consts, num_consts, num_carry)
 
 
-def _loop(
-    node: Node, reads: list[Value | None], body: Any, start: int, consts: int, num_carry: int
-) -> None:
+def _loop(node: Node, reads: Slots, body: Any, start: int, consts: int, num_carry: int) -> None:
     """The carry is given to the body and comes back out of it."""
     node.given = [v for v in reads[start : start + num_carry] if v is not None]
     walk = Walk(
@@ -308,18 +170,16 @@ def _loop(
     node.loop, node.inner = True, max(walk.peak - carried, 0)
 
 
-def _cond(node: Node, reads: list[Value | None]) -> None:
+def _cond(node: Node, reads: Slots) -> None:
     del reads
     results = sum(v.size for v in node.makes)
     peaks = [Walk(branch.jaxpr).peak for branch in node.eqn.params["branches"]]
     node.loop, node.inner = True, max(max(peaks) - results, 0)
 
 
-_INNER: dict[str, Callable[[Node, list[Value | None]], None]] = {
-    "while": _while,
-    "scan": _scan,
-    "cond": _cond,
-}
+def _enter(node: Node, reads: Slots) -> None:
+    """Find out what an equation with a body holds inside."""
+    {"while": _while, "scan": _scan, "cond": _cond}[node.eqn.primitive.name](node, reads)
 
 
 def find_shard_map(jaxpr: Any) -> Any:
