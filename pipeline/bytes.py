@@ -108,7 +108,7 @@ def _text(what: str, places: Places) -> str:
     head, *tail = what.split(" of ")
     plural = f"{head}es" if head.endswith("sh") else f"{head}s"
     name = " of ".join([plural if places.count != 1 else head, *tail])
-    return f"{places.count} {name} of {places.each:,} bytes"
+    return f"{places.count} {name}, {places.each:,} bytes each"
 
 
 def predict(

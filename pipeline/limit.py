@@ -45,16 +45,18 @@ def device_limit(plan: Plan) -> int | None:
     """Bytes that each device of the mesh may hold; None if nobody says."""
     if plan.memory_limit is not None:
         return plan.memory_limit
-    limits = []
-    for device in plan.mesh.devices.flat:
-        if device.process_index == jax.process_index():
-            try:
-                stats = device.memory_stats() or {}
-            except (NotImplementedError, RuntimeError):  # a topology without hardware
-                stats = {}
-            limits.append(stats.get("bytes_limit"))
-    known = [limit for limit in limits if limit is not None]
+    mine = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
+    known = [limit for limit in map(reported_limit, mine) if limit is not None]
     return min(known, default=None)
+
+
+def reported_limit(device: jax.Device) -> int | None:
+    """What a device's runtime says that it may hold, if it says so."""
+    try:
+        stats = device.memory_stats() or {}
+    except (NotImplementedError, RuntimeError):  # a topology without hardware
+        return None
+    return stats.get("bytes_limit")
 
 
 def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, Plan, Model]]:
@@ -113,5 +115,5 @@ def _message(
     whose = "memory_limit" if plan.memory_limit is not None else "its runtime"
     return (
         f"a step is predicted to take {found.total:,} bytes on each device, and {whose} allows "
-        f"{limit:,}; most of it is {part}, {size:,} bytes together; {help_}"
+        f"{limit:,}; its largest part is {part}: {size:,} bytes; {help_}"
     )
