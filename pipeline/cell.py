@@ -7,6 +7,7 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

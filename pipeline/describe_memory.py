@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from pipeline import runtime
-from pipeline.accumulate import wide
+from pipeline.accumulate import as_summed
 from pipeline.bytes import MemoryPrediction, Places, predict
 from pipeline.flow import nbytes
 from pipeline.plan import Plan
@@ -37,7 +37,7 @@ def describe_memory(
             "describe(inputs, targets, compiled=True), of arrays or jax.ShapeDtypeStruct"
         )
     if operands is None:
-        return [known_line(chunks, ends, plan.schedule.num_ranks)]
+        return [known_line(plan, chunks, ends)]
     found = predict(plan, *operands)
     if not compiled:
         return memory_lines(found)
@@ -82,7 +82,7 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
     ]
 
 
-def known_line(chunks: nnx.Module, ends: nnx.Module, num_ranks: int) -> str:
+def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module) -> str:
     """What is known before any batch is."""
 
     def size(module: nnx.Module, *filters: Any) -> int:
@@ -90,8 +90,9 @@ def known_line(chunks: nnx.Module, ends: nnx.Module, num_ranks: int) -> str:
 
     def sums(module: nnx.Module) -> int:
         params = jax.tree.leaves(nnx.state(module, nnx.Param))
-        return sum(map(nbytes, jax.eval_shape(wide, params)))
+        return sum(map(nbytes, jax.eval_shape(lambda w: as_summed(w, plan.grad_dtype), params)))
 
+    num_ranks = plan.schedule.num_ranks
     weights = size(chunks) // num_ranks + size(ends)
     gradients = sums(chunks) // num_ranks + sums(ends)
     return (
