@@ -70,6 +70,8 @@ class Walk:
         """Give an output memory elsewhere, and the ref that it comes from the same."""
         made_by = {value: node for node in self.nodes for value in node.makes}
         size, output.size, value = output.size, 0, output
+        if output in made_by and not made_by[output].fuses:
+            return  # a sum over ranks reads the one and writes the other at once
         while value in made_by and value not in self.refs:
             node = made_by[value]
             if len(node.reads) == len(node.makes) > 1:  # a sum over ranks of several
