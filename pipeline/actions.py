@@ -55,7 +55,7 @@ def run_once(action: Callable[[], Tree], like: Tree) -> Tree:
       action: anything that works on refs.
       like: a value of the type of its result.
     """
-    return _at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)
+    return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)
 
 
 class Actions:

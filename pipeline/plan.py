@@ -87,11 +87,8 @@ class Plan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which all of a rank's values are made to vary.
-
-        A sum over an axis of one is none to JAX, but XLA's CPU backend does it, into new memory.
-        """
-        return (DATA, STAGE) if self.data_size > 1 else (STAGE,)
+        """The mesh axes over which all of a rank's values are made to vary."""
+        return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
 
     @property
     def manual_axes(self) -> frozenset[str]:

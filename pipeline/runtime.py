@@ -253,13 +253,12 @@ def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
     held = actions.no_message() if delayed else None
     for start, stop, uses in _segments(program, split=masked):
+        busy = busy_in(program, start, stop)
         if stop - start == 1:
             row = {name: table[start] for name, table in local.items()}
-            one = functools.partial(tick, uses, held, row)
-            held, _ = run_once(one, (held, None))
+            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
             continue
         part = {name: table[start:stop] for name, table in local.items()}
-        busy = busy_in(program, start, stop)
         held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
 
 

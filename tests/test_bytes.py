@@ -200,11 +200,11 @@ def test_describe_says_what_is_known():
         "describe(inputs, targets) predicts the rest"
     )
     predicted = [
-        "bytes per rank, predicted: 58,720,263",
+        "bytes per rank, predicted: 60,817,415",
         "  arguments 18,874,368: weights 2,097,152, batch 16,777,216",
         "  results 2,097,156: gradients and loss",
         (
-            "  temporaries 37,748,739: 3 messages of 1,048,576, 4 stashes of 6,291,456, sums 4, "
+            "  temporaries 39,845,891: 3 messages of 1,048,576, 4 stashes of 6,291,456, sums 2,097,156, "
             "workspace 9,437,183"
         ),
     ]
@@ -244,9 +244,9 @@ def told(pipe, *batch, call="lower"):
 def test_a_step_that_is_too_large_is_told_of_once():
     pipe, x = make("gpipe", remat=None, memory_limit=60_000_000)
     text = (
-        "a step is predicted to take 90,177,543 bytes on each device, and memory_limit allows "
+        "a step is predicted to take 92,274,695 bytes on each device, and memory_limit allows "
         "60,000,000; its largest part is 8 residual stashes, 6,291,456 bytes each: 50,331,648 "
-        'bytes; of the options that change no result, remat="stage" saves most: 40,894,471 bytes'
+        'bytes; of the options that change no result, remat="stage" saves most: 42,991,623 bytes'
     )
     assert told(pipe, x, x) == [text]
     assert told(pipe, x, x) == []
@@ -258,12 +258,12 @@ SAVES = "of the options that change no result, {} saves most: {} bytes"
 @pytest.mark.parametrize(
     ("family", "M", "limit", "help_"),
     [
-        ("gpipe", 16, 60_000_000, SAVES.format('schedule="1f1b"', "53,477,383")),
+        ("gpipe", 16, 60_000_000, SAVES.format('schedule="1f1b"', "55,574,535")),
         (
             "1f1b",
             8,
             1_000_000,
-            SAVES.format("num_microbatches=16", "28,835,847") + ", which is still too much",
+            SAVES.format("num_microbatches=16", "30,932,999") + ", which is still too much",
         ),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_device_that_says_its_limit(monkeypatch):
 
 
 def test_a_step_that_fits_is_passed_over():
-    pipe, x = make("gpipe", memory_limit=90_177_543, remat=None)
+    pipe, x = make("gpipe", memory_limit=92_274_695, remat=None)
     assert told(pipe, x, x) == []
 
 
