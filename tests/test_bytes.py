@@ -204,8 +204,8 @@ def test_describe_says_what_is_known():
         "  arguments 18,874,368: weights 2,097,152, batch 16,777,216",
         "  results 2,097,156: gradients and loss",
         (
-            "  temporaries 39,845,891: 3 messages of 1,048,576, 4 stashes of 6,291,456, sums 2,097,156, "
-            "workspace 9,437,183"
+            "  temporaries 39,845,891: 3 messages of 1,048,576, 4 stashes of 6,291,456, sums "
+            "2,097,156, workspace 9,437,183"
         ),
     ]
     assert pipe.describe().splitlines()[6:] == [known]
