@@ -45,6 +45,19 @@ def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tr
     return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, otherwise))[1]
 
 
+def run_once(action: Callable[[], Tree], like: Tree) -> Tree:
+    """The action's result, by a loop that XLA cannot see runs once.
+
+    Inlined into its surroundings, what it reads of a buffer and what comes after it writes there
+    are in no order, and XLA copies the buffer (for stashes, 80 MiB of 194).
+
+    Args:
+      action: anything that works on refs.
+      like: a value of the type of its result.
+    """
+    return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)
+
+
 class Actions:
     """What a rank can do during a step, and the memory it does it in.
 
@@ -81,17 +94,19 @@ class Actions:
         self.residuals: Any = None
         if self.training and program.keep == "residuals":
             self.residuals = cell.residuals()
-        self.buffers: Any = Pool(cell.wire, program.num_buffers + 1, axes)
+        self.buffers: Any = Pool(cell.wire, program.num_buffers + 1, axes, "messages")
         self.returned: Any = self.buffers  # the same, read as what a stage returns
         stashed = self.residuals.stashed if self.residuals else []
-        self.stashes: Any = Pool(stashed, program.num_stashes + masked, axes)
+        self.stashes: Any = Pool(stashed, program.num_stashes + masked, axes, "stashes")
         is_split = any(op.kind in "IW" for slot in program.slots for op in slot.ops)
         self.halves: Any = None
         if is_split:
             self.halves = cell.split_backward(self.residuals, in_place=not masked)
         crossing = self.halves.crossing if self.halves else []
-        self.crossings: Any = Pool(crossing, program.num_crossings + masked, axes)
-        self.results = Pool([] if take_loss else self._output_types(), num_microbatches, axes)
+        places = program.num_crossings + masked
+        self.crossings: Any = Pool(crossing, places, axes, "crossings")
+        outputs = [] if take_loss else self._output_types()
+        self.results = Pool(outputs, num_microbatches, axes, "kept")
 
     def _make_totals(
         self, cell: Cell, num_microbatches: int, *, take_loss: bool, want_inputs: bool
@@ -106,7 +121,7 @@ class Actions:
         ]
         self.ends_grads = Total(as_summed(ends, summed) if self.training else [], axes)
         floats, _ = partition(at(cell.batch.inputs, 0))
-        self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes)
+        self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes, "kept")
 
     def _output_types(self) -> Tree:
         cell = self.cell

@@ -7,6 +7,7 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -68,12 +69,17 @@ def at(tree: Tree, index: Any) -> Tree:
 
 
 def pick(trees: Sequence[Tree], index: Chunk) -> Tree:
-    """One of several equal trees; the index may be traced."""
+    """One of several equal trees; the index may be traced.
+
+    By a select and not out of a stack, which would hold a copy of all trees during the whole step.
+    """
     if isinstance(index, int):
         return trees[index]
-    if len(trees) == 1:
-        return trees[0]
-    return at(jax.tree.map(lambda *xs: jnp.stack(xs), *trees), index)
+    return functools.reduce(
+        lambda found, v: jax.tree.map(lambda x, y: jnp.where(index == v, y, x), found, trees[v]),
+        range(1, len(trees)),
+        trees[0],
+    )
 
 
 @dataclass(frozen=True)

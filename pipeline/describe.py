@@ -11,8 +11,8 @@ from schedules import simulate
 from schedules.program import Program
 
 
-def describe(plan: Plan, chunks: Sequence[Any]) -> str:
-    """A few lines: sizes, schedule and why, ticks, places, predicted bubbles, unlike stages."""
+def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
+    """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
     event = simulate(schedule)
@@ -31,6 +31,7 @@ def describe(plan: Plan, chunks: Sequence[Any]) -> str:
             f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
             f"{lockstep.bubble_rate:.1%} in lockstep{' with delayed sends' * program.delayed}"
         ),
+        *memory,
     ]
     if program.delayed:
         lines.append(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from pipeline.cell import Batch, Model, Weights
+from pipeline.limit import see_that_it_fits
 from pipeline.loss import pairing
 from pipeline.plan import Plan
 from pipeline.runtime import infer, train
@@ -31,6 +32,7 @@ def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
 def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
     want_inputs = _wants_inputs(weights, batch)
     weights, batch = _values(weights), _values(batch)
+    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
     value, grads, inputs = train(plan, model, weights, batch, want_inputs=want_inputs)
     return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
 
@@ -62,13 +64,11 @@ def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tupl
 def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
     weights, batch, want_inputs = kept
     cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
+    model = dataclasses.replace(model, loss_fn=pairing)
+    batch = dataclasses.replace(batch, targets=cotangents)
+    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
     _, (chunks, ends), inputs = train(
-        plan,
-        dataclasses.replace(model, loss_fn=pairing),
-        weights,
-        dataclasses.replace(batch, targets=cotangents),
-        want_inputs=want_inputs,
-        normalise=False,
+        plan, model, weights, batch, want_inputs=want_inputs, normalise=False
     )
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), Batch(found, None, None)

@@ -24,15 +24,17 @@ class Pool:
       types: a tree of shapes and dtypes, one value.
       places: how many.
       axes: the mesh axes over which values vary whose types do not say it themselves.
+      name: what `pipeline.bytes` calls them; it stands in the name stack of their refs.
     """
 
-    def __init__(self, types: Tree, places: int, axes: tuple[str, ...]) -> None:
+    def __init__(self, types: Tree, places: int, axes: tuple[str, ...], name: str) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
-        self.refs = [
-            jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
-            for t in leaves
-        ]
+        with jax.named_scope(name):
+            self.refs = [
+                jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
+                for t in leaves
+            ]
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
@@ -49,8 +51,9 @@ class Pool:
 class Total:
     """Scalars or gradients that are added up, in the order they come."""
 
-    def __init__(self, like: Leaves, axes: tuple[str, ...]) -> None:
-        self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
+    def __init__(self, like: Leaves, axes: tuple[str, ...], name: str = "totals") -> None:
+        with jax.named_scope(name):
+            self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
 
     def add(self, values: Leaves) -> None:
         """Add one value to each."""

@@ -64,3 +64,13 @@ def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> t
                 f"itself, so it cannot be left to the compiler; leave out {axis!r}"
             )
     return tuple(auto_axes)
+
+
+def check_limit(memory_limit: Any) -> None:
+    """Raise ValueError unless it is None or a number of bytes."""
+    is_integer = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
+    if memory_limit is not None and not (is_integer and memory_limit > 0):
+        raise ValueError(
+            f"memory_limit={memory_limit!r}: must be an integer > 0, the bytes that a device may "
+            f"hold, or None for what its runtime reports"
+        )

@@ -21,10 +21,12 @@ from pipeline.choose import (
 )
 from pipeline.chunks import lay_out, make_chunks, make_ends
 from pipeline.describe import describe
+from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode, choose_shared, find_tables
+from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
-from pipeline.options import check_axes, check_functions, check_options
+from pipeline.options import check_axes, check_functions, check_limit, check_options
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Plan, Remat
 from pipeline.randomness import advance
@@ -74,6 +76,8 @@ class Pipeline(nnx.Module):
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a
         `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
+      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
+        CPU is nothing. A step predicted to exceed it warns before it is compiled.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -107,9 +111,11 @@ class Pipeline(nnx.Module):
         sharding: Sharding | None = None,
         auto_axes: Sequence[str] = (),
         vocabulary: Mode = "ends",
+        memory_limit: int | None = None,
     ) -> None:
         num_stages = count_stages(stages)
         check_options(num_microbatches, remat, bubbles)
+        check_limit(memory_limit)
         check_functions(loss_fn=loss_fn, embed=embed, head=head, sharding=sharding)
         pattern = choose_pattern(pattern, bubbles)
         mesh = choose_mesh(mesh, num_stages, schedule)
@@ -142,6 +148,7 @@ class Pipeline(nnx.Module):
             gather=gather,
             auto_axes=auto,
             shared=shared,
+            memory_limit=memory_limit,
         )
         placement = Placement(mesh, data_parallel, sharding, auto)
         self.chunks = nnx.List(make_chunks(stages, placement, timetable.stages_of))
@@ -201,6 +208,7 @@ class Pipeline(nnx.Module):
         self._require_loss("value_and_grad")
         operands = self._operands(inputs, targets, extras)
         advance(self)
+        see_that_it_fits(self.plan, *operands)
         value, grads, _ = runtime.train(self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
@@ -214,6 +222,7 @@ class Pipeline(nnx.Module):
         """
         self._require_loss("lower")
         operands = self._operands(inputs, targets, extras)
+        see_that_it_fits(self.plan, *operands)
         return runtime.train.lower(self.plan, *operands)
 
     def stages(self) -> list[nnx.Module]:
@@ -225,9 +234,30 @@ class Pipeline(nnx.Module):
         }
         return [found[k] for k in range(len(found))]
 
-    def describe(self) -> str:
-        """What runs, where, and what it is predicted to cost."""
-        return describe(self.plan, self.chunks)
+    def describe(
+        self,
+        inputs: Tree = None,
+        targets: Tree = (),
+        *,
+        extras: dict[str, Tree] | None = None,
+        compiled: bool = False,
+    ) -> str:
+        """What runs, where, and what it is predicted to cost.
+
+        Bytes are predicted for the batch given, whose leaves may be `jax.ShapeDtypeStruct`, or
+        else for the last one trained on; before there is any, only those of weights and gradients
+        are known. With ``compiled=True`` the step is compiled, and the compiler's bytes stand
+        beside the predicted ones. Nothing is run.
+
+        Raises:
+          ValueError: ``compiled=True`` and no batch is known.
+        """
+        operands = None
+        if inputs is not None:
+            self._require_loss("describe")
+            operands = self._operands(inputs, targets, extras)
+        memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
+        return describe(self.plan, self.chunks, memory)
 
     def _operands(self, inputs: Tree, targets: Tree, extras: Any) -> tuple[Model, Weights, Batch]:
         batch = make_batch(

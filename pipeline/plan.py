@@ -50,7 +50,10 @@ class Plan:
       gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
       auto_axes: mesh axes left to the compiler.
       shared: which of embed and head all ranks share.
+      memory_limit: bytes that a device may hold, or None for what its runtime says.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
+      seen: the last step's operands, as types.
+      warned: types of steps whose memory was looked at.
     """
 
     mesh: Mesh
@@ -67,7 +70,10 @@ class Plan:
     gather: Gather = "step"
     auto_axes: tuple[str, ...] = ()
     shared: Shared = ()
+    memory_limit: int | None = None
     whole: list[str] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    warned: set[Any] = field(default_factory=set)
 
     @property
     def keep(self) -> Keep:

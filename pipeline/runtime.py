@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE, exchange, sum_over
-from pipeline.actions import Actions, Row
+from pipeline.actions import Actions, Row, run_once
 from pipeline.cell import Batch, Cell, Model, Weights
 from pipeline.memory import scale_in_place
 from pipeline.plan import Plan
@@ -253,8 +253,12 @@ def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
     held = actions.no_message() if delayed else None
     for start, stop, uses in _segments(program, split=masked):
-        part = {name: table[start:stop] for name, table in local.items()}
         busy = busy_in(program, start, stop)
+        if stop - start == 1:
+            row = {name: table[start] for name, table in local.items()}
+            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
+            continue
+        part = {name: table[start:stop] for name, table in local.items()}
         held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
 
 

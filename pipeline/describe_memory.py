@@ -1,0 +1,105 @@
+"""The lines of `Pipeline.describe` on memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline import runtime
+from pipeline.accumulate import as_summed
+from pipeline.bytes import MemoryPrediction, Places, predict
+from pipeline.flow import nbytes
+from pipeline.plan import Plan
+
+
+def describe_memory(
+    plan: Plan, chunks: nnx.Module, ends: nnx.Module, operands: Any, *, compiled: bool
+) -> list[str]:
+    """Lines on bytes.
+
+    Args:
+      plan: the options of the pipeline.
+      chunks: the V chunks.
+      ends: embed and head.
+      operands: model, weights and batch of a step; None for those of the last one.
+      compiled: whether to compile the step and say what it holds.
+
+    Raises:
+      ValueError: there is nothing to compile.
+    """
+    if operands is None and plan.seen:
+        operands = plan.seen[0]
+    if operands is None and compiled:
+        raise ValueError(
+            "describe(compiled=True) compiles a step, and no batch is known; give it one, "
+            "describe(inputs, targets, compiled=True), of arrays or jax.ShapeDtypeStruct"
+        )
+    if operands is None:
+        return [known_line(plan, chunks, ends)]
+    found = predict(plan, *operands)
+    if not compiled:
+        return memory_lines(found)
+    step = runtime.train.lower(plan, *operands).compile()
+    return memory_lines(found, step.memory_analysis())
+
+
+def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
+    """What each rank is predicted to hold, and what the compiler says.
+
+    Args:
+      found: the prediction.
+      compiled: `jax.stages.Compiled.memory_analysis()` of the same step, or None.
+    """
+    places = [
+        _places("messages", found.messages),
+        _places("stashes", found.stashes),
+        _places("crossings", found.crossings),
+    ]
+    arguments = f"weights {found.weights:,}, batch {found.batch:,}"
+    temporaries = [
+        *(text for text in places if text),
+        *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
+        f"sums {found.totals:,}",
+        f"workspace {found.workspace:,}",
+    ]
+    said = [""] * 3
+    if compiled is not None:
+        said = [
+            f"; compiled {size:,}"
+            for size in (
+                compiled.argument_size_in_bytes,
+                compiled.output_size_in_bytes,
+                compiled.temp_size_in_bytes,
+            )
+        ]
+    return [
+        f"bytes per rank, predicted: {found.total:,}",
+        f"  arguments {found.arguments:,}: {arguments}{said[0]}",
+        f"  results {found.returned:,}: gradients and loss{said[1]}",
+        f"  temporaries {found.temporaries:,}: {', '.join(temporaries)}{said[2]}",
+    ]
+
+
+def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module) -> str:
+    """What is known before any batch is."""
+
+    def size(module: nnx.Module, *filters: Any) -> int:
+        return sum(map(nbytes, jax.tree.leaves(nnx.state(module, *filters))))
+
+    def sums(module: nnx.Module) -> int:
+        params = jax.tree.leaves(nnx.state(module, nnx.Param))
+        return sum(map(nbytes, jax.eval_shape(lambda w: as_summed(w, plan.grad_dtype), params)))
+
+    num_ranks = plan.schedule.num_ranks
+    weights = size(chunks) // num_ranks + size(ends)
+    gradients = sums(chunks) // num_ranks + sums(ends)
+    return (
+        f"bytes per rank: weights {weights:,}, sums of gradients {gradients:,}; "
+        f"describe(inputs, targets) predicts the rest"
+    )
+
+
+def _places(name: str, places: Places) -> str:
+    return f"{places.count} {name} of {places.each:,}" if places.size else ""

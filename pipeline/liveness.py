@@ -1,0 +1,195 @@
+"""How many bytes a computation holds at its worst moment, from its jaxpr.
+
+This is what a compiler that fuses well needs, in the order in which the jaxpr is written:
+
+* arithmetic and picks of parts are computed within what reads them; their results exist only where
+  something reads them that takes whole arrays (a matrix product, a loop, an exchange), or where
+  several would have to repeat an exponential;
+* a result takes the place of an operand of its size that nobody needs any more;
+* what a loop carries is one buffer, from its start to its result; a ref is one too, written in
+  place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipeline.flow import Flow, Node, Slots, Value, nbytes
+from pipeline.primitives import callee, loop_sizes
+
+
+class Walk:
+    """A body's values and when they are needed.
+
+    Args:
+      jaxpr: the body.
+      owned: indices of inputs whose memory is the body's own; all others cost nothing here.
+      picked: indices of inputs that are parts of something, computed on the way.
+      written: indices of outputs that go into something larger.
+      returned: whether its outputs are those of the program, which have memory elsewhere. So has
+        a ref whose final value is such an output and takes as many bytes.
+
+    Attributes:
+      peak: the most bytes it holds at once, owned inputs and all outputs included.
+      refs: the refs that it makes, and the equations that make them.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        *,
+        owned: Iterable[int] = (),
+        picked: Iterable[int] = (),
+        written: Iterable[int] = (),
+        returned: bool = False,
+    ) -> None:
+        flow = Flow(_enter)
+        self.nodes, self.refs = flow.nodes, flow.refs
+        own, parts = set(owned), set(picked)
+        inputs = []
+        for index, var in enumerate(jaxpr.invars):
+            value = Value(nbytes(var.aval) if index in own | parts else 0, held=index not in parts)
+            value.sources = frozenset((value,) if value.held else ())
+            inputs.append(value)
+        self.owned = [inputs[i] for i in own]
+        outs = flow.read(jaxpr, inputs)
+        into = set(written)
+        self.outs = [v for i, v in enumerate(outs) if v is not None and i not in into]
+        stored = [v for i, v in enumerate(outs) if v is not None and i in into]
+        self._choose(self.outs)
+        if returned:
+            for value in self.outs:
+                self._place(value)
+        self.peak = self._sweep([*self.outs, *stored])
+
+    # --- what has memory of its own ---
+
+    def _place(self, output: Value) -> None:
+        """Give an output memory elsewhere, and the ref that it comes from the same."""
+        made_by = {value: node for node in self.nodes for value in node.makes}
+        size, output.size, value = output.size, 0, output
+        if output in made_by and not made_by[output].fuses:
+            return  # a sum over ranks reads the one and writes the other at once
+        while value in made_by and value not in self.refs:
+            node = made_by[value]
+            if len(node.reads) == len(node.makes) > 1:  # a sum over ranks of several
+                value = node.reads[node.makes.index(value)]
+                continue
+            same = [v for v in node.reads if v.size == size]
+            if not same:
+                return
+            value = same[0]
+        if value in self.refs and value.size == size:
+            value.size = 0
+
+    def _choose(self, outs: Iterable[Value]) -> None:
+        """Decide which values are held, and of which others are computed."""
+        readers: Counter[Value] = Counter()
+        whole = set(outs)
+        for node in self.nodes:
+            readers.update(set(node.reads))
+            if not node.fuses:
+                whole.update(node.reads)
+        for node in self.nodes:
+            sources = frozenset().union(*(v.sources for v in node.reads))
+            for value in node.makes:
+                dear = node.is_dear and readers[value] > 1
+                if value.held or value in whole or dear:
+                    value.hold()
+                else:
+                    value.sources = sources
+        for value in whole:
+            value.hold()
+
+    # --- when ---
+
+    def _sweep(self, outs: Iterable[Value]) -> int:
+        """The most bytes held at once."""
+        last: dict[Value, int] = {}
+        for when, node in enumerate(self.nodes):
+            if any(v.held for v in node.makes) or node.eqn.effects or node.loop:
+                for value in node.reads:
+                    last.update(dict.fromkeys(value.sources, when))
+        end = len(self.nodes)
+        for value in outs:
+            last.update(dict.fromkeys(value.sources, end))
+        ends: dict[int, list[Value]] = {}
+        for value, when in last.items():
+            ends.setdefault(when, []).append(value)
+        live = {value for value in self.owned if value in last}
+        peak = held = sum(v.size for v in self.owned)
+        held = sum(v.size for v in live)
+        for when, node in enumerate(self.nodes):
+            dying = [v for v in ends.get(when, []) if v in live]
+            makes = [v for v in node.makes if v.held and v in last and v not in live]
+            passed = _passed(node, dying, makes)
+            held -= sum(v.size for v in passed)
+            peak = max(peak, held + node.inner + sum(v.size for v in makes))
+            held += sum(v.size for v in makes) - sum(v.size for v in dying if v not in passed)
+            live |= set(makes)
+            live -= set(dying)
+        return peak
+
+
+def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
+    """Operands whose place the results take."""
+    given = {source for value in node.given for source in value.sources}
+    wanted = Counter(v.size for v in makes)
+    passed = []
+    for value in dying:
+        if value in given and (wanted[value.size] or node.loop):
+            wanted[value.size] -= 1
+            passed.append(value)
+    return passed
+
+
+# --- equations with bodies ---
+
+
+def _while(node: Node, reads: Slots) -> None:
+    params = node.eqn.params
+    consts, before = params["body_nconsts"], params["cond_nconsts"]
+    _loop(node, reads, params["body_jaxpr"].jaxpr, before + consts, consts, len(node.makes))
+
+
+def _scan(node: Node, reads: Slots) -> None:
+    num_consts, num_carry = loop_sizes(node.eqn)
+    _loop(node, reads, node.eqn.params["jaxpr"].jaxpr, num_consts, num_consts, num_carry)
+
+
+def _loop(node: Node, reads: Slots, body: Any, start: int, consts: int, num_carry: int) -> None:
+    """The carry is given to the body and comes back out of it."""
+    node.given = [v for v in reads[start : start + num_carry] if v is not None]
+    walk = Walk(
+        body,
+        owned=range(consts, consts + num_carry),
+        picked=range(consts + num_carry, len(body.invars)),
+        written=range(num_carry, len(body.outvars)),
+    )
+    carried = sum(v.size for v in node.makes[:num_carry])
+    node.loop, node.inner = True, max(walk.peak - carried, 0)
+
+
+def _cond(node: Node, reads: Slots) -> None:
+    del reads
+    results = sum(v.size for v in node.makes)
+    peaks = [Walk(branch.jaxpr).peak for branch in node.eqn.params["branches"]]
+    node.loop, node.inner = True, max(max(peaks) - results, 0)
+
+
+def _enter(node: Node, reads: Slots) -> None:
+    """Find out what an equation with a body holds inside."""
+    {"while": _while, "scan": _scan, "cond": _cond}[node.eqn.primitive.name](node, reads)
+
+
+def find_shard_map(jaxpr: Any) -> Any:
+    """The body that each device runs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            return eqn.params["jaxpr"]
+        body, _ = callee(eqn)
+        if body is not None and (found := find_shard_map(getattr(body, "jaxpr", body))):
+            return found
+    return None
