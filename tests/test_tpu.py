@@ -14,7 +14,7 @@ from pipeline import Pipeline
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
 
-WIDTH, HIDDEN, ROWS, M = 512, 2048, 64, 8
+WIDTH, HIDDEN, ROWS, M = 2048, 16384, 64, 8  # gradients that fit no on-chip memory
 GRADIENTS = 2 * 2 * WIDTH * HIDDEN * 2  # bytes a rank, of two layers in bfloat16
 
 
