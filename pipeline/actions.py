@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.accumulate import as_summed
-from pipeline.cell import Cell, at
+from pipeline.cell import Cell
 from pipeline.loss import same_over_others
 from pipeline.memory import Pool, Total
-from pipeline.tree import Leaves, Tree, blank, combine, partition
+from pipeline.tree import Leaves, Tree, at, blank, combine, partition
 from schedules.program import Op, Program, Slot
 
 Row = Mapping[str, Any]

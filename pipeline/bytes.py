@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from pipeline import runtime
-from pipeline.cell import Batch, Model, Weights
 from pipeline.flow import nbytes
 from pipeline.liveness import Walk, find_shard_map
+from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.tree import Tree
 

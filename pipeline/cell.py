@@ -7,9 +7,7 @@ uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
@@ -17,97 +15,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import vary
-from pipeline.accumulate import GradDtype, Pullback, differentiate
+from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import Linearize, SplitBackward
 from pipeline.boundary import follow_alike
-from pipeline.ends import Tables, see_that_activations_are_alike, see_that_they_are_words
+from pipeline.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, as_sum_and_weight, is_mean, same_over_others
+from pipeline.model import Batch, Model, Weights
 from pipeline.primitives import barrier
 from pipeline.randomness import fold, split_streams
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import Lazy, code
-from pipeline.spread import Layout, gather
-from pipeline.stage import Definition, Seat
-from pipeline.tree import Leaves, Tree, blank, combine, partition, signature, vary_like
-
-Chunk = int | jax.Array
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The state of a pipeline as the kernel sees it.
-
-    Attributes:
-      chunks: [V] trees, the `nnx.Param` state of each chunk.
-      ends: the `nnx.Param` state of embed and head.
-      chunks_rest, ends_rest: all other state of the same modules.
-    """
-
-    chunks: Tree
-    ends: Tree
-    chunks_rest: Tree
-    ends_rest: Tree
-
-
-@dataclass(frozen=True)
-class Batch:
-    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
-
-    inputs: Tree
-    targets: Tree
-    extras: Tree
-
-
-for _record in (Weights, Batch):
-    jax.tree_util.register_dataclass(_record)
-
-
-def at(tree: Tree, index: Any) -> Tree:
-    """One element along the leading axis of every leaf."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def pick(trees: Sequence[Tree], index: Chunk) -> Tree:
-    """One of several equal trees; the index may be traced.
-
-    By a select and not out of a stack, which would hold a copy of all trees during the whole step.
-    """
-    if isinstance(index, int):
-        return trees[index]
-    return functools.reduce(
-        lambda found, v: jax.tree.map(lambda x, y: jnp.where(index == v, y, x), found, trees[v]),
-        range(1, len(trees)),
-        trees[0],
-    )
-
-
-@dataclass(frozen=True)
-class Model:
-    """The static half of the user's model.
-
-    Attributes:
-      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
-      chunk: definition of a stage.
-      has_embed, has_head: whether the ends do anything.
-      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
-        no loss is ever taken.
-      policy: a `jax.checkpoint` policy for the stages, or None.
-      grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
-      layout: where the leaves of its state lie.
-      tables: those of embed and head that all ranks share.
-    """
-
-    stages: tuple[Seat, ...]
-    chunk: Definition
-    ends: Definition
-    has_embed: bool
-    has_head: bool
-    loss_fn: LossFn | None
-    layout: Layout
-    policy: Any = None
-    grad_dtype: GradDtype = None
-    tables: Tables = field(default_factory=Tables)
+from pipeline.spread import gather
+from pipeline.tree import (
+    Index,
+    Leaves,
+    Tree,
+    at,
+    blank,
+    combine,
+    partition,
+    pick,
+    signature,
+    vary_like,
+)
 
 
 class Cell:
@@ -262,14 +193,14 @@ class Cell:
     def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
         return differentiate(f, self.ends_weights, floats, grad_dtype=self.model.grad_dtype)
 
-    def stage_pullback(self, chunk: Chunk, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
+    def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
         """A stage's output; over its weights and its input."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x)
 
     def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
         return stage_pullback(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
 
-    def stage_arguments(self, chunk: Chunk, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
+    def stage_arguments(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
         """What `stage` takes before its input."""
         streams = fold(pick(self.streams, chunk), microbatch, self.axes)
         side = streams, at(self.batch.extras, microbatch)
@@ -277,7 +208,7 @@ class Cell:
             return pick(self.weights, chunk), pick(self.fixed, chunk), side
         return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
 
-    def _gathered(self, chunk: Chunk, microbatch: Any) -> Leaves:
+    def _gathered(self, chunk: Index, microbatch: Any) -> Leaves:
         """A chunk's weights, whole."""
         shards = pick(self.shards, chunk)
         if not isinstance(microbatch, int):

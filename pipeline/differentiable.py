@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from pipeline.cell import Batch, Model, Weights
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import pairing
+from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.runtime import infer, train
 from pipeline.tree import Tree, combine, partition, times

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from pipeline.bytes import MemoryPrediction, predict, types
-from pipeline.cell import Batch, Model, Weights
+from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.tree import signature
 from schedules import ScheduleError, build, names

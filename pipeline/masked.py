@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.actions import Actions, Row
-from pipeline.cell import Cell, at
+from pipeline.cell import Cell
 from pipeline.memory import Total
-from pipeline.tree import Leaves, Tree, blank, partition
+from pipeline.tree import Leaves, Tree, at, blank, partition
 from schedules.program import Op, Slot
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
-from pipeline.cell import Batch
 from pipeline.distribute import distribute
+from pipeline.model import Batch
 from pipeline.tree import Tree
 
 

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from collectives import STAGE
 from pipeline import differentiable, runtime
 from pipeline.accumulate import check_grad_dtype
-from pipeline.cell import Batch, Model, Weights
 from pipeline.choose import (
     choose_mesh,
     choose_pattern,
@@ -26,6 +25,7 @@ from pipeline.ends import Mode, choose_shared, find_tables
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.microbatch import make_batch, place
+from pipeline.model import Batch, Model, Weights
 from pipeline.options import check_axes, check_functions, check_limit, check_options
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Plan, Remat

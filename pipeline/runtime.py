@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE, exchange, sum_over
 from pipeline.actions import Actions, Row, run_once
-from pipeline.cell import Batch, Cell, Model, Weights
+from pipeline.cell import Cell
 from pipeline.memory import scale_in_place
+from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
 from pipeline.straight import Straight

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.actions import Actions
-from pipeline.cell import Cell, at
+from pipeline.cell import Cell
+from pipeline.tree import at
 from schedules.ir import Action, Kind, Schedule, from_orders
 
 

@@ -1,0 +1,75 @@
+"""What the kernel is given: the static half of a model, its state, and a batch.
+
+Letters: K stages, V chunks per rank, M microbatches, b rows of a microbatch on one data shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pipeline.accumulate import GradDtype
+from pipeline.ends import Tables
+from pipeline.loss import LossFn
+from pipeline.spread import Layout
+from pipeline.stage import Definition, Seat
+from pipeline.tree import Tree
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state of a pipeline as the kernel sees it.
+
+    Attributes:
+      chunks: [V] trees, the `nnx.Param` state of each chunk.
+      ends: the `nnx.Param` state of embed and head.
+      chunks_rest, ends_rest: all other state of the same modules.
+    """
+
+    chunks: Tree
+    ends: Tree
+    chunks_rest: Tree
+    ends_rest: Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
+
+    inputs: Tree
+    targets: Tree
+    extras: Tree
+
+
+for _record in (Weights, Batch):
+    jax.tree_util.register_dataclass(_record)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of the user's model.
+
+    Attributes:
+      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
+      chunk: definition of a stage.
+      has_embed, has_head: whether the ends do anything.
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
+        no loss is ever taken.
+      policy: a `jax.checkpoint` policy for the stages, or None.
+      grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
+      layout: where the leaves of its state lie.
+      tables: those of embed and head that all ranks share.
+    """
+
+    stages: tuple[Seat, ...]
+    chunk: Definition
+    ends: Definition
+    has_embed: bool
+    has_head: bool
+    loss_fn: LossFn | None
+    layout: Layout
+    policy: Any = None
+    grad_dtype: GradDtype = None
+    tables: Tables = field(default_factory=Tables)
