@@ -31,14 +31,22 @@ def see_that_it_fits(
     limit = device_limit(plan)
     operands = types((weights, batch))
     plan.seen[:] = [(model, *operands)]
+    if limit is None:
+        return
     key = signature(operands), want_inputs
-    if limit is None or key in plan.warned:
+    if key in plan.warned:
         return
     plan.warned.add(key)
-    found = predict(plan, model, *operands, want_inputs=want_inputs)
-    if found.total > limit:
+    try:
+        found = predict(plan, model, *operands, want_inputs=want_inputs)
+        if found.total <= limit:
+            return
         text = _message(found, limit, plan, model, operands, want_inputs=want_inputs)
-        warnings.warn(text, stacklevel=3)
+    except Exception as error:  # noqa: BLE001  a forecast that fails must not stop a step
+        text = (
+            f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
+        )
+    warnings.warn(text, stacklevel=3)
 
 
 def device_limit(plan: Plan) -> int | None:

@@ -241,6 +241,17 @@ def told(pipe, *batch, call="lower"):
     return [str(w.message) for w in found]
 
 
+def test_a_forecast_that_fails_does_not_stop_the_step(monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("a primitive")
+
+    pipe, x = make("gpipe", memory_limit=1)
+    monkeypatch.setattr(limit, "predict", fail)
+    assert told(pipe, x, x) == [
+        "what a step takes could not be predicted (KeyError: 'a primitive'); it runs"
+    ]
+
+
 def test_a_step_that_is_too_large_is_told_of_once():
     pipe, x = make("gpipe", remat=None, memory_limit=60_000_000)
     text = (
