@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import importlib.metadata
+import sys
 
 import pytest
 
@@ -18,7 +19,11 @@ class Model:
     names: frozenset[str]
 
 
-def test_versions_code_and_settings_are_compared() -> None:
+def test_versions_code_and_settings_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker of pytest-xdist runs no script.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
+    assert fields_of()["code of the script"] == "absent"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
     fields = fields_of()
     assert fields["jax"] == importlib.metadata.version("jax")
     assert fields["flax"] == importlib.metadata.version("flax")
