@@ -19,6 +19,7 @@ from pipeline import Pipeline, limit
 from pipeline.bytes import predict
 from pipeline.liveness import Walk
 from tests import models
+from tests.grids import covering
 from tests.sizes import is_legal
 
 WIDTH, HIDDEN = 256, 512  # of an activation, and inside a layer
@@ -104,11 +105,18 @@ FAST = {
     ("eager_1f1b", 2, None, "masked"),
     ("zb_h1", 1, None, "skip"),
 }
+SLOW = covering(GRID, FAST)
+
+
+def effort(case):
+    """Every pair of values in CI, the rest by `make test-all`."""
+    rare = [] if case in SLOW else [pytest.mark.exhaustive]
+    return [] if case in FAST else [pytest.mark.slow, *rare]
 
 
 @pytest.mark.parametrize(
     ("family", "V", "remat", "bubbles"),
-    [pytest.param(*c, marks=() if c in FAST else pytest.mark.slow) for c in GRID],
+    [pytest.param(*c, marks=effort(c)) for c in GRID],
 )
 def test_temporaries_are_as_predicted(family, V, remat, bubbles):
     assert_close(*make(family, V=V, remat=remat, bubbles=bubbles))

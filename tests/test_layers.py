@@ -73,8 +73,9 @@ def words(*, most: int = WORDS, seed: int = 0) -> jax.Array:
 
 # Ranks and whether the sequence is cut: the corners in every run.
 FAST = {(2, True), (4, False)}
+RARE = [pytest.mark.slow, pytest.mark.exhaustive]
 GRID = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in FAST else RARE)
     for case in [(r, s) for r in (1, 2, 4) for s in (False, True)]
 ]
 grid = pytest.mark.parametrize(("ranks", "sequence_parallel"), GRID)
