@@ -73,7 +73,7 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None)
         yield 'remat="stage"', _replace(plan, remat="stage"), frugal
-    if plan.bubbles == "masked":
+    if plan.is_masked:
         yield 'bubbles="skip"', _replace(plan, bubbles="skip"), model
     sizes = {
         "num_ranks": schedule.num_ranks,

@@ -81,6 +81,11 @@ class Plan:
         return "input" if self.remat == "stage" else "residuals"
 
     @property
+    def is_masked(self) -> bool:
+        """Whether idle slots are computed through, without any conditional."""
+        return self.bubbles == "masked"
+
+    @property
     def num_chunks(self) -> int:
         """V."""
         return self.schedule.num_stages // self.schedule.num_ranks

@@ -1,40 +1,35 @@
-"""The kernel: one `shard_map`, one `lax.scan` over the ticks of a program.
+"""The kernel: one `shard_map`, in which every rank runs the ticks of a program.
 
-Letters: S ranks, M microbatches, T ticks, N = M * b * D rows of the batch on D data shards. The
-kernel knows no schedule: for every slot it switches on the program's table, sends the message
-along the slot's channels and stores what arrives where the table says. Where sends are delayed the
-scan carries the message of the slot before, whose exchange then depends on nothing that the slot
-computes: the compiler may run both at a time.
+Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards. The kernel knows
+no schedule: it gives every rank its part of the program's tables, of the weights and of the batch,
+and reduces once what the ticks (`pipeline.ticks`) have added up.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from collectives import DATA, STAGE, exchange, sum_over
-from pipeline.actions import Actions, Row, run_once
+from collectives import DATA, STAGE, sum_over
+from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
 from pipeline.straight import Straight
-from pipeline.together import COMMON, Together, busy_in
+from pipeline.ticks import run_ticks
+from pipeline.together import COMMON
 from pipeline.tree import Tree
-from pipeline.workers import Crew, runner
+from pipeline.workers import Crew
 from schedules.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
-UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
-MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "model", "want_inputs", "normalise"))
@@ -114,10 +109,10 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
         plan.training,
         take_loss=True,
         want_inputs=want_inputs,
-        masked=plan.bubbles == "masked",
+        masked=plan.is_masked,
     )
     plan.whole[:] = actions.halves.whole if actions.halves else ()
-    _scan(actions, plan, plan.training, tables)
+    run_ticks(actions, plan.training, tables, masked=plan.is_masked)
     return actions
 
 
@@ -128,7 +123,7 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
     def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
         cell = _cell(plan, model, weights, batch)
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
-        _scan(actions, plan, plan.forward, tables)
+        run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
             total, weight = sum_over(actions.loss.all(), plan.axes)
             return total / weight
@@ -224,59 +219,3 @@ def _squeeze(tree: Tree) -> Tree:
 def _unsplit(x: jax.Array) -> jax.Array:
     """[M, b, ...] to [M * b, ...]."""
     return x.reshape(-1, *x.shape[2:])
-
-
-def _scan(actions: Actions, plan: Plan, program: Program, tables: Row) -> None:
-    """Run every tick; results are left in the memory of ``actions``."""
-    masked, delayed = plan.bubbles == "masked", program.delayed
-    run = runner(actions, masked=masked)
-    common = Together(actions, program, masked=masked) if program.shared else None
-
-    def tick(uses: tuple[int, ...], busy: Any, held: Tree, rows: Row) -> tuple[Tree, None]:
-        for index in np.flatnonzero(uses).tolist():
-            slot, row = program.slots[index], {name: rows[name][index] for name in rows}
-            abroad = [channel for channel in slot.channels if channel.shift]
-            # Delayed sends stand before the work and need nothing of it.
-            brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
-            if common:
-                common.before(row, busy[index])
-            message = run(slot, row) if uses[index] == WORK else actions.no_message()
-            if common:
-                message = common.after(row, busy[index], message)
-            for column, channel in enumerate(slot.channels):
-                arrived = brought.get(channel, message)
-                if channel.shift and not delayed:
-                    arrived = exchange(message, channel.edges, STAGE)
-                actions.buffers[row["arrival"][column]] = arrived
-            held = message if delayed else None
-        return held, None
-
-    local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    held = actions.no_message() if delayed else None
-    for start, stop, uses in _segments(program, split=masked):
-        busy = busy_in(program, start, stop)
-        if stop - start == 1:
-            row = {name: table[start] for name, table in local.items()}
-            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
-            continue
-        part = {name: table[start:stop] for name, table in local.items()}
-        held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
-
-
-def _segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
-
-    An idle branch costs nothing, so the kernel that branches takes all ticks as one run. Without
-    branches an unused slot costs its full time: warm-up, steady state and cool-down are scans of
-    their own, unless a timetable changes so often that compile time would suffer. Where sends are
-    delayed a message may arrive in a slot that nobody works in.
-    """
-    whole = [(0, program.num_ticks, tuple(WORK if s.ops else WAIT for s in program.slots))]
-    if not split:
-        return whole
-    waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
-    uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
-    works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
-    changes = [0, *(np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1), program.num_ticks]
-    runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
-    return runs if len(runs) <= MOST_SEGMENTS else whole

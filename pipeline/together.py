@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from collectives import STAGE, axis_size, from_rank, vary
 from pipeline.accumulate import Pullback, differentiate
-from pipeline.actions import Actions, Row, at_most_once
+from pipeline.actions import Actions, Row
+from pipeline.once import at_most_once
 from pipeline.tree import Leaves, Tree, at
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.program import Program

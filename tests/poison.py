@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline import actions, memory, runtime
+from pipeline import actions, memory, ticks
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def poison(monkeypatch):
     def spoilt(x):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    zeros, blank, exchange = memory.zeros, actions.blank, runtime.exchange
+    zeros, blank, exchange = memory.zeros, actions.blank, ticks.exchange
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
     def nan_memory(leaf, *, lead=()):
@@ -35,6 +35,6 @@ def poison(monkeypatch):
 
     monkeypatch.setattr(memory, "zeros", nan_memory)
     monkeypatch.setattr(actions, "blank", nan_message)
-    monkeypatch.setattr(runtime, "exchange", nan_exchange)
+    monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield
     assert all(counted.values()), counted

@@ -17,7 +17,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.runtime import UNUSED, WAIT, WORK, _segments
+from pipeline.ticks import UNUSED, WAIT, WORK, segments
 from schedules import ScheduleError, lower
 from tests import mixed, models
 from tests.grids import covering, pairs
@@ -228,9 +228,9 @@ def test_masked_slots_in_which_messages_only_arrive():
     prompt, late = (lower(schedule, pattern="paired", delayed=d) for d in (False, True))
     ticks = [(0, 1), (1, 5), (5, 6)]
     uses = [(WORK, UNUSED), (WORK, WORK), (UNUSED, WORK)]
-    assert _segments(prompt, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
+    assert segments(prompt, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
     uses = [(WORK, WAIT), (WORK, WORK), (WAIT, WORK)]
-    assert _segments(late, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
+    assert segments(late, split=True) == [(*a, b) for a, b in zip(ticks, uses, strict=True)]
 
 
 # --- what it says ---

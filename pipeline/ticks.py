@@ -1,0 +1,82 @@
+"""The ticks of a program, one after the other: a `lax.scan` over its table.
+
+Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of the table says,
+sends the message along the slot's channels and stores what arrives where the table says. Where
+sends are delayed the scan carries the message of the slot before, whose exchange then depends on
+nothing that the slot computes: the compiler may run both at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives import STAGE, exchange
+from pipeline.actions import Actions, Row
+from pipeline.once import run_once
+from pipeline.together import COMMON, Together, busy_in
+from pipeline.tree import Tree
+from pipeline.workers import runner
+from schedules.program import Program
+
+UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
+MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
+
+
+def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+    """Run every tick; results are left in the memory of ``actions``."""
+    delayed, run = program.delayed, runner(actions, masked=masked)
+    common = Together(actions, program, masked=masked) if program.shared else None
+
+    def tick(uses: tuple[int, ...], busy: Any, held: Tree, rows: Row) -> tuple[Tree, None]:
+        for index in np.flatnonzero(uses).tolist():
+            slot, row = program.slots[index], {name: rows[name][index] for name in rows}
+            abroad = [channel for channel in slot.channels if channel.shift]
+            # Delayed sends stand before the work and need nothing of it.
+            brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
+            if common:
+                common.before(row, busy[index])
+            message = run(slot, row) if uses[index] == WORK else actions.no_message()
+            if common:
+                message = common.after(row, busy[index], message)
+            for column, channel in enumerate(slot.channels):
+                arrived = brought.get(channel, message)
+                if channel.shift and not delayed:
+                    arrived = exchange(message, channel.edges, STAGE)
+                actions.buffers[row["arrival"][column]] = arrived
+            held = message if delayed else None
+        return held, None
+
+    local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
+    held = actions.no_message() if delayed else None
+    for start, stop, uses in segments(program, split=masked):
+        busy = busy_in(program, start, stop)
+        if stop - start == 1:
+            row = {name: table[start] for name, table in local.items()}
+            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
+            continue
+        part = {name: table[start:stop] for name, table in local.items()}
+        held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
+
+
+def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
+
+    An idle branch costs nothing, so the kernel that branches takes all ticks as one run. Without
+    branches an unused slot costs its full time: warm-up, steady state and cool-down are scans of
+    their own, unless a timetable changes so often that compile time would suffer. Where sends are
+    delayed a message may arrive in a slot that nobody works in.
+    """
+    whole = [(0, program.num_ticks, tuple(WORK if s.ops else WAIT for s in program.slots))]
+    if not split:
+        return whole
+    waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
+    uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
+    works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
+    changes = [0, *(np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1), program.num_ticks]
+    runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
+    return runs if len(runs) <= MOST_SEGMENTS else whole
