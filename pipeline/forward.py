@@ -1,0 +1,143 @@
+"""One rank's part of the model, as functions that know neither schedule nor memory.
+
+Letters: V chunks per rank, M microbatches, b rows of a microbatch on one data shard. What runs
+lives inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
+pipeline uses, so that no gradient is reduced before the end of the step. Weights are given to each
+function, so that it can be differentiated: `pipeline.cell` has the ways back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+from flax import nnx
+
+from collectives import vary
+from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
+from pipeline.model import Batch, Model, Weights
+from pipeline.primitives import barrier
+from pipeline.randomness import fold, split_streams
+from pipeline.seen import Lazy
+from pipeline.spread import gather
+from pipeline.tree import Index, Leaves, Tree, at, pick, vary_like
+
+
+class Forward:
+    """A rank's weights and the functions made of them.
+
+    Args:
+      model: the static half.
+      weights: this rank's state, without the leading axis of chunks.
+      batch: this data shard's microbatches.
+      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
+        which is sharded over them, and what follows from it.
+      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
+
+    Attributes:
+      states: all state of the rank; weights: [V] lists of the leaves of its parameters.
+      shards: [V] the same, sharded over ``data``, if actions gather them.
+      ends_weights: leaves of embed and head.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        batch: Batch,
+        axes: tuple[str, ...],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        weights, self.batch = vary(weights, axes), vary(batch, axes)
+        self.model, self.axes = model, axes
+        self.num_chunks = len(weights.chunks)
+        self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
+        self.shards: Any = self.weights if gathers else None
+        if gathers:
+            self.weights = Lazy(self.num_chunks, lambda chunk: self._gathered(chunk, 0))
+        self.ends_weights = jax.tree.leaves(weights.ends)
+        self.states = weights
+        self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
+        self._ends_tree = jax.tree.structure(weights.ends)
+        states = [split_streams(rest) for rest in weights.chunks_rest]
+        self.streams: Sequence[Tree] = [streams for streams, _ in states]
+        self.fixed: Sequence[Tree] = [fixed for _, fixed in states]
+        self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
+        self._further: Any = None
+
+    def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
+        """The input of stage 0."""
+        if not self.model.has_embed:
+            return self.varied(inputs)
+        return self.varied(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
+
+    def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
+        """The output of a stage.
+
+        Args:
+          weights: its parameters.
+          fixed: its state that is neither parameters nor random streams.
+          side: its random streams and extras for one microbatch.
+          x: its input.
+        """
+        streams, extras = side
+
+        def run(weights: Leaves, x: Tree) -> Tree:
+            params = jax.tree.unflatten(self.chunk_tree, weights)
+            rest = nnx.merge_state(streams, fixed)
+            return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
+
+        if self.model.policy is not None:
+            run = jax.checkpoint(run, policy=self.model.policy)
+        return self.varied(run(weights, x))
+
+    def varied(self, x: Tree) -> Tree:
+        """What passes between stages: all of it varies as any of it does."""
+        x = vary(x, self.axes)
+        return x if self._further is None else vary_like(x, self._further)
+
+    def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
+        """What the user sees of the last stage's output."""
+        if not self.model.has_head:
+            return y
+        return vary(self._ends(weights, microbatch, lambda ends: ends.head(y)), self.axes)
+
+    def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
+        """What a head that all ranks share makes its logits of."""
+        found = self._ends(weights, microbatch, lambda ends: ends.head.features(y))
+        return cast("jax.Array", vary(found, self.axes))
+
+    def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+        """(sum, weight) of one microbatch, float32 scalars."""
+        outputs = self.outputs(weights, y, microbatch)
+        targets = at(self.batch.targets, microbatch)
+        loss_fn = cast("LossFn", self.model.loss_fn)
+        return same_over_others(
+            "loss_fn", vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes), self.axes
+        )
+
+    def stage_arguments(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
+        """What `stage` takes before its input."""
+        streams = fold(pick(self.streams, chunk), microbatch, self.axes)
+        side = streams, at(self.batch.extras, microbatch)
+        if self.shards is None:
+            return pick(self.weights, chunk), pick(self.fixed, chunk), side
+        return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
+
+    def _gathered(self, chunk: Index, microbatch: Any) -> Leaves:
+        """A chunk's weights, whole."""
+        shards = pick(self.shards, chunk)
+        if not isinstance(microbatch, int):
+            # The same in every tick, but not to be gathered once and kept.
+            ties = [vary_like(microbatch, shard) for shard in shards]
+            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
+        spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
+        return gather(shards, spreads, lead=1)
+
+    def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
+        params = jax.tree.unflatten(self._ends_tree, weights)
+        streams = fold(self._ends_streams, microbatch, self.axes)
+        rest = nnx.merge_state(streams, self._ends_fixed)
+        return self.model.ends.call(method, params, rest)
