@@ -9,28 +9,20 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from collectives import STAGE
 from pipeline import differentiable, runtime
-from pipeline.accumulate import check_grad_dtype
-from pipeline.choose import (
-    choose_mesh,
-    choose_pattern,
-    choose_schedule,
-    exchanges_are_barriers,
-)
-from pipeline.chunks import lay_out, make_chunks, make_ends
+from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
-from pipeline.ends import Mode, choose_shared, find_tables
+from pipeline.ends import Mode
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
-from pipeline.microbatch import make_batch, place
-from pipeline.model import Batch, Model, Weights
-from pipeline.options import check_axes, check_functions, check_limit, check_options
+from pipeline.operands import Operands, make_operands
+from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
-from pipeline.plan import Bubbles, Gather, Plan, Remat
+from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.randomness import advance
-from pipeline.stage import count_stages, define, seats, take_stage
+from pipeline.resolve import make_plan
+from pipeline.stage import count_stages, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -113,46 +105,29 @@ class Pipeline(nnx.Module):
         vocabulary: Mode = "ends",
         memory_limit: int | None = None,
     ) -> None:
-        num_stages = count_stages(stages)
-        check_options(num_microbatches, remat, bubbles)
-        check_limit(memory_limit)
-        check_functions(loss_fn=loss_fn, embed=embed, head=head, sharding=sharding)
-        pattern = choose_pattern(pattern, bubbles)
-        mesh = choose_mesh(mesh, num_stages, schedule)
-        partners = not exchanges_are_barriers(mesh)
-        timetable, why = choose_schedule(
-            schedule,
-            num_ranks=mesh.shape[STAGE],
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            partners=partners,
-            delayed=delayed,
+        check_functions(sharding=sharding)
+        self.plan = plan = make_plan(
+            count_stages(stages),
+            num_microbatches,
+            schedule=schedule,
+            mesh=mesh,
+            embed=embed,
+            head=head,
+            loss_fn=loss_fn,
+            remat=remat,
+            bubbles=bubbles,
             pattern=pattern,
-        )
-        auto = check_axes(mesh, auto_axes, data_parallel, gather)
-        shared = choose_shared(vocabulary, embed, head, loss_fn)
-        if mesh.shape[STAGE] == 1:  # alone with all words
-            shared = ()
-        self.plan = Plan(
-            mesh,
-            timetable,
-            loss_fn,
-            remat,
-            bubbles,
-            why,
-            pattern,
-            partners,
-            delayed,
-            check_grad_dtype(grad_dtype),
+            delayed=delayed,
+            grad_dtype=grad_dtype,
             data_parallel=data_parallel,
             gather=gather,
-            auto_axes=auto,
-            shared=shared,
+            auto_axes=auto_axes,
+            vocabulary=vocabulary,
             memory_limit=memory_limit,
         )
-        placement = Placement(mesh, data_parallel, sharding, auto)
-        self.chunks = nnx.List(make_chunks(stages, placement, timetable.stages_of))
-        self.ends = make_ends(embed, head, placement, shared)
+        placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
+        self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
+        self.ends = make_ends(embed, head, placement, plan.shared)
 
     @property
     def schedule(self) -> Schedule:
@@ -196,8 +171,7 @@ class Pipeline(nnx.Module):
 
         Differentiated, it runs the whole schedule once; otherwise forward actions alone.
         """
-        self._require_loss("loss")
-        operands = self._operands(inputs, targets, extras)
+        operands = self._operands(inputs, targets, extras, "loss")
         advance(self)
         return differentiable.loss(self.plan, *operands)
 
@@ -205,8 +179,7 @@ class Pipeline(nnx.Module):
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
-        self._require_loss("value_and_grad")
-        operands = self._operands(inputs, targets, extras)
+        operands = self._operands(inputs, targets, extras, "value_and_grad")
         advance(self)
         see_that_it_fits(self.plan, *operands)
         value, grads, _ = runtime.train(self.plan, *operands)
@@ -220,8 +193,7 @@ class Pipeline(nnx.Module):
 
         Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run.
         """
-        self._require_loss("lower")
-        operands = self._operands(inputs, targets, extras)
+        operands = self._operands(inputs, targets, extras, "lower")
         see_that_it_fits(self.plan, *operands)
         return runtime.train.lower(self.plan, *operands)
 
@@ -254,42 +226,10 @@ class Pipeline(nnx.Module):
         """
         operands = None
         if inputs is not None:
-            self._require_loss("describe")
-            operands = self._operands(inputs, targets, extras)
+            operands = self._operands(inputs, targets, extras, "describe")
         memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
         return describe(self.plan, self.chunks, memory)
 
-    def _operands(self, inputs: Tree, targets: Tree, extras: Any) -> tuple[Model, Weights, Batch]:
-        batch = make_batch(
-            inputs,
-            targets,
-            extras,
-            num_microbatches=self.num_microbatches,
-            data_size=self.plan.data_size,
-        )
-        batch = place(batch, self.mesh)
-        layout = lay_out(self.chunks, self.ends)
-        definitions, params, rests = zip(
-            *(define(chunk, "a stage") for chunk in self.chunks), strict=True
-        )
-        ends, ends_params, ends_rest = define(self.ends, "embed or head")
-        model = Model(
-            stages=seats(self.chunks, definitions, self.schedule.stages_of),
-            chunk=definitions[0],
-            ends=ends,
-            has_embed=self.embed is not None,
-            has_head=self.head is not None,
-            loss_fn=self.plan.loss_fn,
-            layout=layout,
-            policy=self.plan.remat if callable(self.plan.remat) else None,
-            grad_dtype=self.plan.grad_dtype,
-            tables=find_tables(ends_params, self.ends, self.plan.shared),
-        )
-        return model, Weights(params, ends_params, rests, ends_rest), batch
-
-    def _require_loss(self, method: str) -> None:
-        if self.plan.loss_fn is None:
-            raise ValueError(
-                f"{method}() needs a loss, and this pipeline was made with loss_fn=None; give "
-                f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
-            )
+    def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:
+        plan = self.plan
+        return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)

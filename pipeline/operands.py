@@ -1,0 +1,71 @@
+"""What the kernel is given for one step, made of a pipeline's modules and of what the user passes.
+
+Letters: N rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from pipeline.chunks import lay_out
+from pipeline.ends import find_tables
+from pipeline.microbatch import make_batch, place
+from pipeline.model import Batch, Model, Weights
+from pipeline.plan import Plan
+from pipeline.stage import Ends, define, seats
+from pipeline.tree import Tree
+
+Operands = tuple[Model, Weights, Batch]
+
+
+def make_operands(
+    plan: Plan,
+    chunks: Sequence[nnx.Module],
+    ends: Ends,
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    loss_for: str = "",
+) -> Operands:
+    """The static half of the model, its state, and the batch on the mesh.
+
+    Args:
+      plan: the options of the pipeline.
+      chunks: [V] modules.
+      ends: embed and head.
+      inputs: [N, ...] leaves.
+      targets: likewise.
+      extras: None, or a dict of trees of such leaves.
+      loss_for: the method that takes a loss, if one does.
+
+    Raises:
+      ValueError: there is no loss to take, or a batch that does not fit.
+    """
+    if loss_for and plan.loss_fn is None:
+        raise ValueError(
+            f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
+            f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
+        )
+    num_microbatches = plan.schedule.num_microbatches
+    batch = make_batch(
+        inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
+    )
+    batch = place(batch, plan.mesh)
+    definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
+    definition, ends_params, ends_rest = define(ends, "embed or head")
+    model = Model(
+        stages=seats(chunks, definitions, plan.schedule.stages_of),
+        chunk=definitions[0],
+        ends=definition,
+        has_embed=ends.embed is not None,
+        has_head=ends.head is not None,
+        loss_fn=plan.loss_fn,
+        layout=lay_out(chunks, ends),
+        policy=plan.remat if callable(plan.remat) else None,
+        grad_dtype=plan.grad_dtype,
+        tables=find_tables(ends_params, ends, plan.shared),
+    )
+    return model, Weights(params, ends_params, rests, ends_rest), batch

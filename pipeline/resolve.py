@@ -1,0 +1,85 @@
+"""From what a user asks for to a plan: options checked, what was left open chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from collectives import STAGE
+from pipeline.accumulate import check_grad_dtype
+from pipeline.choose import (
+    choose_mesh,
+    choose_pattern,
+    choose_schedule,
+    exchanges_are_barriers,
+)
+from pipeline.ends import Mode, choose_shared
+from pipeline.loss import LossFn
+from pipeline.options import check_axes, check_functions, check_limit, check_options
+from pipeline.placement import DataParallel
+from pipeline.plan import Bubbles, Gather, Plan, Remat
+
+
+def make_plan(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    schedule: Any,
+    mesh: Mesh | None,
+    embed: Any,
+    head: Any,
+    loss_fn: LossFn | None,
+    remat: Remat,
+    bubbles: Bubbles,
+    pattern: str | None,
+    delayed: bool,
+    grad_dtype: Any,
+    data_parallel: DataParallel,
+    gather: Gather,
+    auto_axes: Sequence[str],
+    vocabulary: Mode,
+    memory_limit: int | None,
+) -> Plan:
+    """The plan of K stages; arguments as of `pipeline.Pipeline`.
+
+    Raises:
+      ValueError: options that do not fit each other.
+    """
+    check_options(num_microbatches, remat, bubbles)
+    check_limit(memory_limit)
+    check_functions(loss_fn=loss_fn, embed=embed, head=head)
+    pattern = choose_pattern(pattern, bubbles)
+    mesh = choose_mesh(mesh, num_stages, schedule)
+    partners = not exchanges_are_barriers(mesh)
+    timetable, why = choose_schedule(
+        schedule,
+        num_ranks=mesh.shape[STAGE],
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        partners=partners,
+        delayed=delayed,
+        pattern=pattern,
+    )
+    auto = check_axes(mesh, auto_axes, data_parallel, gather)
+    shared = choose_shared(vocabulary, embed, head, loss_fn)
+    if mesh.shape[STAGE] == 1:  # alone with all words
+        shared = ()
+    return Plan(
+        mesh,
+        timetable,
+        loss_fn,
+        remat,
+        bubbles,
+        why,
+        pattern,
+        partners,
+        delayed,
+        check_grad_dtype(grad_dtype),
+        data_parallel=data_parallel,
+        gather=gather,
+        auto_axes=auto,
+        shared=shared,
+        memory_limit=memory_limit,
+    )
