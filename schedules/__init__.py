@@ -9,7 +9,8 @@ from schedules.ir import Action, Kind, Schedule, ScheduleError, from_orders
 from schedules.lower import lower
 from schedules.program import Program
 from schedules.registry import build, names
-from schedules.simulate import Report, simulate
+from schedules.report import Report
+from schedules.simulate import simulate
 
 __all__ = [
     "Action",

@@ -16,8 +16,9 @@ from schedules.check import check
 from schedules.costs import Costs, of_unit_length_by_default
 from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.limits import need_memory
+from schedules.report import Report
 from schedules.search import Find, Setting, known, search
-from schedules.simulate import Report, simulate
+from schedules.simulate import simulate
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # timetables that local improvement times by default, if they are small

@@ -22,7 +22,7 @@ from schedules.lower import lower
 from schedules.palette import printable
 from schedules.records import report_record, schedule_record
 from schedules.registry import names
-from schedules.simulate import Report
+from schedules.report import Report
 from schedules.terminal import render, wants_colour
 
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit

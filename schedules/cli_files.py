@@ -11,7 +11,7 @@ from pathlib import Path
 from schedules import cli_options as given
 from schedules.ir import Schedule
 from schedules.records import write_json
-from schedules.simulate import Report
+from schedules.report import Report
 from schedules.terminal import render
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")

@@ -16,7 +16,8 @@ from schedules.costs import Costs
 from schedules.ir import Schedule
 from schedules.records import read_json
 from schedules.registry import build, names
-from schedules.simulate import CLOCKS, Report, simulate
+from schedules.report import Report
+from schedules.simulate import CLOCKS, simulate
 from schedules.ticks import PATTERNS
 
 FILES = (".csv", ".json")

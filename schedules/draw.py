@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from schedules.explain import CAUSES, Cause, Wait
 from schedules.ir import Kind, ScheduleError
 from schedules.palette import LIGHT, NAMES, heading, joined, kinds, several
-from schedules.simulate import Report
+from schedules.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ from schedules.flat import F, Flat, Ints, flatten
 from schedules.ir import Action
 
 if TYPE_CHECKING:
-    from schedules.simulate import Report
+    from schedules.report import Report
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
 CAUSES: tuple[Cause, ...] = (

@@ -6,7 +6,7 @@ backward, while its F runs. Letters as in `schedules.ir`.
 
 from __future__ import annotations
 
-from schedules.simulate import Report
+from schedules.report import Report
 
 
 def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:

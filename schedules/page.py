@@ -28,7 +28,8 @@ from schedules.explain import CAUSES, Wait
 from schedules.ir import KINDS, Action, Schedule, ScheduleError, shorten
 from schedules.palette import CAUSES as REASONS
 from schedules.palette import DARK, LIGHT, NAMES, clock_name, joined, kinds, printable, sizes
-from schedules.simulate import Report, simulate
+from schedules.report import Report
+from schedules.simulate import simulate
 
 MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB
 SCRIPTS = ("read", "view", "colours", "paint", "dense", "hover", "numbers", "controls", "main")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from schedules.arguments import listed, need
 from schedules.explain import Cause
 from schedules.ir import KINDS, Kind, Schedule, ScheduleError
-from schedules.simulate import Report
+from schedules.report import Report
 
 NAMES: dict[Kind, str] = {
     "F": "forward",

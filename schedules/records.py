@@ -11,7 +11,7 @@ from schedules.check import check
 from schedules.files import read, replace
 from schedules.grid import in_cells, steps
 from schedules.ir import Schedule, ScheduleError, from_orders, shorten
-from schedules.simulate import Report
+from schedules.report import Report
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
 

@@ -27,7 +27,8 @@ from schedules.arguments import is_number, need
 from schedules.grid import in_cells, steps
 from schedules.ir import Action, Kind, Schedule, ScheduleError, shorten
 from schedules.palette import ANSI, NAMES, heading, joined, kinds, printable, sizes
-from schedules.simulate import Report, simulate
+from schedules.report import Report
+from schedules.simulate import simulate
 from schedules.ticks import lay_out
 
 MOST_CHARACTERS = 1_000_000  # of a row of bars

@@ -19,7 +19,7 @@ from schedules.explain import Explanation
 from schedules.held import held
 from schedules.ir import BACKWARD, Action, ScheduleError, shorten
 from schedules.palette import CAUSES, NAMES, heading, joined, several
-from schedules.simulate import Report
+from schedules.report import Report
 
 Event = dict[str, Any]
 
