@@ -15,6 +15,7 @@ from typing import TypeAlias
 from schedules import cli_commands as commands
 from schedules import cli_options as options
 from schedules.auto import BUDGET
+from schedules.cli_text import complain
 from schedules.files import shown
 from schedules.ir import ScheduleError
 from schedules.palette import printable
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (options.UsageError, ScheduleError, ImportError, OSError) as error:
-        commands.complain(_told(error))
+        complain(_told(error))
         return USAGE_EXIT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from schedules import cli_files as files
 from schedules import cli_options as given
 from schedules.auto import Choice, auto
 from schedules.check import check
+from schedules.cli_text import columns, complain, number, reason, say
 from schedules.explain import CAUSES
 from schedules.files import shown
 from schedules.ir import ScheduleError
@@ -26,20 +27,6 @@ from schedules.report import Report
 from schedules.terminal import render, wants_colour
 
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
-
-
-def say(text: str) -> None:
-    """Print to standard output, whatever it can encode; to nobody, where a shell closed it."""
-    if sys.stdout is None:
-        return
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-
-
-def complain(text: str) -> None:
-    """Say on standard error why there is nothing to show; to nobody, where a shell closed it."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"python -m schedules: {text}\n")
 
 
 def draw(options: argparse.Namespace) -> int:
@@ -70,17 +57,17 @@ def table(options: argparse.Namespace) -> int:
         [
             str(rank),
             ",".join(map(str, schedule.stages_of[rank])),
-            _number(report.work[rank]),
-            *(_number(explained.parts[rank][cause]) for cause in used),
-            _number(explained.total[rank]),
-            _number(report.idle[rank]),
+            number(report.work[rank]),
+            *(number(explained.parts[rank][cause]) for cause in used),
+            number(explained.total[rank]),
+            number(report.idle[rank]),
             str(report.peak_activations[rank]),
         ]
         for rank in range(schedule.num_ranks)
     ]
     say(columns(head, rows))
     say(
-        f"makespan {_number(report.makespan)}, with the optimizer {_number(report.step_time)}; "
+        f"makespan {number(report.makespan)}, with the optimizer {number(report.step_time)}; "
         f"bubble {report.step_bubble_rate:.1%} of the step, {report.bubble_rate:.1%} of the "
         f"longest span"
     )
@@ -131,15 +118,15 @@ def compare(options: argparse.Namespace) -> int:
             check(report.schedule, memory_limit=options.memory_limit)
             found.append(report)
         except ScheduleError as error:
-            absent.append((label, _reason(error)))
+            absent.append((label, reason(error)))
     found.sort(key=lambda report: (report.makespan, max(report.peak_activations)))
     if options.json:
         records = [report_record(report) for report in found]
         say(json.dumps({"compared": records, "absent": dict(absent)}, indent=2))
     else:
         say(columns(_COMPARED, [_compared(report) for report in found]))
-        for label, reason in absent:
-            say(f"{printable(label)}: {reason}")
+        for label, why in absent:
+            say(f"{printable(label)}: {why}")
     return 0 if found else ILLEGAL
 
 
@@ -173,7 +160,7 @@ def _compared(report: Report) -> list[str]:
     return [
         printable(schedule.name),
         str(schedule.num_stages),
-        _number(report.makespan),
+        number(report.makespan),
         f"{report.step_bubble_rate:.1%}",
         f"{report.bubble_rate:.1%}",
         str(max(report.peak_activations)),
@@ -240,25 +227,3 @@ def convert(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps(schedule_record(schedule)))
     return 0
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its first column left-aligned."""
-    lines = [head, *rows]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:.6g}"
-
-
-def _reason(error: ScheduleError) -> str:
-    """The first line of an error."""
-    return printable(str(error).splitlines()[0])
