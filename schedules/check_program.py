@@ -15,18 +15,16 @@ import numpy as np
 from schedules.check import check
 from schedules.check_tables import Place, check_tables, fail, stage_of
 from schedules.check_together import Common
+from schedules.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, Values
 from schedules.ir import Action, Kind
 from schedules.program import Channel, Program
 
-WHAT = ("output", "input gradient", "residuals", "crossing values")
-OUTPUT, GRADIENT, RESIDUALS, CROSSING = range(4)
 POOLS = {  # by table column
     "operand": "buffer",
     "gradient": "buffer",
     "stash": "stash",
     "crossing": "crossing",
 }
-BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
 LEAVES = {"F": ("stash", RESIDUALS), "I": ("crossing", CROSSING)}  # what an action keeps, and where
 COLUMNS = tuple(POOLS.items())
 
@@ -60,7 +58,9 @@ class _Machine:
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
-        self.program, self.common = program, Common(program, len(WHAT))
+        self.program, self.values = program, Values(program)
+        self.name = self.values.name
+        self.common = Common(program, self.values)
         self.trash = {
             "buffer": program.num_buffers,
             "stash": program.num_stashes,
@@ -73,7 +73,9 @@ class _Machine:
             [_sources(c, schedule.num_ranks) for c in s.channels] for s in program.slots
         ]
         # [S] lists: what is left to do, last first, and what it must read.
-        self.due = [[(a, self._reads(a)) for a in reversed(order)] for order in schedule.orders]
+        self.due = [
+            [(a, self.values.reads(a)) for a in reversed(order)] for order in schedule.orders
+        ]
         # [S] how many actions have yet to read each value; the values held, by place.
         self.unread = [
             Counter(value for _, values in due for value in values if value >= 0)
@@ -83,36 +85,6 @@ class _Machine:
             pool: [{} for _ in schedule.orders] for pool in self.trash
         }
         self.runs: dict[tuple[int, int, int], tuple[int, Kind]] = {}  # slot, rank, branch
-
-    def _name(self, value: int) -> str:
-        """The value in words."""
-        if value < 0:
-            return "nothing"
-        item, what = divmod(value, len(WHAT))
-        stage, microbatch = divmod(item, self.program.schedule.num_microbatches)
-        if stage == self.program.schedule.num_stages:
-            return f"the {BEYOND[what]} of microbatch {microbatch}"
-        return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
-
-    def _reads(self, action: Action) -> tuple[int, int, int, int]:
-        """The values that the columns of `POOLS` must point an action at; -1: at trash."""
-        stage, kind, microbatch = action
-        schedule = self.program.schedule
-        step = len(WHAT) * schedule.num_microbatches  # from a stage's value to that of the next
-        own = stage * step + microbatch * len(WHAT)
-        is_last = stage == schedule.num_stages - 1 and not self.common.has_head
-        keeps_input = self.program.keep == "input"
-        before = own - step + OUTPUT if stage else -1
-        if stage == 0 and self.common.has_embed:
-            before = self.common.value(microbatch) + OUTPUT
-        if kind == "F":
-            return before, -1, -1, -1
-        if kind == "W":
-            return -1, -1, -1, own + CROSSING
-        after = -1 if is_last else own + step + GRADIENT
-        if keeps_input:
-            return before, after, -1, -1
-        return -1, own + OUTPUT if is_last else after, own + RESIDUALS, -1
 
     def run(self) -> None:
         """Every slot in turn, then see that nothing is left to do."""
@@ -141,10 +113,10 @@ class _Machine:
         microbatch = self.common.tables["lookup"][tick][slot]
         if microbatch >= 0:
             rank = self.program.schedule.placement[0]
-            value = self.common.value(microbatch) + OUTPUT
+            value = self.values.output(microbatch)
             at = (tick, slot, rank)
             if value not in self.unread[rank]:
-                fail(self.program, f"{self._name(value)}, which nobody reads: expected -1", at)
+                fail(self.program, f"{self.name(value)}, which nobody reads: expected -1", at)
             place = self.tables["operand"][tick][slot][rank]
             self._store(at, "buffer", place, value)
 
@@ -161,7 +133,7 @@ class _Machine:
             self._fail_order(at, Action(stage, kind, microbatch))
         action, values = due.pop()
         unread = self.unread[rank]
-        own = (stage * self.program.schedule.num_microbatches + microbatch) * len(WHAT)
+        own = self.values.output(microbatch, stage)
         store, kept = LEAVES.get(kind, ("", OUTPUT))
         keeps = bool(store) and own + kept in unread
         for (column, pool), value in zip(COLUMNS, values, strict=True):
@@ -194,7 +166,7 @@ class _Machine:
                 elif place != trash:
                     fail(
                         self.program,
-                        f"shift {shift} brings {self._name(value)}, which nobody reads: "
+                        f"shift {shift} brings {self.name(value)}, which nobody reads: "
                         f"expected trash, buffer {trash}, found buffer {place}",
                         (tick, slot, rank, column),
                     )
@@ -202,8 +174,8 @@ class _Machine:
     def _store(self, at: Place, pool: str, place: int, value: int) -> None:
         held = self.held[pool][at[2]]
         if place in held or place == self.trash[pool]:
-            found = self._name(held[place]) if place in held else "trash"
-            text = f"{self._name(value)}: expected a free {pool}, found {pool} {place}: {found}"
+            found = self.name(held[place]) if place in held else "trash"
+            text = f"{self.name(value)}: expected a free {pool}, found {pool} {place}: {found}"
             fail(self.program, text, at)
         held[place] = value
 
@@ -214,10 +186,10 @@ class _Machine:
 
     def _fail_read(self, at: Place, action: Action, column: str, value: int) -> NoReturn:
         pool, place = POOLS[column], int(getattr(self.program, column)[at])
-        found = self._name(self.held[pool][at[2]].get(place, -1))
+        found = self.name(self.held[pool][at[2]].get(place, -1))
         fail(
             self.program,
-            f"{action} reads its {column} from {pool} {place}: expected {self._name(value)}, "
+            f"{action} reads its {column} from {pool} {place}: expected {self.name(value)}, "
             f"found {found}",
             at,
         )

@@ -3,13 +3,13 @@
 That is the head of what the last stage has just returned, and the embedding's gradient of what the
 first has.
 
-Letters as in `schedules.ir`; values are those of `schedules.check_program`, where the embedding and
-the head's gradient are the output and the input gradient of one stage more than there are.
+Letters as in `schedules.ir`, values as in `schedules.check_values`.
 """
 
 from __future__ import annotations
 
 from schedules.check_tables import COMMON, Place, fail
+from schedules.check_values import GRADIENT, WHAT, Values
 from schedules.program import Program
 
 
@@ -18,20 +18,12 @@ class Common:
 
     Args:
       program: whose tables are well formed.
-      kinds: how many values a stage has for each microbatch: its output is the first, the gradient
-        for its input the second.
+      values: its values.
     """
 
-    def __init__(self, program: Program, kinds: int) -> None:
-        self.program, self._kinds = program, kinds
+    def __init__(self, program: Program, values: Values) -> None:
+        self.program, self._values = program, values
         self.tables = {name: getattr(program, name).tolist() for name in COMMON}
-        self.has_embed, self.has_head = ("embed" in program.shared, "head" in program.shared)
-
-    def value(self, microbatch: int, stage: int | None = None) -> int:
-        """A stage's output for a microbatch; by default the embedding."""
-        schedule = self.program.schedule
-        stage = schedule.num_stages if stage is None else stage
-        return (stage * schedule.num_microbatches + microbatch) * self._kinds
 
     def work(self, tick: int, slot: int, results: list[int]) -> None:
         """See that all ranks work on what is there, and exactly then.
@@ -43,19 +35,19 @@ class Common:
             gradient.
         """
         schedule = self.program.schedule
-        last, count = schedule.num_stages - 1, schedule.num_microbatches
-        if self.has_head:
+        last = schedule.num_stages - 1
+        if self._values.has_head:
             rank = schedule.placement[last]
-            made = results[rank] - self.value(0, last)
+            made = results[rank] - self._values.output(0, last)
             if self._see("head", "output of the last stage", made, (tick, slot, rank)):
-                results[rank] += self._kinds * count + 1
+                results[rank] += self._values.output(0, 1) + GRADIENT
         rank = schedule.placement[0]
-        made = results[rank] - 1 if self.has_embed else -1
+        made = results[rank] - GRADIENT if self._values.has_embed else -1
         self._see("scatter", "gradient of the first stage", made, (tick, slot, rank))
 
     def _see(self, name: str, what: str, made: int, at: Place) -> bool:
         """Whether a microbatch's value has just been made, and that the table says the same."""
-        microbatch, rest = divmod(made, self._kinds)
+        microbatch, rest = divmod(made, len(WHAT))
         there = not rest and 0 <= microbatch < self.program.schedule.num_microbatches
         wanted = microbatch if there else -1
         found = self.tables[name][at[0]][at[1]]
