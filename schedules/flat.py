@@ -117,19 +117,26 @@ def breadth(schedule: Schedule) -> float:
     return actions / (actions / max(1, schedule.num_ranks) + 2 * schedule.num_stages)
 
 
-def activations(schedule: Schedule) -> list[Ints]:
-    """[S] arrays: how many stage inputs a rank holds while each of its actions runs.
+def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
+    """Which of a rank's actions take a stage input, when they start, and which free one at the end.
 
     An input is held from the start of its F to the end of its B or, split, of its W: the weight
     gradient needs it still. Without any backward on its rank it is held while F runs.
     """
+    taken = kinds == F
+    return taken, taken if taken.all() else (kinds == B) | (kinds == W)
+
+
+def inputs_held(kinds: Ints) -> Ints:
+    """How many stage inputs a rank holds while each of its actions runs, in order of time."""
+    taken, freed = takes_and_frees(kinds)
+    return np.cumsum(taken.astype(np.int64) - freed) + freed
+
+
+def activations(schedule: Schedule) -> list[Ints]:
+    """[S] arrays: how many stage inputs a rank holds while each of its actions runs."""
     flat = flatten(schedule)
-    rows = []
-    for kinds in np.split(flat.kind, flat.first[1:-1]):
-        taken = kinds == F
-        freed = taken if taken.all() else (kinds == B) | (kinds == W)
-        rows.append(np.cumsum(taken.astype(np.int64) - freed) + freed)
-    return rows
+    return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
 
 
 def _pairs(schedule: Schedule, first: Sequence[int]) -> list[int]:

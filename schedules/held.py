@@ -1,31 +1,31 @@
 """How many stage inputs a rank holds, over time: what a report's peaks are the peaks of.
 
-An input is held from the start of its F to the end of its B or, split, of its W; without any
-backward, while its F runs. Letters as in `schedules.ir`.
+Letters as in `schedules.ir`.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
+from schedules.flat import Ints, flatten, inputs_held, takes_and_frees
 from schedules.report import Report
 
 
 def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
     """[S] tuples of (time, inputs held from then on), in order of time, one per change."""
-    return tuple(_rank(report, rank) for rank in range(report.schedule.num_ranks))
+    flat = flatten(report.schedule)
+    ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
+    return tuple(_rank(*columns) for columns in ranks)
 
 
-def _rank(report: Report, rank: int) -> tuple[tuple[float, int], ...]:
-    frees = ("F",) if report.schedule.is_forward else ("B", "W")
-    changes: list[tuple[float, int]] = []
-    times = zip(report.schedule.orders[rank], report.starts[rank], report.ends[rank], strict=True)
-    for action, start, end in times:
-        if action.kind == "F":
-            changes.append((start, 1))
-        if action.kind in frees:
-            changes.append((end, -1))
-    count = 0
+def _rank(
+    kinds: Ints, starts: tuple[float, ...], ends: tuple[float, ...]
+) -> tuple[tuple[float, int], ...]:
+    taken, freed = (flags.tolist() for flags in takes_and_frees(kinds))
     steps: list[tuple[float, int]] = []
-    for time, change in changes:  # in order: a rank runs one action after the other
-        count += change
-        steps.append((time, count))
+    for n, count in enumerate(inputs_held(kinds).tolist()):
+        if taken[n]:
+            steps.append((starts[n], count))
+        if freed[n]:
+            steps.append((ends[n], count - 1))
     return tuple(steps)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from schedules.flat import B, F, I, W
 from schedules.greedy import Policy, run
-from schedules.problem import Orders, Problem
+from schedules.problem import Orders, Problem, peak
 from schedules.timing import Timer
 
 _RETIMES = 0.02  # the share of trials that run everything again, which takes as long as ten moves
@@ -112,17 +112,7 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 def _fits(problem: Problem, order: Sequence[int]) -> bool:
     """Whether a rank's order stays within the limit."""
-    size, limit = problem.num_stages * problem.num_microbatches, problem.limit
-    held = 0
-    for code in order:
-        kind = code // size
-        if kind == F:
-            held += 1
-            if held > limit:
-                return False
-        elif kind != I:
-            held -= 1
-    return True
+    return math.isinf(problem.limit) or peak(problem, order) <= problem.limit
 
 
 def _retime(

@@ -11,8 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from schedules.costs import Costs
-from schedules.flat import B, F, I, W
+from schedules.flat import B, F, I, W, inputs_held
 from schedules.ir import KINDS, Action, Schedule
 
 Orders = Sequence[Sequence[int]]  # [S] codes in order of time
@@ -114,18 +116,7 @@ def pose(
     )
 
 
-def peaks(problem: Problem, orders: Orders) -> list[int]:
-    """[S] the most stage inputs held at once, as `activations` counts."""
-    size = problem.num_stages * problem.num_microbatches
-    result = []
-    for order in orders:
-        held = most = 0
-        for code in order:
-            kind = code // size
-            if kind == F:
-                held += 1
-                most = max(most, held)
-            elif kind != I:
-                held -= 1
-        result.append(most)
-    return result
+def peak(problem: Problem, order: Sequence[int]) -> int:
+    """The most stage inputs that a rank with this order holds at once."""
+    kinds = np.array(order, np.int64) // (problem.num_stages * problem.num_microbatches)
+    return int(inputs_held(kinds).max(initial=0))

@@ -5,6 +5,7 @@ Letters as in `schedules.ir`, codes as in `schedules.problem`.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from schedules.improve import improve
 from schedules.ir import Schedule, ScheduleError, loop_placement
 from schedules.limits import shortest
 from schedules.policies import policies
-from schedules.problem import Orders, peaks, pose
+from schedules.problem import Orders, peak, pose
 from schedules.simulate import simulate
 from schedules.timing import Timer, timers
 from schedules.zb_auto import variants
@@ -74,7 +75,6 @@ class Find:
       name: how.
       schedule: the timetable; None while it is only orders.
       makespan: its time.
-      peak: the most stage inputs that a rank holds.
       orders: [S] codes.
       timer: the clock under which it takes the makespan, if it has no overlapped pairs.
     """
@@ -82,9 +82,13 @@ class Find:
     name: str
     schedule: Schedule | None
     makespan: float
-    peak: int
     orders: Orders
     timer: Timer
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """The most stage inputs that a rank holds."""
+        return max(peak(self.timer.problem, order) for order in self.orders)
 
     def get(self) -> Schedule:
         """The timetable."""
@@ -99,8 +103,7 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
     makespan, index = min(timed)
     if schedule.pairs:  # which the search takes apart
         makespan = simulate(schedule, setting.costs, setting.clock).makespan
-    peak = max(peaks(choices[0].problem, orders))
-    return Find(name, schedule, makespan, peak, orders, choices[index])
+    return Find(name, schedule, makespan, orders, choices[index])
 
 
 def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
@@ -169,7 +172,7 @@ def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Itera
             makespan = timer(orders)[0]
             least = min(least, makespan)
             name = f"list({shape}{slots}{words})"
-            yield Find(name, None, makespan, max(peaks(timer.problem, orders)), orders, timer)
+            yield Find(name, None, makespan, orders, timer)
 
 
 def _improved(starts: list[Find], budget: int, rng: random.Random) -> Iterator[Find]:
@@ -180,8 +183,7 @@ def _improved(starts: list[Find], budget: int, rng: random.Random) -> Iterator[F
             continue
         makespan, orders = improve(timer, find.orders, budget=part, floor=_floor(timer), rng=rng)
         if makespan < find.makespan:
-            peak = max(peaks(timer.problem, orders))
-            yield Find(f"{find.name}, improved", None, makespan, peak, orders, timer)
+            yield Find(f"{find.name}, improved", None, makespan, orders, timer)
 
 
 def _floor(timer: Timer) -> float:
