@@ -185,11 +185,10 @@ def as_costs(schedule: Schedule, measured: Measured, comm: float) -> Costs:
 
 def predict(pipe: Pipeline, costs: Costs, clock: str) -> tuple[str, float]:
     """The slots that the kernel runs, and the makespan of a step in seconds."""
-    partners = pipe.plan.partners
     # `lower` has chosen for F = I = W, whatever the costs turn out to be.
-    chosen = simulate(pipe.schedule, clock="lockstep", pattern=pipe.plan.pattern, partners=partners)
+    chosen = simulate(pipe.schedule, clock="lockstep", pattern=pipe.plan.pattern, **pipe.plan.sends)
     slots = str(chosen.pattern)
     if clock == "event":
         return slots, simulate(pipe.schedule, costs).makespan
-    report = simulate(pipe.schedule, costs, "lockstep", pattern=slots, partners=partners)
+    report = simulate(pipe.schedule, costs, "lockstep", pattern=slots, **pipe.plan.sends)
     return slots, report.makespan

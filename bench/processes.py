@@ -30,7 +30,8 @@ import jax  # isort: skip
 
 import schedules
 from pipeline.processes import launch
-from schedules.ticks import lay_out, makespan
+from schedules.lockstep import Lockstep
+from schedules.ticks import lay_out
 
 MLP = Case("mlp-64", "mlp", layers=8, width=512, microbatches=16, rows=64)
 GPT = Case("gpt", "gpt", 4, 256, microbatches=16, rows=4, context=128, heads=4)
@@ -67,7 +68,7 @@ def predictions(name: str, case: Case, ranks: int, given: schedules.Costs) -> tu
     """Seconds under the event clock, and with the exchanges of the slots that run."""
     family, pattern = VARIANTS[name]
     schedule = schedules.build(family, num_ranks=ranks, num_microbatches=case.microbatches)
-    slots = makespan(lay_out(schedule, str(pattern)), given, partners=True)
+    slots = Lockstep(lay_out(schedule, str(pattern)), given, partners=True).makespan
     return schedules.simulate(schedule, given).makespan, slots
 
 

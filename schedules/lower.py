@@ -14,10 +14,11 @@ from schedules.check import check
 from schedules.costs import Costs, of_unit_length_by_default
 from schedules.flat import Ints, flatten
 from schedules.ir import KINDS, Schedule, ScheduleError, shorten
+from schedules.lockstep import fastest
 from schedules.places import Values, colour, values
 from schedules.program import Channel, Keep, Op, Program, Slot, Table
 from schedules.shared import Shared, parts, together
-from schedules.ticks import Ticks, best_ticks
+from schedules.ticks import Ticks
 
 
 def lower(
@@ -54,8 +55,8 @@ def lower(
         raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
-    ticks = best_ticks(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
-    return allocate(ticks, keep, shared)
+    best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+    return allocate(best.ticks, keep, shared)
 
 
 def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:

@@ -15,9 +15,9 @@ from schedules.costs import Costs, Times, of_unit_length_by_default
 from schedules.events import links, run
 from schedules.flat import Flat, flatten
 from schedules.ir import Action, Schedule, ScheduleError, shorten
+from schedules.lockstep import fastest
 from schedules.report import Report, sum_up
 from schedules.shared import Shared, parts
-from schedules.ticks import begins, best_ticks, makespan
 
 CLOCKS = ("event", "lockstep", "measured")
 
@@ -68,13 +68,10 @@ def simulate(
     lasting = _durations(schedule, flat, costs, durations, shared)
     end = None
     if clock == "lockstep":
-        ticks = best_ticks(
-            schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared
-        )
-        pattern, delayed = ticks.name, ticks.delayed
-        starts = begins(ticks, costs, partners=partners, shared=shared)[ticks.times, flat.rank]
+        best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+        pattern, delayed, starts = best.ticks.name, best.ticks.delayed, best.starts
         if shared:
-            end = makespan(ticks, costs, partners=partners, shared=shared)
+            end = best.makespan
     else:
         wires = links(schedule, flat)
         lag = costs.lags(flat.rank, wires.target, schedule.num_ranks)

@@ -30,10 +30,11 @@ from schedules import (
     slots,
 )
 from schedules.explain import Wait
+from schedules.lockstep import fastest
 from schedules.program import Channel
 from schedules.slots import slot_times
 from schedules.terminal import render
-from schedules.ticks import PATTERNS, best_ticks
+from schedules.ticks import PATTERNS
 from tests.sizes import CHUNKS, is_legal, sizes
 from tests.test_check_program import CASES, KEEPS, SMALL, SMALL_CASES, TABLES, VARIANTS, reordered
 from tests.test_events import moved
@@ -195,7 +196,7 @@ def test_no_pattern_is_faster_than_the_one_taken(name, partners):
 @pytest.mark.parametrize("delayed", [True, None])
 def test_on_one_rank_nothing_is_delayed(delayed):
     schedule = build("interleaved_1f1b", num_ranks=1, num_microbatches=3, num_stages=2)
-    assert not best_ticks(schedule, None, Costs(), delayed=delayed).delayed
+    assert not fastest(schedule, None, Costs(), delayed=delayed).ticks.delayed
     prompt = simulate(schedule, clock="lockstep")
     assert simulate(schedule, clock="lockstep", delayed=delayed) == prompt
     program, wanted = lower(schedule, delayed=delayed), lower(schedule)
