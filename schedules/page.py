@@ -29,7 +29,7 @@ from schedules.ir import KINDS, Action, Schedule, ScheduleError, shorten
 from schedules.palette import CAUSES as REASONS
 from schedules.palette import DARK, LIGHT, NAMES, clock_name, joined, kinds, printable, sizes
 from schedules.report import Report
-from schedules.simulate import simulate
+from schedules.simulate import CLOCKS, simulate
 
 MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB
 SCRIPTS = ("read", "view", "colours", "paint", "dense", "hover", "numbers", "controls", "main")
@@ -106,18 +106,15 @@ def _see_that_it_is_not_too_much(given: Sequence[Report | Schedule]) -> None:
 
 
 def _entries(given: Sequence[Report | Schedule]) -> list[Entry]:
-    """One for every schedule and costs, with the clocks that are missing."""
+    """One for every schedule and costs, with the clocks that are missing, the event clock first."""
     entries: list[Entry] = []
     for item in given:
         schedule, costs = (
             (item.schedule, item.costs) if isinstance(item, Report) else (item, Costs())
         )
+        same = schedule, schedule.name, costs
         for entry in entries:
-            if (entry.schedule, entry.schedule.name, entry.costs) == (
-                schedule,
-                schedule.name,
-                costs,
-            ):
+            if (entry.schedule, entry.schedule.name, entry.costs) == same:
                 break
         else:
             entry = Entry(schedule, costs)
@@ -129,6 +126,7 @@ def _entries(given: Sequence[Report | Schedule]) -> list[Entry]:
         for clock in ("event", "lockstep"):
             if clock not in clocks and "measured" not in clocks:
                 entry.reports.append(simulate(entry.schedule, entry.costs, clock))
+        entry.reports.sort(key=lambda report: CLOCKS.index(report.clock))
     return entries
 
 

@@ -234,6 +234,19 @@ def test_the_numbers_of_the_documentation(name, M, ratio):
     assert str(ratio) in text
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("comm", [0.5, 3])
+def test_of_two_ranks_each_is_the_other_s_partner(delayed, comm):
+    """An exchange that joins all is a barrier, whether or not it keeps only whom it joins."""
+    schedule = build("eager_1f1b", num_ranks=2, num_microbatches=6)
+    costs = Costs(1, (1, 2), 1, comm, head=1.5, embed=0.5)
+    options = {"pattern": "paired", "delayed": delayed, "shared": BOTH}
+    one, other = (
+        simulate(schedule, costs, "lockstep", partners=p, **options) for p in (False, True)
+    )
+    assert one.makespan == pytest.approx(other.makespan)
+
+
 def test_only_lockstep_has_meetings():
     with pytest.raises(ScheduleError) as caught:
         simulate(TWO, shared=BOTH)
