@@ -50,7 +50,11 @@ _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Every family that `build` knows; it also takes "auto", which chooses among them."""
+    """Every family, each a rule that gives one timetable for given sizes.
+
+    Not among them is "auto", which `build` and ``Pipeline(schedule=...)`` take too: it times all of
+    these, searches beyond them, and returns what is quickest (`schedules.auto`).
+    """
     return (*_FAMILIES, *(name for name in _TAILORED if name != "auto"))
 
 
