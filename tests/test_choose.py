@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from collectives import make_mesh
-from pipeline import Pipeline
-from pipeline import pipeline as module
+from pipeline import Pipeline, resolve
 from pipeline.choose import choose_pattern, choose_schedule, exchanges_are_barriers
 from schedules import ScheduleError, simulate
 from tests import models
@@ -122,7 +121,7 @@ def test_describe_says_why_a_tick_has_its_slots(options, line):
 
 def test_a_mesh_of_partners(monkeypatch):
     """Without being asked: 1f1b, in partner ticks."""
-    monkeypatch.setattr(module, "exchanges_are_barriers", lambda mesh: False)
+    monkeypatch.setattr(resolve, "exchanges_are_barriers", lambda mesh: False)
     assert make(4, 8).describe().splitlines()[2:4] == [
         f"schedule 1f1b: the default: no slower than eager_1f1b {JOINED}, and holds less",
         (
