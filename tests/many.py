@@ -2,14 +2,19 @@
 
 train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
 wait               collectives until somebody dies; says "going" when all are there
-raise NUMBER       the same, and process NUMBER fails
+end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
 config             every process has another option
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -108,6 +113,42 @@ def count(axis: str = "stage") -> jax.Array:
     return jax.lax.psum(vary(jnp.ones(()), axis), axis)
 
 
+def endings() -> dict[str, Callable[[], object]]:
+    """How a process ends while others go on; each returns if its program then just ends."""
+
+    def fail() -> None:
+        raise ValueError("row 7 is not a number")
+
+    def fail_unseen() -> None:
+        sys.excepthook = lambda *args: print("a hook that tells nobody", args)
+        fail()
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    def exit_in_a_fork() -> None:  # a child's end is not its parent's
+        if not os.fork():
+            sys.exit(3)
+        os.wait()
+        leave()
+
+    def exit_with_a_thread() -> None:
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        sys.exit(3)
+
+    return {
+        "fail": fail,
+        "fail_unseen": fail_unseen,
+        "exit": lambda: sys.exit(3),
+        "exit_text": lambda: sys.exit("no more rows"),
+        "exit_with_a_thread": exit_with_a_thread,
+        "leave": leave,
+        "exit_in_a_fork": exit_in_a_fork,
+        "return": lambda: None,
+        "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    }
+
+
 def main() -> None:
     what, *arguments = sys.argv[1:]
     if what == "config":
@@ -116,7 +157,7 @@ def main() -> None:
         here = find(None, None, None, timeout=1)
         initialize(config={"model": {"width": 8 + here.index // 2}, "seed": 0}, timeout=600)
         return
-    here = initialize(config=sys.argv, timeout=600, grace=1)
+    here = initialize(config=sys.argv, timeout=600, grace=1, heartbeat=20)
     if what == "train":
         data, stages = map(int, arguments[1:])
         found = losses(data, len(jax.devices()) // data, stages)
@@ -134,8 +175,9 @@ def main() -> None:
         meet().block_until_ready()
         if step == 10:
             sys.stdout.write("going\n")
-            if arguments == [str(here.index)]:
-                raise ValueError("row 7 is not a number")
+            if arguments[:1] == [str(here.index)]:
+                endings()[arguments[1]]()
+                return
 
 
 if __name__ == "__main__":

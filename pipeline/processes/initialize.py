@@ -24,14 +24,16 @@ def initialize(
     config: Any = None,
     timeout: float = 300.0,
     grace: float = 5.0,
+    heartbeat: float = 100.0,
 ) -> Cluster:
     """Make this process one of a job; with one process, do nothing.
 
     Call it before the first use of a device. What is not given comes from
     ``python -m pipeline launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. It waits
     for all processes, compares their code, versions and options, and starts `jax.distributed`, with
-    gloo for collectives between CPUs. From then on, a process whose peer dies says so and ends with
-    exit code 75.
+    gloo for collectives between CPUs. From then on, a process whose peer dies, hangs, or ends its
+    program while it is needed, says so and ends with exit code 75; and a process whose program is
+    done waits until those of all are.
 
     Args:
       coordinator: ``host:port`` of process 0, with a port that is free there.
@@ -40,6 +42,7 @@ def initialize(
       config: options that must be the same everywhere: a mapping, a dataclass or a namespace.
       timeout: seconds to wait for the others.
       grace: seconds this process has to end by itself after another died.
+      heartbeat: seconds without a sign of life until a process counts as hung; `math.inf` for ever.
 
     Returns:
       Where this process is: ``.index`` of ``.count``.
@@ -47,7 +50,7 @@ def initialize(
     Raises:
       RuntimeError: jax.distributed is initialised already.
       TimeoutError: the coordinator cannot be reached, or somebody did not come.
-      ValueError: a part of the address is missing or wrong; or processes do not run the same
+      ValueError: a part of the address, or a time, is missing or wrong; or processes do not run the same
         program: which field, which values, on which processes.
     """
     if jax.distributed.is_initialized():
@@ -55,13 +58,14 @@ def initialize(
             "initialize() was called in a process where jax.distributed is initialised already; "
             "call it once, and instead of jax.distributed.initialize()"
         )
+    _check_seconds(timeout=timeout, grace=grace, heartbeat=heartbeat)
     cluster = find(coordinator, num_processes, process_id, timeout=timeout)
     if cluster.count == 1:
         return cluster
     if getattr(jax.config, BETWEEN_CPUS) in (None, "none"):
         jax.config.update(BETWEEN_CPUS, "gloo")
     links = meet(cluster, fields_of(config), timeout)
-    Watch(links, grace).start()
+    Watch(links, grace, heartbeat).start()
     here = cluster.address[0].startswith(LOOPBACK)
     jax.distributed.initialize(
         cluster.coordinator,
@@ -74,3 +78,11 @@ def initialize(
         coordinator_bind_address=cluster.coordinator if here else None,
     )
     return cluster
+
+
+def _check_seconds(**given: float) -> None:
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not value >= 0 or (name == "heartbeat" and not value):
+            rule = "seconds > 0, or math.inf for ever" if name == "heartbeat" else "seconds >= 0"
+            raise ValueError(f"{name}={value!r}: must be a number of {rule}")

@@ -1,29 +1,33 @@
-"""A thread that ends this process when another one dies.
+"""A thread that ends this process when another one dies, hangs, or ends too early.
 
 A process that waits for a dead one in a collective waits forever, or fails with words that name
 nobody. The connections of `pipeline.processes.rendezvous` close when a process ends: who has not
-said farewell before has died. The coordinator hears it of all others and passes it on; everybody
-hears it of the coordinator. There is nothing to ask and nothing to time.
+said farewell before has died. All say from time to time that they are alive: who does not is
+stopped. Who has said farewell needs nobody any more, but waits until all have: if another one waits
+for it all the same, it has ended too early. The coordinator hears the others and passes on what it
+hears; everybody hears the coordinator.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import selectors
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import NoReturn
 
-from pipeline.processes.channel import Channel
+from pipeline.processes import departure
+from pipeline.processes.channel import Channel, Message
 from pipeline.processes.rendezvous import Links
+from pipeline.processes.waiting import Waiting
 
 LOST = 75  # exit code of a process that ends because another died: "try again later"
 NEWS = 2.0  # seconds that a failing process waits, to hear whether another died before
 LAST = 1.0  # seconds for what else a failing process does when the interpreter ends
+BEAT = 2.0  # seconds between signs of life, at most
+PATIENCE = 40.0  # seconds that one may wait for results after another has ended
 
 CLOSED = "its connection closed without a farewell, as when it is killed, crashes or loses its host"
 
@@ -34,37 +38,63 @@ class Watch:
     Args:
       links: connections to them.
       grace: seconds that this process has to end by itself when another has died.
+      heartbeat: seconds without a sign of life until a process counts as hung.
     """
 
-    def __init__(self, links: Links, grace: float) -> None:
-        self._links, self._grace = links, grace
-        self._farewells: set[int] = set()
+    def __init__(self, links: Links, grace: float, heartbeat: float) -> None:
+        self._links, self._grace, self._heartbeat = links, grace, heartbeat
+        self._beat = min(heartbeat / 4, BEAT)
+        self._farewells: list[int] = []  # in this order
         self._lost, self._leaving = threading.Event(), threading.Event()
-        self._failed = False
+        self._alone = threading.Event()  # all others have said farewell
+        self._failed = 0  # exit code
+        self._waiting = Waiting()
+        # Time as this process has seen it: it stands still while the process is suspended.
+        self._now = 0.0
+        self._heard = dict.fromkeys(links.channels, 0.0)
 
     def start(self) -> None:
         """Begin, and say farewell when the interpreter ends."""
         threading.Thread(target=self._run, name="watch processes", daemon=True).start()
-        before = sys.excepthook
-
-        def excepthook(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            before(kind, error, traceback)
-            self._fail(kind, error)
-
-        sys.excepthook = excepthook
-        # Runs before jax's own end, in which all processes wait for each other.
-        atexit.register(self._leave)
+        departure.install(self._fail, self._leave)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as ready:
             for index, channel in self._links.channels.items():
                 ready.register(channel, selectors.EVENT_READ, index)
+            last, due = time.monotonic(), 0.0
             while ready.get_map():
-                for key, _ in ready.select():
+                for key, _ in ready.select(self._beat):
                     if not self._hear(key.data, self._links.channels[key.data]):
                         ready.unregister(key.fileobj)
+                        del self._heard[key.data]
+                before, last = last, time.monotonic()
+                self._now += min(last - before, 2 * self._beat)
+                if self._now >= due:
+                    due = self._now + self._beat
+                    self._tick()
+
+    def _tick(self) -> None:
+        """Show that this process is alive, and see whether the others are."""
+        if self._failed:
+            return
+        self._send(alive=True)
+        for index, heard in self._heard.items():
+            # In its very end an interpreter has no threads any more.
+            if self._now - heard > self._heartbeat and index not in self._farewells:
+                self._end(
+                    index,
+                    f"it gave no sign of life for {self._heartbeat:g} s, as when it is stopped or "
+                    f"its host hangs",
+                )
+        if self._farewells and not self._leaving.is_set():
+            seconds = self._waiting.seconds(self._now)
+            if seconds > PATIENCE:
+                self._end(
+                    self._farewells[0],
+                    f"its program has ended, but process {self._links.cluster.index} goes on and "
+                    f"has been waiting for it for {seconds:.0f} s",
+                )
 
     def _hear(self, index: int, channel: Channel) -> bool:
         """Take in news from a process; whether there may be more."""
@@ -79,21 +109,33 @@ class Watch:
             if index not in self._farewells:
                 self._end(index, why)
             return False
+        self._heard[index] = self._now
         for message in messages:
-            if "lost" in message:
-                self._end(message["lost"], message["why"])
-            if "failed" in message:
-                self._end(index, message["failed"])
-            if "farewell" in message:
-                self._farewells.add(index)
+            self._take(index, message)
         return True
 
-    def _end(self, lost: int, why: str) -> NoReturn:
+    def _take(self, index: int, message: Message) -> None:
+        if "lost" in message:
+            self._end(message["lost"], message["why"], heard=True)
+        if "failed" in message:
+            self._end(index, message["failed"])
+        if "farewell" in message:
+            left = message["farewell"]
+            self._farewells.append(left)
+            if self._links.cluster.index == 0:
+                self._send(left, farewell=left)
+            if len(self._farewells) == self._links.cluster.count - 1:
+                self._alone.set()
+
+    def _end(self, lost: int, why: str, *, heard: bool = False) -> NoReturn:
         """Pass it on, say it, and end."""
         self._lost.set()
         cluster = self._links.cluster
-        if cluster.index == 0:
-            self._send(lost, lost=lost, why=why)
+        if cluster.index == 0 or not heard:
+            self._send(lost=lost, why=why)
+        if lost == cluster.index:
+            _say(f"process {lost} of {cluster.count}: {why}; it ends with exit code 1")
+            _exit(1)
         _say(
             f"process {cluster.index} of {cluster.count}: process {lost} "
             f"({self._links.names[lost]}) is gone: {why}; this process cannot go on without it "
@@ -103,25 +145,28 @@ class Watch:
         time.sleep(self._grace if lost else 0)
         _exit(LOST)
 
-    def _fail(self, kind: type[BaseException], error: BaseException) -> None:
-        """This process ends with an exception: say so, unless another's death is the reason."""
+    def _fail(self, how: str, code: int) -> None:
+        """This process fails: say so, unless another's death is the reason."""
+        if self._failed:
+            return
         if self._lost.wait(NEWS):
             time.sleep(self._grace + NEWS)  # the thread ends this process
-        self._failed = True
-        first = str(error).split("\n", 1)[0]
-        self._send(failed=f"it failed with {kind.__name__}: {first}")
+        self._failed = code
+        self._send(failed=how)
         threading.Thread(target=self._end_failed, name="end process", daemon=True).start()
 
     def _end_failed(self) -> NoReturn:
         """In its own end, jax would wait minutes for processes that wait for this one."""
-        self._leaving.wait()
+        self._leaving.wait(self._grace)  # for threads that do not end it may be forever
         time.sleep(LAST)
-        _exit(1)
+        _exit(self._failed)
 
     def _leave(self) -> None:
+        """Say farewell, and wait until all have; jax would wait for them for five minutes."""
         self._leaving.set()
         if not (self._failed or self._lost.is_set()):
-            self._send(farewell=True)
+            self._send(farewell=self._links.cluster.index)
+            self._alone.wait()
 
     def _send(self, but: int | None = None, **message: object) -> None:
         """To all but one, or to the coordinator, which passes it on."""
