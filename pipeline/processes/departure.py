@@ -1,4 +1,4 @@
-"""How this process ends: by an exception, by `sys.exit` with a code, or because its program is done.
+"""How this process ends: an exception, `sys.exit` with a code, or the end of its program.
 
 The others must hear of it before the interpreter ends, for there jax waits minutes for them, while
 they wait for this process. Python calls a hook for an exception; for `SystemExit` it has none.

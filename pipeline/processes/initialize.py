@@ -50,8 +50,8 @@ def initialize(
     Raises:
       RuntimeError: jax.distributed is initialised already.
       TimeoutError: the coordinator cannot be reached, or somebody did not come.
-      ValueError: a part of the address, or a time, is missing or wrong; or processes do not run the same
-        program: which field, which values, on which processes.
+      ValueError: a part of the address, or a time, is missing or wrong; or processes do not run
+        the same program: which field, which values, on which processes.
     """
     if jax.distributed.is_initialized():
         raise RuntimeError(

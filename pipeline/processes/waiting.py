@@ -53,7 +53,7 @@ class Waiting:
 
     def _ask(self) -> None:
         """What jax waits for; in a thread, as jax answers nobody while it looks for devices."""
-        pending = {}
+        pending: dict[Hashable, Any] = {}
         for array in jax.live_arrays():
             with contextlib.suppress(RuntimeError):  # deleted in this moment
                 if not array.is_ready():
