@@ -3,6 +3,7 @@
 train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
 wait               collectives until somebody dies; says "going" when all are there
 end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
+alone              process 0 works a minute longer than the others
 config             every process has another option
 """
 
@@ -175,6 +176,14 @@ def main() -> None:
         return
     mesh = make_mesh(stage=here.count)
     meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
+    if what == "alone":
+        meet().block_until_ready()
+        save = jax.jit(lambda x: jnp.sin(x) + 1)
+        end = time.monotonic() + (60 if here.index == 0 else 0)
+        while time.monotonic() < end:
+            np.asarray(save(jnp.ones(1000)))
+            time.sleep(0.1)
+        return
     for step in range(1_000_000):
         meet().block_until_ready()
         if step == 10:

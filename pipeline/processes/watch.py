@@ -141,8 +141,10 @@ class Watch:
             f"({self._links.names[lost]}) is gone: {why}; this process cannot go on without it "
             f"and ends with exit code {LOST}"
         )
-        # jax's own thread ends a process without coordinator, from C++ and in its own words.
-        time.sleep(self._grace if lost else 0)
+        # jax's own thread ends a process without coordinator, from C++ and in its own words: so the
+        # coordinator goes last, and without it there is no time at all.
+        last = 0.0 if cluster.index else 2 * LAST
+        time.sleep(self._grace + last if lost else 0)
         _exit(LOST)
 
     def _fail(self, how: str, code: int) -> None:
