@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
+import types
+from typing import Any
 
 import pytest
 
 from pipeline.processes.cluster import COORDINATOR, PROCESS, PROCESSES, Cluster, find
 
+space = types.SimpleNamespace
 LAUNCHED = {COORDINATOR: "127.0.0.1:4000", PROCESSES: "4", PROCESS: "3"}
 SLURM = {
     "SLURM_JOB_ID": "100",
@@ -22,7 +27,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
-FOREIGN = ("SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORD", "SHARDPIPE_", "TPU_", "MEGASCALE_")
+FOREIGN = (
+    "PMI_",
+    "JOB_",
+    "SLURM_",
+    "OMPI_",
+    "KUBERNETES_",
+    "JAX_COORD",
+    "SHARDPIPE_",
+    "TPU_",
+    "MEGASCALE_",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +92,212 @@ def test_jax_detects_a_cluster(
     assert look(None, None, None, **LAUNCHED) == Cluster("127.0.0.1:4000", 4, 3)
 
 
-def test_a_tpu_pod_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax._src.clusters import cloud_tpu_cluster as tpu
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from jax._src.clusters import cloud_tpu_cluster
 
-    monkeypatch.setattr(tpu, "running_in_cloud_tpu_vm", True)
-    monkeypatch.setattr(tpu.GkeTpuCluster, "is_env_present", classmethod(lambda cls: True))
-    monkeypatch.setattr(tpu, "get_tpu_env_value", {}.get)
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    return cloud_tpu_cluster
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        (
+            {"TPU_WORKER_HOSTNAMES": "localhost,other", "TPU_WORKER_ID": "1"},
+            Cluster("localhost:8482", 2, 1),
+        ),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, Cluster()),
+        (
+            {
+                "TPU_WORKER_HOSTNAMES": "a,b",
+                "TPU_WORKER_ID": "1",
+                "MEGASCALE_COORDINATOR_ADDRESS": "localhost:9000",
+                "MEGASCALE_NUM_SLICES": "4",
+                "MEGASCALE_SLICE_ID": "2",
+            },
+            Cluster("localhost:8482", 8, 5),
+        ),
+    ],
+)
+def test_a_tpu_pod_under_kubernetes(
+    environment: dict[str, str], found: Cluster, tpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tpu.GceTpuCluster, "is_env_present", classmethod(lambda cls: False))
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,other")
-    monkeypatch.setenv("TPU_WORKER_ID", "1")
-    found = look(None, None, None)
-    assert (found.address[0], found.count, found.index) == ("localhost", 2, 1)
+    monkeypatch.setattr(tpu, "get_tpu_env_value", os.environ.get)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    place = look(None, None, None)
+    assert place == found
+    assert place.local_device_ids is None  # all of the host
+
+
+@pytest.mark.parametrize("workers", ["localhost,other,third", "x:0:localhost,y:1:other,z:2:third"])
+def test_a_tpu_pod_by_its_metadata(workers: str, tpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = {
+        "agent-worker-number": "2",
+        "worker-network-endpoints": workers,
+        "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-12'",
+    }
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(tpu, "get_metadata", lambda key: (metadata[key], 200))
+    assert look(None, None, None) == Cluster("localhost:8482", 3, 2)
+
+
+class RefusedError(Exception):
+    status, reason = 403, "Forbidden"
+
+
+@pytest.fixture
+def pod(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A pod of an indexed Job with a headless service, and a false interface to ask about it."""
+    from jax._src.clusters.k8s_cluster import K8sCluster
+
+    pod = space(
+        metadata=space(
+            name="train-2-xyz",
+            labels={"job-name": "train"},
+            owner_references=[space(controller=True, kind="Job")],
+        ),
+        spec=space(subdomain="localdomain"),
+    )
+    job = space(metadata=space(name="train", labels={}), spec=space(parallelism=4))
+    core = space(
+        list_namespaced_pod=lambda namespace, field_selector: space(items=[pod]),
+        list_namespaced_service=lambda namespace: space(items=[]),
+    )
+    batch = space(read_namespaced_job=lambda name, namespace: job)
+    kubernetes = types.ModuleType("kubernetes")
+    kubernetes.config = space(load_incluster_config=lambda: None)
+    kubernetes.client = space(
+        CoreV1Api=lambda: core,
+        BatchV1Api=lambda: batch,
+        exceptions=space(ApiException=RefusedError),
+    )
+    monkeypatch.setitem(sys.modules, "kubernetes", kubernetes)
+    monkeypatch.setattr(K8sCluster, "_namespace", classmethod(lambda cls: "default"))
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    for name, value in KUBERNETES.items():
+        monkeypatch.setenv(name, value)
+    for cached in (K8sCluster._pod, K8sCluster._job, K8sCluster._headless_svc):
+        cached.cache_clear()
+    K8sCluster._controller.cache_clear()
+    return space(pod=pod, job=job, core=core, batch=batch)
+
+
+KUBERNETES = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "train-2-xyz",
+    "JOB_COMPLETION_INDEX": "2",
+}
+ALONE = (
+    "or give coordinator, num_processes and process_id; where this process is alone, "
+    "num_processes=1 or SHARDPIPE_PROCESSES=1"
+)
+UNTOLD = "jax sees that this process belongs to a cluster, but cannot tell its place: "
+
+
+def test_a_kubernetes_job(pod: Any) -> None:
+    assert look(None, None, None) == Cluster("train-0.localdomain:55527", 4, 2)
+    assert look("h:1", None, None) == Cluster("h:1", 4, 2)
+    assert look(None, 3, 1) == Cluster("train-0.localdomain:55527", 3, 1)
+    assert look(None, 1, None) == Cluster()
+    assert look(None, None, None, SHARDPIPE_PROCESSES="1") == Cluster()
+
+
+def test_a_kubernetes_job_set(pod: Any) -> None:
+    pod.job.metadata.labels = {"jobset.sigs.k8s.io/jobset-name": "runs"}
+    pod.job.metadata.name = "runs-workers-0"
+    assert look(None, None, None) == Cluster("runs-workers-0-0.runs:55527", 4, 2)
+
+
+def test_given_parts_are_not_asked_of_kubernetes(pod: Any) -> None:
+    pod.batch.read_namespaced_job = None  # jax would call it for the number of processes
+    pod.core.list_namespaced_pod = None
+    assert look("h:1", 4, None) == Cluster("h:1", 4, 2)
+
+
+def test_kubernetes_does_not_tell(pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(namespace: str, field_selector: str) -> None:
+        raise RefusedError
+
+    def untold() -> str:
+        with pytest.raises(ValueError) as error:
+            look(None, None, None)
+        text = str(error.value)
+        assert text.startswith(UNTOLD)
+        assert text.endswith("\nMend that, " + ALONE)
+        return text.removeprefix(UNTOLD)
+
+    pod.pod.spec.subdomain = None
+    assert untold().startswith("RuntimeError: Pods within a job need a headless service")
+    pod.pod.spec.subdomain = "localdomain"
+    pod.pod.metadata.owner_references[0].kind = "ReplicaSet"
+    text = "RuntimeError: In K8s, cluster automatic bootstrap only supports Job/JobSet."
+    assert untold().startswith(text)
+    pod.pod.metadata.owner_references[0].kind = "Job"
+    monkeypatch.delenv("JOB_COMPLETION_INDEX")
+    assert 'jobs must be indexed by setting `completionMode: "Indexed"`' in untold()
+    from jax._src.clusters.k8s_cluster import K8sCluster
+
+    K8sCluster._pod.cache_clear()
+    K8sCluster._controller.cache_clear()
+    pod.core.list_namespaced_pod = refuse
+    assert untold().startswith("RuntimeError: Kubernetes API Error: 403 - Forbidden")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"JOB_COMPLETION_INDEX": "0"},
+            (
+                f"JOB_COMPLETION_INDEX=0: this process seems to be one of several, but jax finds "
+                f"no others; for Kubernetes install jax[k8s], {ALONE}"
+            ),
+        ),
+        (
+            {"PMI_SIZE": "4"},
+            (
+                f"PMI_SIZE=4: this process seems to be one of several, but jax finds no others; it "
+                f"knows no MPI but Open MPI, {ALONE}"
+            ),
+        ),
+    ],
+)
+def test_nobody_trains_alone_by_mistake(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        look(None, None, None, **environment)
+    assert str(error.value) == message
+    assert look(None, 1, None, **environment) == Cluster()
+    assert look(None, None, None, PMI_SIZE="1") == Cluster()
+
+
+def test_open_mpi_5_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OPEN_MPI.items():
+        if "orte" not in name:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as error:
+        look(None, None, None, **os.environ)
+    old = (
+        "OMPI_COMM_WORLD_SIZE=2: this process seems to be one of several, but jax finds no others; "
+        f"for Open MPI 5 it wants a later jax, and mpi4py, {ALONE}"
+    )
+    new = (
+        f"{UNTOLD}RuntimeError: Open MPI 5 or newer requires mpi4py for distributed "
+        f"initialization.\nMend that, {ALONE}"
+    )
+    assert str(error.value) in (old, new)
+
+
+def test_slurm_that_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_NTASKS": "6(x2)"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as error:
+        look(None, None, None)
+    assert str(error.value) == (
+        f"{UNTOLD}ValueError: invalid literal for int() with base 10: '6(x2)'\nMend that, {ALONE}"
+    )
 
 
 def test_an_address_has_a_host_and_a_port() -> None:

@@ -15,6 +15,14 @@ COORDINATOR = "SHARDPIPE_COORDINATOR"
 PROCESSES = "SHARDPIPE_PROCESSES"
 PROCESS = "SHARDPIPE_PROCESS"
 
+# Variables by which one sees a job of several processes even where jax does not: from which number
+# on, and what jax wants.
+SEVERAL = {
+    "OMPI_COMM_WORLD_SIZE": (2, "for Open MPI 5 it wants a later jax, and mpi4py"),
+    "PMI_SIZE": (2, "it knows no MPI but Open MPI"),
+    "JOB_COMPLETION_INDEX": (0, "for Kubernetes install jax[k8s]"),
+}
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -57,22 +65,23 @@ def find(
       environment: what a launcher has set; by default that of this process.
 
     Raises:
-      ValueError: a part is missing, or does not fit the others.
+      ValueError: a part is missing, or does not fit the others; or there is a cluster, and no way
+        to learn this process's place in it.
     """
-    if num_processes == 1 and not process_id:
-        return Cluster()
     environment = os.environ if environment is None else environment
     known: dict[str, Any] = {
         "coordinator": coordinator or environment.get(COORDINATOR),
         "num_processes": _number("num_processes", num_processes, environment, PROCESSES),
         "process_id": _number("process_id", process_id, environment, PROCESS),
     }
+    if known["num_processes"] == 1 and not known["process_id"]:
+        return Cluster()
     devices = None
     if None in known.values():
-        *found, devices = _detected(timeout)
-        for name, value in zip(known, found, strict=True):
-            known[name] = value if known[name] is None else known[name]
+        *found, devices = _detected(known, timeout)
+        known = dict(zip(known, found, strict=True))
     if all(value is None for value in known.values()):
+        _see_that_it_is_alone(environment)
         return Cluster()
     _check(known)
     if known["num_processes"] == 1:
@@ -92,14 +101,35 @@ def _number(
     return None if text is None else int(text)
 
 
-def _detected(timeout: float) -> tuple[Any, ...]:
+def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
     """(coordinator, processes, process, local devices) by jax's own detection, None if unknown."""
     # There is no public way to ask before connecting, and connecting in vain kills the process.
     from jax._src import clusters  # noqa: PLC0415
 
-    given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None)
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(timeout))
+    coordinator, count, index = known.values()
+    given = (coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), count, index, None)
+    try:
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(timeout))
+    except Exception as error:  # of sockets, of Kubernetes, of numbers
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise ValueError(
+            f"jax sees that this process belongs to a cluster, but cannot tell its place: "
+            f"{type(error).__name__}: {error}{cause}\nMend that, or give coordinator, "
+            f"num_processes and process_id; where this process is alone, num_processes=1 or {PROCESSES}=1"
+        ) from error
     return tuple(found)
+
+
+def _see_that_it_is_alone(environment: Mapping[str, str]) -> None:
+    """Refuse to train several times what is one job."""
+    for variable, (least, why) in SEVERAL.items():
+        text = environment.get(variable, "")
+        if text.isdecimal() and int(text) >= least:
+            raise ValueError(
+                f"{variable}={text}: this process seems to be one of several, but jax finds no "
+                f"others; {why}, or give coordinator, num_processes and process_id; where this "
+                f"process is alone, num_processes=1 or {PROCESSES}=1"
+            )
 
 
 def _check(known: Mapping[str, Any]) -> None:

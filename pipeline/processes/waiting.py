@@ -3,7 +3,8 @@
 When another process has ended its program, this one may still have much to do, such as saving. But
 if it runs a collective, it waits forever. Then an array is not ready, now and ever after; or jax
 does not even answer, because it is still looking for the devices of all. A small computation on
-CPUs makes no array before it ends: there the main thread stays at one instruction.
+CPUs makes no array before it ends: there the main thread stays at one instruction, and consumes no
+time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -65,13 +67,15 @@ class Waiting:
 
 
 def _place() -> Hashable | None:
-    """Where the main thread is, if jax may wait there."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    if frame is None:
+    """Where the main thread is, if jax may wait there, and what it has done so far."""
+    main = threading.main_thread().ident or 0
+    frame = sys._current_frames().get(main)  # noqa: SLF001
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    if frame is None or clock is None:
         return None
     path = frame.f_code.co_filename
     inside = next((folder for folder in LIBRARIES if path.startswith(folder)), None)
     library = inside is not None and not any(name in path[len(inside) :] for name in INSTALLED)
     if library or path.endswith(COMPILER):
         return None
-    return frame.f_code, frame.f_lasti
+    return frame.f_code, frame.f_lasti, time.clock_gettime_ns(clock(main))
