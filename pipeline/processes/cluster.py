@@ -15,6 +15,11 @@ COORDINATOR = "SHARDPIPE_COORDINATOR"
 PROCESSES = "SHARDPIPE_PROCESSES"
 PROCESS = "SHARDPIPE_PROCESS"
 
+BY_HAND = (
+    f"or give coordinator, num_processes and process_id; where this process is alone, "
+    f"num_processes=1 or {PROCESSES}=1"
+)
+
 # Variables by which one sees a job of several processes even where jax does not: from which number
 # on, and what jax wants.
 SEVERAL = {
@@ -114,8 +119,7 @@ def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
             f"jax sees that this process belongs to a cluster, but cannot tell its place: "
-            f"{type(error).__name__}: {error}{cause}\nMend that, or give coordinator, "
-            f"num_processes and process_id; where this process is alone, num_processes=1 or {PROCESSES}=1"
+            f"{type(error).__name__}: {error}{cause}\nMend that, {BY_HAND}"
         ) from error
     return tuple(found)
 
@@ -127,8 +131,7 @@ def _see_that_it_is_alone(environment: Mapping[str, str]) -> None:
         if text.isdecimal() and int(text) >= least:
             raise ValueError(
                 f"{variable}={text}: this process seems to be one of several, but jax finds no "
-                f"others; {why}, or give coordinator, num_processes and process_id; where this "
-                f"process is alone, num_processes=1 or {PROCESSES}=1"
+                f"others; {why}, {BY_HAND}"
             )
 
 

@@ -22,6 +22,8 @@ from pipeline.processes.logs import Log
 from pipeline.processes.signals import PASSED_ON, Signals, Stopped
 from pipeline.processes.watch import LOST
 
+__all__ = ["Job", "free_port", "run"]
+
 NOTICE = 2.0  # seconds in which the reason of an end may follow its consequence
 
 
