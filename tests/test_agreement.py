@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import importlib.metadata
 import sys
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import schedules
 from pipeline.processes.agreement import differences, fields_of, numbers
 
 
@@ -34,6 +39,110 @@ def test_versions_code_and_settings_are_compared(monkeypatch: pytest.MonkeyPatch
     assert fields == fields_of()
 
 
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of the user's, beside the script."""
+    path = tmp_path / "stages_of_mine.py"
+    path.write_text("WIDTH = 8\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    importlib.import_module(path.stem)
+    yield path
+    del sys.modules[path.stem]
+
+
+def test_the_source_of_a_stage_is_compared(module: Path) -> None:
+    first = fields_of()
+    module.write_text("WIDTH = 9\n", encoding="utf-8")
+    second = fields_of()
+    (text,) = differences([first, first, second])
+    name = "code of module stages_of_mine"
+    assert text == f"{name} is {first[name]} (processes 0-1), {second[name]} (process 2)"
+    assert first[name] != second[name]
+    # A module that one process alone has loaded, such as for drawing, is no difference.
+    assert differences([first, {k: v for k, v in first.items() if k != name}]) == []
+
+
+def test_what_is_installed_is_compared_by_version_alone() -> None:
+    names = [name for name in fields_of() if name.startswith("code of module ")]
+    assert "code of module tests.test_agreement" in names
+    roots = {name.split()[-1].split(".")[0] for name in names}
+    assert not roots & {"pipeline", "schedules", "collectives", "jax", "numpy", "pytest", "json"}
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, version = fields_of(), importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: "0.0.1" if name == "optax" else version(name),
+    )
+    assert differences([first, fields_of()]) == [
+        f"optax is {first['optax']} (process 0), 0.0.1 (process 1)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("jax_enable_x64", True, "jax_enable_x64 is False (process 0), True (process 1)"),
+        ("jax_debug_nans", True, "jax_debug_nans is False (process 0), True (process 1)"),
+        (
+            "jax_default_matmul_precision",
+            "float32",
+            "jax_default_matmul_precision is None (process 0), 'float32' (process 1)",
+        ),
+        (
+            "jax_numpy_dtype_promotion",
+            "standard",
+            (
+                "jax_numpy_dtype_promotion is <NumpyDtypePromotion.STRICT: 'strict'> (process 0), "
+                "<NumpyDtypePromotion.STANDARD: 'standard'> (process 1)"
+            ),
+        ),
+    ],
+)
+def test_another_setting_of_jax(name: str, value: object, text: str) -> None:
+    first, before = fields_of(), getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        assert differences([first, fields_of()]) == [text]
+    finally:
+        jax.config.update(name, before)
+
+
+def test_another_flag_of_the_tpu_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fields_of()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_a=true")
+    assert differences([first, fields_of()]) == [
+        "LIBTPU_INIT_ARGS is empty (process 0), --xla_tpu_a=true (process 1)"
+    ]
+
+
+def test_what_a_timetable_says_is_compared(tmp_path: Path) -> None:
+    paths = []
+    for name in ("gpipe", "1f1b"):
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name / "mine.csv")
+        schedules.build(name, num_ranks=2, num_microbatches=4).to_csv(paths[-1])
+    found = [fields_of({"schedule": "mine.csv"}) | only_timetable(path) for path in paths]
+    first, second = (own["timetable in config.schedule"] for own in found)
+    assert differences([found[0], *found]) == [
+        f"timetable in config.schedule is {first} (processes 0-1), {second} (process 2)"
+    ]
+
+
+def only_timetable(path: Path) -> dict[str, str]:
+    name = "timetable in config.schedule"
+    return {name: fields_of({"schedule": str(path)})[name]}
+
+
+def test_files_that_are_no_timetables_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+    path.write_text("step,loss\n1,2.0\n", encoding="utf-8")
+    assert set(fields_of({"log": path})) - set(fields_of()) == {"config.log"}
+
+
 def test_flags_that_change_no_result_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--xla_force_host_platform_device_count=8 --xla_a=1 --xla_dump_to=/tmp/3"
     monkeypatch.setenv("XLA_FLAGS", flags)
@@ -50,6 +159,15 @@ def test_flags_that_change_no_result_may_differ(monkeypatch: pytest.MonkeyPatch)
             {"config.model.width": "8", "config.model.names": "{'a', 'b'}"},
         ),
         ({"process_id": 3, "seed": 0}, {"config.seed": "0"}),
+        ({"tags": [{"b", "a"}, ("c",)]}, {"config.tags": "[{'a', 'b'}, ('c')]"}),
+        (
+            {"models": [Model(8, frozenset("ba"))]},
+            {"config.models": "[Model(width=8, names={'a', 'b'})]"},
+        ),
+        (
+            {"mask": np.arange(5000)},
+            {"config.mask": "int64[5000] a3d44437f284"},
+        ),
         ({"f": test_versions_code_and_settings_are_compared}, None),
     ],
 )

@@ -13,26 +13,56 @@ import importlib.metadata
 import os
 import platform
 import re
-import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+
+from pipeline.processes import sources
 
 Fields = Mapping[str, str]
 
-PACKAGES = ("pipeline", "schedules", "collectives")
-VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy")
+VERSIONS = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+# What changes the program that jax makes, or its results; not every release knows all of them.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
+    "jax_platforms",
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_enable_custom_prng",
+    "jax_random_seed_offset",
+    "jax_numpy_dtype_promotion",
+    "jax_use_shardy_partitioner",
+    "jax_use_direct_linearize",
+    "jax_softmax_custom_jvp",
+    "jax_allow_f16_reductions",
+    "jax_high_dynamic_range_gumbel",
+    "jax_accurate_erf_inv",
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_cpu_collectives_implementation",
 )
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 LONGEST = 160  # characters of a value that an error shows
 ABSENT = "absent"
+# Fields that only some processes may have: what one of them alone loads, or finds in a file.
+PARTIAL = ("code of module ", "timetable in ")
 OWN = "process_id"  # the option that every process has another value of
 # Flags that change no result, and may differ: folders for dumps, devices per process.
 HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count")
@@ -51,13 +81,18 @@ def fields_of(config: Any = None) -> dict[str, str]:
             fields[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             fields[name] = ABSENT
-    fields |= {f"code of {name}": _code_of(name) for name in PACKAGES}
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    fields["code of the script"] = _digest([Path(script)]) if script else ABSENT
-    fields |= {name: repr(getattr(jax.config, name)) for name in SETTINGS}
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    fields["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(HARMLESS))
-    return fields | dict(_flat("config", config))
+    fields |= {f"code of {name}": sources.of_package(name) or ABSENT for name in sources.PACKAGES}
+    fields["code of the script"] = sources.of_script() or ABSENT
+    fields |= {f"code of module {name}": digest for name, digest in sources.modules()}
+    fields |= {name: _text(getattr(jax.config, name, ABSENT)) for name in SETTINGS}
+    for name in VARIABLES:
+        flags = os.environ.get(name, "").split()
+        fields[name] = " ".join(flag for flag in flags if not flag.startswith(HARMLESS))
+    for name, value in _flat("config", config):
+        fields[name] = _text(value)
+        if (timetable := sources.of_timetable(value)) is not None:
+            fields[f"timetable in {name}"] = timetable
+    return fields
 
 
 def differences(fields: Sequence[Fields]) -> list[str]:
@@ -71,6 +106,8 @@ def differences(fields: Sequence[Fields]) -> list[str]:
     for name in names:
         holders: dict[str, list[int]] = {}
         for process, own in enumerate(fields):
+            if name.startswith(PARTIAL) and name not in own:
+                continue
             holders.setdefault(own.get(name, ABSENT), []).append(process)
         if len(holders) > 1:
             values = (f"{_shown(value)} ({_processes(who)})" for value, who in holders.items())
@@ -99,25 +136,11 @@ def _shown(value: str) -> str:
     return f"{value[:LONGEST]}... ({hashlib.sha256(value.encode()).hexdigest()[:12]})"
 
 
-def _code_of(package: str) -> str:
-    """A digest of a package's sources."""
-    path = sys.modules[package].__file__
-    return _digest(sorted(Path(path).parent.rglob("*.py"))) if path else ABSENT
-
-
-def _digest(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        text = path.read_bytes()
-        digest.update(f"{path.name} {len(text)} ".encode() + text)
-    return digest.hexdigest()[:12]
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted name, text) of every option."""
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every option."""
     members = _members(value)
     if members is None:
-        yield name, _text(value)
+        yield name, value
         return
     for key, member in members.items():
         if key != OWN:
@@ -139,4 +162,13 @@ def _text(value: Any) -> str:
     """A value as text that does not depend on the process: no addresses, sets in order."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if type(value) in (list, tuple):
+        brackets = "[]" if isinstance(value, list) else "()"
+        return f"{brackets[0]}{', '.join(map(_text, value))}{brackets[1]}"
+    if (members := _members(value)) is not None:
+        inside = ", ".join(f"{key}={_text(member)}" for key, member in members.items())
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, np.ndarray | jax.Array):  # as text, a long one would be cut
+        array = np.asarray(value)
+        return f"{array.dtype}{list(array.shape)} {sources.digest(array.tobytes())}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
