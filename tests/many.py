@@ -4,6 +4,7 @@ train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss a
 wait               collectives until somebody dies; says "going" when all are there
 end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
 alone              process 0 works a minute longer than the others
+batch WHAT         the last process brings another batch, once at its start or later
 config             every process has another option
 """
 
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, vary
 from pipeline import Pipeline, initialize, shard_batch
-from pipeline.processes import local_rows
+from pipeline.processes import Cluster, local_rows
 
 STEPS, WIDTH, MICROBATCHES = 30, 8, 4
 
@@ -154,6 +155,25 @@ def endings() -> dict[str, Callable[[], object]]:
     }
 
 
+def bring(here: Cluster, what: str) -> None:
+    """Batches that are alike, but for one; then a collective for which the others wait."""
+    mesh = make_mesh(stage=here.count)
+    odd = here.index == here.count - 1
+    mean = jax.jit(lambda batch: jnp.mean(batch["x"].astype(jnp.float32)))
+    for step in range(8):
+        x, t = np.ones((8, 4), np.float32), np.arange(8)
+        if odd and (what == "dtype" or (what == "late" and step == 5)):
+            x = x.astype(np.float16)
+        if odd and what == "rows":
+            x, t = x[:6], t[:6]
+        if odd and what == "tree":
+            batch = shard_batch({"x": x, "y": t}, mesh)
+        if odd and what == "few" and step == 5:
+            return
+        batch = shard_batch({"x": x, "t": t}, mesh)
+        mean(batch).block_until_ready()
+
+
 def main() -> None:
     what, *arguments = sys.argv[1:]
     if what == "config":
@@ -176,6 +196,9 @@ def main() -> None:
         return
     mesh = make_mesh(stage=here.count)
     meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
+    if what == "batch":
+        bring(here, *arguments)
+        return
     if what == "alone":
         meet().block_until_ready()
         save = jax.jit(lambda x: jnp.sin(x) + 1)

@@ -5,11 +5,15 @@ Letters: N rows of the batch, D data shards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
+from pipeline.processes import watch
 from pipeline.tree import Tree
 
 
@@ -36,28 +40,102 @@ def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
             f"num_rows={num_rows}: the mesh's data axis has {shards} shards, which take equally "
             f"many; use a multiple of {shards}"
         )
-    found = rows_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    parts = [np.arange(num_rows)[index] for index in found if index is not None]
-    if not parts:
+    return np.flatnonzero(np.repeat(_shards_here(mesh), num_rows // shards))
+
+
+def _shards_here(mesh: Mesh) -> np.ndarray:
+    """[D] which data shards this process has."""
+    shards = mesh.shape.get(DATA, 1)
+    found = rows_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    here = np.zeros(shards, bool)
+    for index in found:
+        if index is not None:
+            here[index] = True
+    if not here.any():
         raise ValueError(
             f"the mesh has no device of process {jax.process_index()}, which so has no rows; make "
             f"it of devices of all processes, as `jax.devices()` lists them"
         )
-    return np.unique(np.concatenate(parts))
+    return here
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Global arrays from the rows that each process has.
+    """Global arrays from the rows that each process has; called by all processes alike.
 
     Args:
-      batch: a tree of [n, ...] arrays, the `local_rows` of this process, in order.
+      batch: a tree of [n, ...] arrays of numbers, the `local_rows` of this process, in order.
       mesh: the pipeline's.
 
     Returns:
       The tree with [N, ...] arrays, rows over ``data``: what `Pipeline` takes. With one process
       that is the batch as given.
+
+    Raises:
+      ValueError: a leaf is no array of numbers, has no rows, or another number of them than its
+        data shards can share or than the first leaf has; or the batches of processes differ in
+        tree, shapes or dtypes.
     """
+    here = _shards_here(mesh)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    found = {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+    arrays = {name: _array(name, leaf) for name, leaf in found.items()}
+    _check_rows(arrays, int(here.sum()))
+    shapes = {
+        name: (array.shape[0] // int(here.sum()) * here.size, *array.shape[1:])
+        for name, array in arrays.items()
+    }
+    job = watch.running()
+    if job is not None and {d.process_index for d in mesh.devices.flat} == set(
+        range(jax.process_count())
+    ):
+        fields = {name: f"{arrays[name].dtype}{list(shape)}" for name, shape in shapes.items()}
+        ids = " ".join(str(device.id) for device in mesh.devices.flat)
+        job.batches.bring({"mesh": f"{dict(mesh.shape)} of devices {ids}", **fields})
     sharding = rows_sharding(mesh)
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
+    return jax.tree.unflatten(
+        structure,
+        [
+            jax.make_array_from_process_local_data(sharding, array, shapes[name])
+            for name, array in arrays.items()
+        ],
     )
+
+
+def _array(name: str, leaf: object) -> np.ndarray:
+    """A leaf on the host, with jax's dtype for it."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name} is spread over processes already, {leaf.dtype}{list(leaf.shape)}; give the "
+            f"rows of this process alone, as a NumPy array, or leave shard_batch out"
+        )
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if not jnp.issubdtype(array.dtype, np.number) and array.dtype != bool:
+        raise ValueError(
+            f"{name} has dtype {array.dtype}: a batch has numbers; turn it into an array of "
+            f"integers or floats"
+        )
+    array = np.asarray(array)
+    if array.ndim == 0:
+        raise ValueError(
+            f"{name} is the scalar {leaf!r}: every leaf has its rows along its first axis; repeat "
+            f"it for every row, or give it to the stages in another way"
+        )
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _check_rows(arrays: Mapping[str, np.ndarray], shards: int) -> None:
+    """See that all have equally many rows, which the data shards of this process can share."""
+    if not arrays:
+        raise ValueError("batch has no leaf; give a tree of arrays")
+    first, rows = next((name, len(array)) for name, array in arrays.items())
+    for name, array in arrays.items():
+        if len(array) != rows:
+            raise ValueError(
+                f"{name} has {len(array)} rows, but {first} has {rows}: a batch's leaves have the "
+                f"same rows; give the `local_rows` of each"
+            )
+    if rows % shards or not rows:
+        raise ValueError(
+            f"{first} has {rows} rows on this process, which has {shards} of the data shards, and "
+            f"they take equally many; give the `local_rows` of the batch, a multiple of {shards}"
+        )

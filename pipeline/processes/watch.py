@@ -19,6 +19,7 @@ import time
 from typing import NoReturn
 
 from pipeline.processes import departure
+from pipeline.processes.batches import Batches
 from pipeline.processes.channel import Channel, Message
 from pipeline.processes.rendezvous import Links
 from pipeline.processes.waiting import Waiting
@@ -29,11 +30,17 @@ LAST = 1.0  # seconds for what else a failing process does when the interpreter 
 BEAT = 2.0  # seconds between signs of life, at most
 PATIENCE = 40.0  # seconds that one may wait for results after another has ended
 
+# A process belongs to one job, as for jax.distributed; `shard_batch` finds it here.
+_RUNNING: list[Watch] = []
+
 CLOSED = "its connection closed without a farewell, as when it is killed, crashes or loses its host"
 
 
 class Watch:
     """Watches the other processes until this one ends.
+
+    Attributes:
+      batches: what the processes bring to `shard_batch`.
 
     Args:
       links: connections to them.
@@ -48,7 +55,7 @@ class Watch:
         self._lost, self._leaving = threading.Event(), threading.Event()
         self._alone = threading.Event()  # all others have said farewell
         self._failed = 0  # exit code
-        self._waiting = Waiting()
+        self._waiting, self.batches = Waiting(), Batches(links)
         # Time as this process has seen it: it stands still while the process is suspended.
         self._now = 0.0
         self._heard = dict.fromkeys(links.channels, 0.0)
@@ -57,6 +64,7 @@ class Watch:
         """Begin, and say farewell when the interpreter ends."""
         threading.Thread(target=self._run, name="watch processes", daemon=True).start()
         departure.install(self._fail, self._leave)
+        _RUNNING.append(self)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as ready:
@@ -87,6 +95,10 @@ class Watch:
                     f"it gave no sign of life for {self._heartbeat:g} s, as when it is stopped or "
                     f"its host hangs",
                 )
+        if self._links.cluster.index == 0:
+            for left in [*self._farewells, *([0] if self._leaving.is_set() else [])]:
+                if (why := self.batches.left_early(left)) is not None:
+                    self._end(left, why)
         if self._farewells and not self._leaving.is_set():
             seconds = self._waiting.seconds(self._now)
             if seconds > PATIENCE:
@@ -119,6 +131,13 @@ class Watch:
             self._end(message["lost"], message["why"], heard=True)
         if "failed" in message:
             self._end(index, message["failed"])
+        error = None
+        if "batch" in message:
+            error = self.batches.take(index, message)
+        if "verdict" in message:
+            error = self.batches.hear(message["verdict"], message["error"])
+        if error:
+            self._end(self._links.cluster.index, error, heard=True)
         if "farewell" in message:
             left = message["farewell"]
             self._farewells.append(left)
@@ -131,19 +150,20 @@ class Watch:
         """Pass it on, say it, and end."""
         self._lost.set()
         cluster = self._links.cluster
-        if cluster.index == 0 or not heard:
+        if not heard or (cluster.index == 0 and lost):
             self._send(lost=lost, why=why)
+        # jax's own thread ends a process without coordinator, from C++ and in its own words: so the
+        # coordinator goes last, and without it there is no time at all.
+        last = 0.0 if cluster.index else 2 * LAST
         if lost == cluster.index:
             _say(f"process {lost} of {cluster.count}: {why}; it ends with exit code 1")
+            time.sleep(last)
             _exit(1)
         _say(
             f"process {cluster.index} of {cluster.count}: process {lost} "
             f"({self._links.names[lost]}) is gone: {why}; this process cannot go on without it "
             f"and ends with exit code {LOST}"
         )
-        # jax's own thread ends a process without coordinator, from C++ and in its own words: so the
-        # coordinator goes last, and without it there is no time at all.
-        last = 0.0 if cluster.index else 2 * LAST
         time.sleep(self._grace + last if lost else 0)
         _exit(LOST)
 
@@ -160,7 +180,7 @@ class Watch:
     def _end_failed(self) -> NoReturn:
         """In its own end, jax would wait minutes for processes that wait for this one."""
         self._leaving.wait(self._grace)  # for threads that do not end it may be forever
-        time.sleep(LAST)
+        time.sleep(LAST if self._links.cluster.index else 3 * LAST)
         _exit(self._failed)
 
     def _leave(self) -> None:
@@ -176,6 +196,11 @@ class Watch:
             if index != but:
                 with contextlib.suppress(OSError):
                     channel.send(**message)
+
+
+def running() -> Watch | None:
+    """That of this process, where it is one of several."""
+    return _RUNNING[-1] if _RUNNING else None
 
 
 def _say(text: str) -> None:
