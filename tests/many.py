@@ -157,7 +157,7 @@ def endings() -> dict[str, Callable[[], object]]:
 
 def bring(here: Cluster, what: str) -> None:
     """Batches that are alike, but for one; then a collective for which the others wait."""
-    mesh = make_mesh(stage=here.count)
+    mesh = make_mesh(stage=1, data=here.count)
     odd = here.index == here.count - 1
     mean = jax.jit(lambda batch: jnp.mean(batch["x"].astype(jnp.float32)))
     for step in range(8):

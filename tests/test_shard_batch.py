@@ -205,27 +205,27 @@ def test_who_has_gone_on_without_another(three: list[Batches]) -> None:
     assert three[0].left_early(1) is None
 
 
-X = "batch['x'] is float32[8, 4] (processes 0-1), "
+X = "batch['x'] is float32[24, 4] (processes 0-1), "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "call", "text"),
     [
-        ("dtype", 1, f"{X}float16[8, 4] (process 2)"),
-        pytest.param("late", 6, f"{X}float16[8, 4] (process 2)"),
+        ("dtype", 1, f"{X}float16[24, 4] (process 2)"),
+        pytest.param("late", 6, f"{X}float16[24, 4] (process 2)"),
         pytest.param(
             "rows",
             1,
-            f"{X}float32[6, 4] (process 2); batch['t'] is int32[8] (processes 0-1), "
-            f"int32[6] (process 2)",
+            f"{X}float32[18, 4] (process 2); batch['t'] is int32[24] (processes 0-1), "
+            f"int32[18] (process 2)",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "tree",
             1,
-            "batch['t'] is int32[8] (processes 0-1), absent (process 2); batch['y'] is absent "
-            "(processes 0-1), int32[8] (process 2)",
+            "batch['t'] is int32[24] (processes 0-1), absent (process 2); batch['y'] is absent "
+            "(processes 0-1), int32[24] (process 2)",
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -26,6 +26,9 @@ REMEDY = (
 class Batches:
     """What processes bring; one on every process, and that of the coordinator knows of all.
 
+    Attributes:
+      wrong: the last error, the same on all processes.
+
     Args:
       links: connections to the others.
     """
@@ -36,6 +39,7 @@ class Batches:
         self._change = threading.Condition()
         self._verdicts: dict[int, str | None] = {}  # call -> what is wrong
         self._awaited: int | None = None
+        self.wrong: str | None = None
         self._made: Counter[int] = Counter()  # process -> calls
         # Of the coordinator:
         self._known: dict[str, Mapping[str, str]] = {}
@@ -97,6 +101,7 @@ class Batches:
     def hear(self, call: int, error: str | None) -> str | None:
         """A verdict; the error comes back if nobody waits for it here."""
         with self._change:
+            self.wrong = error or self.wrong
             if self._awaited != call:
                 return error
             self._verdicts[call] = error

@@ -24,7 +24,7 @@ from pipeline.processes.watch import LOST
 
 __all__ = ["Job", "free_port", "run"]
 
-NOTICE = 2.0  # seconds in which the reason of an end may follow its consequence
+NOTICE = 6.0  # seconds in which the reason of an end may follow its consequence
 
 
 def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> int:

@@ -55,6 +55,7 @@ class Watch:
         self._lost, self._leaving = threading.Event(), threading.Event()
         self._alone = threading.Event()  # all others have said farewell
         self._failed = 0  # exit code
+        self._excused: set[int] = set()
         self._waiting, self.batches = Waiting(), Batches(links)
         # Time as this process has seen it: it stands still while the process is suspended.
         self._now = 0.0
@@ -118,7 +119,7 @@ class Watch:
         except (OSError, ValueError) as error:
             messages, why = None, f"its connection broke: {error}"
         if messages is None:
-            if index not in self._farewells:
+            if index not in self._farewells and index not in self._excused:
                 self._end(index, why)
             return False
         self._heard[index] = self._now
@@ -130,7 +131,10 @@ class Watch:
         if "lost" in message:
             self._end(message["lost"], message["why"], heard=True)
         if "failed" in message:
-            self._end(index, message["failed"])
+            # What is wrong with the batches ends every process, each by itself.
+            if not self.batches.wrong or self.batches.wrong not in message["failed"]:
+                self._end(index, message["failed"])
+            self._excused.add(index)
         error = None
         if "batch" in message:
             error = self.batches.take(index, message)
