@@ -70,6 +70,23 @@ def test_any_number_of_processes_gives_the_losses_of_one(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_example_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+    example, found = ROOT / "examples" / "train_processes.py", []
+    path = tmp_path / "losses.json"  # the same option on all
+    for processes in (1, 4, 8):
+        err = io.BytesIO()
+        command = [sys.executable, str(example), "--data=2", f"--losses={path}"]
+        code = run(Job(command, processes, 8 // processes), io.BytesIO(), err)
+        assert code == 0, err.getvalue().decode()
+        found.append(json.loads(path.read_text(encoding="utf-8")))
+    assert len(found[0]) == 30
+    assert found[0][-1] < found[0][0]
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.slow
 def test_unlike_stages_with_dropout_and_the_whole_batch_everywhere(tmp_path: Path) -> None:
     for processes in (1, 2):
         path = tmp_path / "found.json"  # the same option on all
@@ -167,7 +184,7 @@ def test_a_killed_process_ends_all_others_and_is_named(victim: int, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_exception_ends_all_others_and_is_named(culprit: int) -> None:
-    code, err = launch(3, 1, "raise", culprit)
+    code, err = launch(3, 1, "end", culprit, "fail")
     assert code == 1
     for index in range(3):
         said = "is gone: it failed with ValueError: row 7 is not a number; this process cannot"
