@@ -16,6 +16,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.processes.launch import Job, run
+from pipeline.processes.signals import Signals, Stopped
 from pipeline.processes.watch import LOST
 
 PREAMBLE = "import os, signal, subprocess, sys, time\nme = int(os.environ['SHARDPIPE_PROCESS'])\n"
@@ -173,6 +174,18 @@ def test_a_launcher_that_ends_leaves_nobody(
         assert launcher.stderr.read().startswith(said)
     assert len(pids) == 4
     assert all(map(ended, pids))
+
+
+def test_a_signal_waits_until_a_process_is_known() -> None:
+    before, known = signal.getsignal(signal.SIGTERM), False
+    with Signals() as signals, pytest.raises(Stopped) as stopped, signals.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        known = True  # neither forgotten nor half done
+    assert known
+    assert stopped.value.number == signal.SIGTERM
+    with Signals(), pytest.raises(Stopped):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def environment() -> dict[str, str]:
