@@ -8,8 +8,8 @@ JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
-# Tests compile much and run little: without LLVM's optimisations they take a third less.
-QUICK := "$$XLA_FLAGS --xla_backend_optimization_level=0"
+# Tests compile much and run little.
+QUICK := "$$XLA_FLAGS $$($(BIN)/python tests/quick.py)"
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # An environment that exists keeps its interpreter; asking for another must not pass unnoticed.

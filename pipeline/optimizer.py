@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import optax  # type: ignore[import-untyped]
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 

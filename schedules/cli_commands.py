@@ -133,6 +133,8 @@ def compare(options: argparse.Namespace) -> int:
 def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Report]]]:
     """(label, how to time it) of all that is to be compared."""
     costs = given.costs(options)
+    for name in options.schedules:
+        given.see_that_it_is_there(name)
     if options.ranks is None and not all(map(given.is_file, options.schedules or [""])):
         raise given.UsageError("families are compared at given sizes, for example -S 4 -M 8")
     counts = options.stages_list or [options.ranks]

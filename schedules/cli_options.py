@@ -160,6 +160,23 @@ def read(path: str) -> Schedule:
     return read_json(path) if Path(path).suffix.lower() == ".json" else Schedule.from_csv(path)
 
 
+def see_that_it_is_there(name: str) -> None:
+    """See to it before anything is timed.
+
+    Raises:
+      UsageError: no such file, or a file that is no timetable.
+      ScheduleError: no such family.
+    """
+    if is_file(name):
+        if not Path(name).is_file():
+            raise UsageError(f"{name}: give the path of a .csv or .json file that is there")
+        return
+    if name not in names() and Path(name).exists():
+        raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
+    if name not in (*names(), "auto"):
+        build(name, num_ranks=1, num_microbatches=1)  # which says what there is
+
+
 def load(options: argparse.Namespace, name: str, num_stages: int | None = None) -> Schedule:
     """A timetable from a file, or a family of the stated sizes.
 
@@ -169,10 +186,7 @@ def load(options: argparse.Namespace, name: str, num_stages: int | None = None) 
     """
     if is_file(name):
         return read(name)
-    if name not in names() and Path(name).exists():
-        raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
-    if name not in (*names(), "auto"):
-        build(name, num_ranks=1, num_microbatches=1)  # which says what there is
+    see_that_it_is_there(name)
     if options.ranks is None or options.microbatches is None:
         raise UsageError(f"{name} is a family: give its sizes, for example -S 4 -M 8")
     return build(

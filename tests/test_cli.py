@@ -182,6 +182,14 @@ def test_check_passes_and_fails(capsys, tmp_path):
         (["draw", "1f1b"], "1f1b is a family: give its sizes, for example -S 4 -M 8"),
         (["compare"], "families are compared at given sizes, for example -S 4 -M 8"),
         (
+            ["compare", "gpipe", "missing.csv", *SIZES],
+            "missing.csv: give the path of a .csv or .json file that is there\n",
+        ),
+        (
+            ["compare", "gpip", *SIZES],
+            "schedule='gpip' is not a known family; did you mean 'gpipe' or 'dualpipe_v'? known: ",
+        ),
+        (
             ["draw", "1f1b", *SIZES, "-o", "x.pdf"],
             "--output x.pdf: a drawing is .html (interactive), .png, .svg, .txt or .json (a trace",
         ),
