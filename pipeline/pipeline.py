@@ -63,7 +63,8 @@ class Pipeline(nnx.Module):
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
       sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
         whose metadata does not say it (`nnx.with_partitioning`), else None.
-      auto_axes: mesh axes left to the compiler, for stages that know nothing of them.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
+        CPU devices bubbles are then masked.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a

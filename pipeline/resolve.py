@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from collectives import STAGE
 from pipeline.accumulate import check_grad_dtype
 from pipeline.choose import (
+    choose_bubbles,
     choose_mesh,
     choose_pattern,
     choose_schedule,
@@ -50,9 +51,11 @@ def make_plan(
     check_options(num_microbatches, remat, bubbles)
     check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
-    pattern = choose_pattern(pattern, bubbles)
     mesh = choose_mesh(mesh, num_stages, schedule)
     partners = not exchanges_are_barriers(mesh)
+    auto = check_axes(mesh, auto_axes, data_parallel, gather)
+    bubbles = choose_bubbles(bubbles, auto, partners=partners)
+    pattern = choose_pattern(pattern, bubbles)
     timetable, why = choose_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
@@ -62,7 +65,6 @@ def make_plan(
         delayed=delayed,
         pattern=pattern,
     )
-    auto = check_axes(mesh, auto_axes, data_parallel, gather)
     shared = choose_shared(vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # alone with all words
         shared = ()

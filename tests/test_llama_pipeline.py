@@ -84,6 +84,7 @@ def test_parity_on_sixteen_devices(mesh: str, family: str, options: str) -> None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_sixteen_devices_are_not_more() -> None:
     """And a case that fails is seen to."""
     done = on_sixteen("2x4x4", "1f1b", "plain")
@@ -99,14 +100,13 @@ def test_sixteen_devices_are_not_more() -> None:
     ("mesh", "family", "options"),
     [
         ("2x2x2", "1f1b", "tied"),
-        pytest.param("1x4x2", "zb_v", "plain", marks=pytest.mark.slow),
-        pytest.param("2x2x2", "eager_1f1b", "fsdp", marks=pytest.mark.slow),
-        pytest.param("2x2x2", "gpipe", "zero1", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        pytest.param(
-            "1x2x4", "interleaved_1f1b", "words", marks=[pytest.mark.slow, pytest.mark.exhaustive]
-        ),
+        pytest.param("1x4x2", "zb_v", "plain", marks=pytest.mark.exhaustive),
+        pytest.param("2x2x2", "eager_1f1b", "fsdp", marks=pytest.mark.exhaustive),
+        pytest.param("2x2x2", "gpipe", "zero1", marks=pytest.mark.exhaustive),
+        pytest.param("1x2x4", "interleaved_1f1b", "words", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.slow
 def test_parity_with_tensor_left_to_the_compiler(mesh: str, family: str, options: str) -> None:
     """The same modules, which then call no collective."""
     pipe = check(mesh, family, options, auto_axes=("tensor",))
@@ -115,7 +115,8 @@ def test_parity_with_tensor_left_to_the_compiler(mesh: str, family: str, options
     assert blocks.mlp.gate_up.get_value().sharding.spec == P("stage", fsdp, None, "tensor")
 
 
-@pytest.mark.parametrize("family", ["1f1b", pytest.param("zb_v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["1f1b", pytest.param("zb_v", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_parity_of_a_decoder_of_flax_alone(family: str) -> None:
     """Blocks of flax's own layers, which know of no mesh; `sharding=` says what is cut."""
     chunks, words = FAMILIES[family], 64

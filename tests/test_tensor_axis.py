@@ -302,6 +302,30 @@ def test_an_unmodified_flax_stage():
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
+class Halves(nnx.Module):
+    """Cuts a dim in two that the compiler has sharded, so that halves change places."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = models.normal(rngs, WIDTH, 4 * WIDTH)
+        self.down = models.normal(rngs, 2 * WIDTH, WIDTH)
+
+    def __call__(self, x):
+        a, b = jnp.split(x @ self.up[...], 2, axis=-1)
+        return x + (jnp.tanh(a) * b) @ self.down[...]
+
+
+def test_exchanges_of_the_compiler_stand_in_no_branch():
+    """Where devices meet in each of them, one within a branch would wait for those outside."""
+    x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
+    stages = models.build(Halves, 2)
+    want = models.reference(stages, x, t, models.squares)
+    options = {"schedule": "1f1b", "mesh": mesh(2, 2, 2), "loss_fn": models.squares}
+    pipe = Pipeline(stages, M, sharding=by_role, auto_axes=("tensor",), **options)
+    assert pipe.plan.bubbles == "masked"
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+    assert Pipeline(stages, M, sharding=by_role, **options).plan.bubbles == "skip"
+
+
 # --- what is sent ---
 
 
