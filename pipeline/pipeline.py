@@ -14,6 +14,7 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
+from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.operands import Operands, make_operands
@@ -22,7 +23,7 @@ from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.randomness import advance
 from pipeline.resolve import make_plan
-from pipeline.stage import count_stages, take_stage
+from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -126,9 +127,12 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
         )
+        given = [*([stages] if is_stacked(stages) else stages), embed, head]
+        see_that_layers_fit(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(embed, head, placement, plan.shared)
+        see_that_weights_are_divided(self, plan.mesh, given)
 
     @property
     def schedule(self) -> Schedule:
