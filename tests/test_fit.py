@@ -54,22 +54,39 @@ def said(stages: list[Any], **options: Any) -> list[str]:
 # --- weights ---
 
 
+WEIGHT = (
+    "parameters of more than 64.0 MiB that several devices hold alike\n"
+    "- chunks.0.up float32[2,8192,8192]: 256.0 MiB alike along tensor 4; dividing dimension 2 "
+    "by tensor, PartitionSpec('stage', None, 'tensor'), leaves 64.0 MiB\n"
+    "name their axes in Pipeline(..., sharding=) or in their metadata "
+    "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must know "
+    "the axis, as those of pipeline.layers do, or leave it to the compiler by auto_axes="
+)
+
+
 def test_a_large_weight_that_tensor_could_divide() -> None:
     stages = [types(Plain) for _ in range(2)]
     mesh = make_mesh(stage=2, tensor=4)
-    assert said(stages, mesh=mesh) == [
-        (
-            "parameters of more than 64.0 MiB that several devices hold alike\n"
-            "- chunks.0.up float32[2,8192,8192]: 256.0 MiB alike along tensor 4; dividing dimension 2 "
-            "by tensor, PartitionSpec('stage', None, 'tensor'), leaves 64.0 MiB\n"
-            "name their axes in Pipeline(..., sharding=) or in their metadata "
-            "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must know "
-            "the axis, as those of pipeline.layers do, or leave it to the compiler by auto_axes="
-        )
-    ]
+    assert said(stages, mesh=mesh) == [WEIGHT]
     assert said(stages, mesh=mesh, sharding=lambda *_: (None, "tensor")) == []
     assert said(stages, mesh=make_mesh(stage=2, data=4)) == []
     assert said([types(lambda: Plain(2048)) for _ in range(2)], mesh=mesh) == []
+
+
+VOCABULARY = (
+    "parameters of more than 64.0 MiB that several devices hold alike\n"
+    "- ends.embed.table float32[4194304,8]: 128.0 MiB alike along stage 4, tensor 2; dividing "
+    "dimension 0 by stage, PartitionSpec('stage'), leaves 32.0 MiB, or dimension 0 by tensor, "
+    "PartitionSpec('tensor'), leaves 64.0 MiB\n"
+    "- ends.head.table float32[4194304,8]: 128.0 MiB alike along stage 4, tensor 2; dividing "
+    "dimension 0 by stage, PartitionSpec('stage'), leaves 32.0 MiB, or dimension 0 by tensor, "
+    "PartitionSpec('tensor'), leaves 64.0 MiB\n"
+    "name their axes in Pipeline(..., sharding=) or in their metadata "
+    "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must know "
+    "the axis, as those of pipeline.layers do, or leave it to the compiler by auto_axes=; "
+    "divide embed and head over 'stage' by vocabulary='stage', with a VocabularyEmbedding and "
+    "a VocabularyHead of pipeline.vocabulary"
+)
 
 
 def test_a_large_vocabulary_that_all_stages_hold() -> None:
@@ -79,22 +96,7 @@ def test_a_large_vocabulary_that_all_stages_hold() -> None:
     given: dict[str, Any] = {"embed": embed, "head": head, "loss_fn": CrossEntropy()}
     mesh = make_mesh(stage=4, tensor=2)
     found = said(stages, mesh=mesh, **given)
-    assert found == [
-        (
-            "parameters of more than 64.0 MiB that several devices hold alike\n"
-            "- ends.embed.table float32[4194304,8]: 128.0 MiB alike along stage 4, tensor 2; dividing "
-            "dimension 0 by stage, PartitionSpec('stage'), leaves 32.0 MiB, or dimension 0 by tensor, "
-            "PartitionSpec('tensor'), leaves 64.0 MiB\n"
-            "- ends.head.table float32[4194304,8]: 128.0 MiB alike along stage 4, tensor 2; dividing "
-            "dimension 0 by stage, PartitionSpec('stage'), leaves 32.0 MiB, or dimension 0 by tensor, "
-            "PartitionSpec('tensor'), leaves 64.0 MiB\n"
-            "name their axes in Pipeline(..., sharding=) or in their metadata "
-            "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must know "
-            "the axis, as those of pipeline.layers do, or leave it to the compiler by auto_axes=; "
-            "divide embed and head over 'stage' by vocabulary='stage', with a VocabularyEmbedding and "
-            "a VocabularyHead of pipeline.vocabulary"
-        )
-    ]
+    assert found == [VOCABULARY]
     assert said(stages, mesh=mesh, vocabulary="stage", **given) == []
 
 
@@ -135,15 +137,16 @@ class Layer(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
+AXIS = (
+    "layers were made for the axis 'model', which the mesh lacks, and no weight is divided "
+    "over its axis 'tensor' of size 4, along which all devices do the same; give layers and "
+    "mesh one name for it"
+)
+
+
 def test_layers_for_an_axis_of_another_name() -> None:
     stages = [Layer("model"), Layer("model")]
-    assert said(stages, mesh=make_mesh(stage=2, tensor=4)) == [
-        (
-            "layers were made for the axis 'model', which the mesh lacks, and no weight is divided "
-            "over its axis 'tensor' of size 4, along which all devices do the same; give layers and "
-            "mesh one name for it"
-        )
-    ]
+    assert said(stages, mesh=make_mesh(stage=2, tensor=4)) == [AXIS]
     assert said(stages, mesh=make_mesh(stage=2, model=4)) == []
 
 
