@@ -38,6 +38,18 @@ def make_weight(
     return nnx.Param(value, out_sharding=names, eager_sharding=False, pieces=pieces)
 
 
+def shared(value: jax.Array, axis: str | None) -> nnx.Param[Any]:
+    """A weight that all ranks have whole.
+
+    Args:
+      value: the weight.
+      axis: one along which each rank uses it on activations of its own, so that its gradient is a
+        sum over ranks; None if there is none.
+    """
+    # `pipeline.placement` reads it.
+    return nnx.Param(value) if axis is None else nnx.Param(value, gradient_over=axis)
+
+
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str) -> jax.Array:
     """This rank's part, in the dtype of the input that meets it.
 
