@@ -559,12 +559,12 @@ def test_names_that_do_not_fit():
 
 
 NOT_ALIKE = (
-    " is sharded over 'tensor', but stages[1] differs from stages[0] at down: Param "
-    "float32[64,8] against Param float32[16,8]: stages that are not alike share their storage, in which a sharded "
-    "weight needs a place under its own name and of its own length, and no rank stores more than "
-    "the largest stage has; let such stages differ in the number of equal layers only, make the "
-    "stages of a chunk alike (what only the first or the last one has belongs to embed= or head=), "
-    "or leave these weights whole"
+    " is sharded over 'tensor', but stages[1] differs from stages[0] at down: Param float32[64,8] "
+    "against Param float32[16,8]: stages that are not alike share their storage, in which a "
+    "sharded weight needs a place under its own name and of its own length, and no rank stores "
+    "more than the largest stage has; let such stages differ in the number of equal layers only, "
+    "make the stages of a chunk alike (what only the first or the last one has belongs to embed= "
+    "or head=), or leave these weights whole"
 )
 
 
