@@ -8,6 +8,7 @@ in the dtype of the input.
 """
 
 from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
+from pipeline.layers.dropout import Dropout
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.mlp import SwiGLU, fuse_gate_up
 from pipeline.layers.norm import RMSNorm
@@ -18,6 +19,7 @@ from pipeline.layers.weights import check_axis
 __all__ = [
     "Attention",
     "ColumnLinear",
+    "Dropout",
     "FusedQKV",
     "RMSNorm",
     "RopeScaling",
