@@ -17,6 +17,7 @@ from flax import nnx
 from collectives import vary
 from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
 from pipeline.model import Batch, Model, Weights
+from pipeline.precision import as_computed
 from pipeline.primitives import barrier
 from pipeline.randomness import fold, own_axes, split_streams
 from pipeline.seen import Lazy
@@ -74,9 +75,10 @@ class Forward:
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return self.varied(inputs)
+            return self.varied(self._computed(inputs))
         own = self.embeds_own
-        return self.varied(self._ends(weights, microbatch, lambda ends: ends.embed(inputs), own))
+        found = self._ends(weights, microbatch, lambda ends: ends.embed(inputs), own)
+        return self.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -90,13 +92,17 @@ class Forward:
         streams, extras = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
-            params = jax.tree.unflatten(self.chunk_tree, weights)
+            params = jax.tree.unflatten(self.chunk_tree, self._computed(weights))
             rest = nnx.merge_state(streams, fixed)
             return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return self.varied(run(weights, x))
+        return self.varied(self._computed(run(weights, x)))
+
+    def _computed(self, tree: Tree) -> Tree:
+        """Parameters or activations in the dtype to compute in."""
+        return as_computed(tree, self.model.compute_dtype)
 
     def varied(self, x: Tree) -> Tree:
         """What passes between stages: all of it varies as any of it does."""
@@ -147,7 +153,7 @@ class Forward:
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, own: tuple[str, ...] = ()
     ) -> Tree:
-        params = jax.tree.unflatten(self._ends_tree, weights)
+        params = jax.tree.unflatten(self._ends_tree, self._computed(weights))
         streams = fold(self.ends_streams, microbatch, self.axes, own)
         rest = nnx.merge_state(streams, self._ends_fixed)
         return self.model.ends.call(method, params, rest)

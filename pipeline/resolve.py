@@ -21,6 +21,7 @@ from pipeline.loss import LossFn
 from pipeline.options import check_axes, check_functions, check_limit, check_options
 from pipeline.placement import DataParallel
 from pipeline.plan import Bubbles, Gather, Plan, Remat
+from pipeline.precision import check_dtype
 
 
 def make_plan(
@@ -36,6 +37,7 @@ def make_plan(
     bubbles: Bubbles,
     pattern: str | None,
     delayed: bool,
+    compute_dtype: Any,
     grad_dtype: Any,
     data_parallel: DataParallel,
     gather: Gather,
@@ -82,6 +84,7 @@ def make_plan(
         data_parallel=data_parallel,
         gather=gather,
         auto_axes=auto,
+        compute_dtype=check_dtype("compute_dtype", compute_dtype),
         shared=shared,
         memory_limit=memory_limit,
     )
