@@ -54,6 +54,7 @@ class Block(nnx.Module):
             theta=config.rope_theta,
             scaling=config.rope_scaling,
             query_chunk=config.query_chunk,
+            replicate_kv=config.replicate_kv,
             **shared,
         )
         self.mlp_norm = RMSNorm(d, dtype=dtype, **norm)

@@ -36,6 +36,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({"sequence_parallel": True}, {}),
     "tied": ({"tie_word_embeddings": True}, {}),
     "words": ({}, {"vocabulary": "stage"}),
+    "replicated": (
+        {"num_key_value_heads": 1, "replicate_kv": True, "sequence_parallel": True},
+        {"data_parallel": "zero1"},
+    ),
     "sequence, tied, zero1": (
         {"sequence_parallel": True, "tie_word_embeddings": True, "loss_chunks": 2},
         {"data_parallel": "zero1"},

@@ -115,7 +115,8 @@ def test_heads_and_words_that_tensor_cannot_share() -> None:
         pipeline(stages, mesh=make_mesh(stage=2, tensor=4), **ends)
     assert str(raised.value) == (
         "num_kv_heads=2 over the axis 'tensor' of size 4: every rank holds the same number of "
-        "whole ones; sizes of 'tensor' that fit: 1, 2\n"
+        "whole ones; sizes of 'tensor' that fit: 1, 2; or let every rank have all with "
+        "replicate_kv=True\n"
         "hidden=50 over the axis 'tensor' of size 4: every rank holds the same number of whole "
         "ones; sizes of 'tensor' that fit: 1, 2, 5, 10, 25, 50\n"
         "vocabulary=61 over the axis 'tensor' of size 4: every rank holds the same number of whole "

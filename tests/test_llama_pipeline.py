@@ -25,7 +25,8 @@ from tests.grids import covering
 from tests.llama_cases import FAMILIES, MICROBATCHES, OPTIONS, check, data
 
 MESHES = ("2x2x2", "1x4x2", "2x4x1", "4x2x1")
-GRID = list(itertools.product(MESHES, FAMILIES, OPTIONS))
+ASKED = [name for name in OPTIONS if name != "replicated"]
+GRID = list(itertools.product(MESHES, FAMILIES, ASKED))
 FAST = [
     ("2x2x2", "1f1b", "sequence, tied, zero1"),
     ("1x4x2", "zb_v", "plain"),
@@ -58,6 +59,13 @@ def large_cases() -> list[Any]:
 
     chosen = [*LARGE_SLOW, *covering(LARGE, LARGE_SLOW)]
     return [pytest.param(*case, marks=marks(case)) for case in chosen]
+
+
+@pytest.mark.slow
+def test_fewer_heads_of_keys_than_tensor_ranks() -> None:
+    pipe = check("1x2x4", "1f1b", "replicated")
+    weight = pipe.chunks[0].blocks[0].attention.qkv.keys_values.get_value()
+    assert weight.sharding.spec == P("stage")
 
 
 @pytest.mark.parametrize(("mesh", "family", "options"), cases())

@@ -12,6 +12,7 @@ from pipeline.layers.dropout import Dropout
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.mlp import SwiGLU, fuse_gate_up
 from pipeline.layers.norm import RMSNorm
+from pipeline.layers.replicated import ReplicatedKV
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
 from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from pipeline.layers.weights import check_axis
@@ -22,6 +23,7 @@ __all__ = [
     "Dropout",
     "FusedQKV",
     "RMSNorm",
+    "ReplicatedKV",
     "RopeScaling",
     "RowLinear",
     "SwiGLU",

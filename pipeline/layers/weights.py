@@ -18,7 +18,7 @@ from collectives.compat import varying_axes
 from collectives.tensor import check_divides, is_manual
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-Pieces = tuple[str, int, str | None]  # what, how many, the option that pads
+Pieces = tuple[str, int, str | None]  # what, how many, the option that helps (`check_divides`)
 
 
 def make_weight(
