@@ -137,7 +137,8 @@ def check_divides(
       size: how many there are.
       axis: the mesh axis of the group.
       ranks: R; by default that of the surrounding shard_map.
-      pad_with: the option that rounds the size up to a multiple of its value, if there is one.
+      pad_with: the option that rounds the size up to a multiple of its value, if there is one; or,
+        as ``name=True``, one that gives every rank all of them.
 
     Raises:
       ValueError: `size` is no multiple of R; lists the R that fit.
@@ -146,6 +147,8 @@ def check_divides(
     if size % ranks:
         fits = ", ".join(str(r) for r in range(1, min(size, _MOST) + 1) if size % r == 0)
         padded = f"; or pad it to {size + -size % ranks} with {pad_with}={ranks}"
+        if pad_with and pad_with.endswith("=True"):
+            padded = f"; or let every rank have all with {pad_with}"
         raise ValueError(
             f"{what}={size} over the axis {axis!r} of size {ranks}: every rank holds the same "
             f"number of whole ones; sizes of {axis!r} that fit: {fits}{padded if pad_with else ''}"

@@ -43,7 +43,8 @@ class Block(nnx.Module):
             "init_out": nnx.initializers.normal(quiet),
             "dtype": dtype,
         }
-        self.attention_norm = RMSNorm(d, epsilon=config.rms_norm_eps, dtype=dtype)
+        norm = {"epsilon": config.rms_norm_eps, "sequence_parallel": config.sequence_parallel}
+        self.attention_norm = RMSNorm(d, dtype=dtype, **norm)
         self.attention = Attention(
             d,
             config.num_attention_heads,
@@ -53,9 +54,10 @@ class Block(nnx.Module):
             theta=config.rope_theta,
             scaling=config.rope_scaling,
             query_chunk=config.query_chunk,
+            replicate_kv=config.replicate_kv,
             **shared,
         )
-        self.mlp_norm = RMSNorm(d, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.mlp_norm = RMSNorm(d, dtype=dtype, **norm)
         self.mlp = SwiGLU(d, config.intermediate_size, rngs, **shared)
 
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -111,7 +113,12 @@ class Head(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, table: Any = None):
         dtype = jnp.dtype(config.param_dtype)
         self.in_chunks = config.loss_chunks is not None
-        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            epsilon=config.rms_norm_eps,
+            sequence_parallel=config.sequence_parallel,
+            dtype=dtype,
+        )
         self.logits = VocabularyHead(
             config.hidden_size,
             config.vocab_size,

@@ -23,8 +23,7 @@ from flax import nnx
 
 import corpus
 import gpt
-from collectives import make_mesh
-from pipeline import Pipeline, initialize, shard_batch
+from pipeline import ParallelConfig, Pipeline, initialize, shard_batch
 from pipeline.processes import local_rows
 
 
@@ -41,6 +40,7 @@ def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Names
     add("--steps", type=int, default=30, help="training steps (30)")
     add("--width", type=int, default=32, help="of the residual stream (32)")
     add("--schedule", help="a family or a CSV timetable; Pipeline chooses if there is none")
+    add("--compute-dtype", help="what is computed in, such as bfloat16 (as the parameters)")
     add("--losses", type=Path, help="a file for the losses")
     options = parser.parse_args(argv)
     place = {"coordinator": options.coordinator, "num_processes": options.processes}
@@ -79,19 +79,24 @@ def train(options: argparse.Namespace) -> Iterator[float]:
     sizes = gpt.Sizes(options.stages, options.width, heads=2, context=32)
     stages, embed, head = gpt.build(sizes, options.stages, seed=0)
     ranks = max(s for s in range(1, len(jax.devices()) // options.data + 1) if fits(options, s))
-    mesh = make_mesh(stage=ranks, data=options.data)
+    config = ParallelConfig(
+        stage=ranks,
+        data=options.data,
+        num_microbatches=options.microbatches,
+        microbatch_size=2,
+        compute_dtype=options.compute_dtype,
+    )
     model = Pipeline(
         stages,
-        options.microbatches,
         schedule=options.schedule,
-        mesh=mesh,
         embed=embed,
         head=head,
         loss_fn=gpt.loss_fn,
+        **config.pipeline_options(),
     )
     clip = optax.clip_by_global_norm(1.0)
     optimizer = nnx.Optimizer(model, optax.chain(clip, optax.adamw(3e-3)), wrt=nnx.Param)
-    size = 2 * options.microbatches * options.data
+    mesh, size = model.mesh, config.batch_size
     mine = local_rows(mesh, size)
     text = corpus.read().train
     for step in range(options.steps):

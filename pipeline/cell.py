@@ -20,6 +20,7 @@ from pipeline.forward import Forward
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.loss import LossFn, is_mean
 from pipeline.model import Batch, Model, Weights
+from pipeline.randomness import own_axes
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import code
 from pipeline.tree import Index, Leaves, Tree, at, blank, combine, partition, signature
@@ -129,6 +130,9 @@ class Cell(Forward):
 
         def first() -> Tree:
             return self.embed(self.ends_weights, inputs, 0)
+
+        if self.model.has_embed and jax.tree.leaves(self.ends_streams):
+            self.embeds_own = own_axes(jax.eval_shape(lambda: first()), self.axes)  # noqa: PLW0108
 
         def widen(x: Tree) -> None:
             self._further = x

@@ -6,12 +6,14 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
+from pipeline.plan import Bubbles
 from pipeline.straight import straight
 from schedules import Schedule, ScheduleError, build, check, names, simulate
 from schedules.arguments import need
@@ -52,6 +54,15 @@ def exchanges_are_barriers(mesh: Mesh) -> bool:
     """
     homes = {(device.platform, device.process_index) for device in mesh.devices.flat}
     return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
+
+
+def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool) -> Bubbles:
+    """Whether idle slots are branched around, with some axes left to the compiler.
+
+    It may add exchanges to what a branch does. Where all devices meet in each, those whose ranks
+    take another branch would be waited for without end, so there is none.
+    """
+    return "masked" if auto_axes and not partners else bubbles
 
 
 def choose_pattern(pattern: str | None, bubbles: str) -> str | None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from collectives import make_mesh
 from collectives.homes import process_of
-from pipeline.config_rules import resolve, sizes_of, unknown_keys
+from pipeline.config_rules import DTYPES, resolve, sizes_of, unknown_keys
 
 _OWN = "process_id"  # the one field that differs between processes
 
@@ -115,6 +115,25 @@ class ParallelConfig:
         if faults:
             raise ConfigError(faults)
         return make_mesh(devices=pool, **self.sizes)
+
+    def pipeline_options(self, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+        """What `Pipeline` is told of it: ``Pipeline(stages, **config.pipeline_options())``.
+
+        That is the mesh, the number of microbatches and the three dtypes.
+
+        Args:
+          devices: as for `mesh`.
+
+        Raises:
+          ConfigError: the number of microbatches is not known; or as `mesh`.
+          ValueError: as `collectives.make_mesh`.
+        """
+        if self.num_microbatches is None:
+            fault = "num_microbatches=None: a pipeline needs it; give it, or batch_size and "
+            raise ConfigError([fault + "microbatch_size, from which it follows"])
+        return {"num_microbatches": self.num_microbatches, "mesh": self.mesh(devices)} | {
+            name: getattr(self, name) for name in DTYPES
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:

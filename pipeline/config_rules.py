@@ -89,6 +89,8 @@ def _precision(fields: Fields) -> list[str]:
                 "JAX makes that float32 unless told otherwise; call "
                 "jax.config.update('jax_enable_x64', True) first, or use 'float32'"
             )
+        elif dtype.itemsize < 2:
+            fault = "must have 16 bits or more, as 'bfloat16' has: gradients and sums need them"
         else:
             found[name] = dtype.name
             continue

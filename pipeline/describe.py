@@ -41,6 +41,8 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     if plan.shared:
         ends = " and ".join(plan.shared)
         lines.append(f"vocabulary of {ends} on all ranks, 1/{schedule.num_ranks} of it on each")
+    if plan.compute_dtype is not None:
+        lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
     lines += _sharded(plan)
     if plan.whole:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")

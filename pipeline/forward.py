@@ -17,8 +17,9 @@ from flax import nnx
 from collectives import vary
 from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
 from pipeline.model import Batch, Model, Weights
+from pipeline.precision import as_computed
 from pipeline.primitives import barrier
-from pipeline.randomness import fold, split_streams
+from pipeline.randomness import fold, own_axes, split_streams
 from pipeline.seen import Lazy
 from pipeline.spread import gather
 from pipeline.tree import Index, Leaves, Tree, at, pick, vary_like
@@ -38,7 +39,9 @@ class Forward:
     Attributes:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
       shards: [V] the same, sharded over ``data``, if actions gather them.
-      ends_weights: leaves of embed and head.
+      ends_weights: leaves of embed and head; ends_streams: their random streams.
+      activation: a tree of types, a stage's input, once that is known.
+      embeds_own: axes of which each rank has its own part of what embed gives.
     """
 
     def __init__(
@@ -64,14 +67,18 @@ class Forward:
         states = [split_streams(rest) for rest in weights.chunks_rest]
         self.streams: Sequence[Tree] = [streams for streams, _ in states]
         self.fixed: Sequence[Tree] = [fixed for _, fixed in states]
-        self._ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
+        self.ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
         self._further: Any = None
+        self.activation: Tree = None
+        self.embeds_own: tuple[str, ...] = ()
 
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return self.varied(inputs)
-        return self.varied(self._ends(weights, microbatch, lambda ends: ends.embed(inputs)))
+            return self.varied(self._computed(inputs))
+        own = self.embeds_own
+        found = self._ends(weights, microbatch, lambda ends: ends.embed(inputs), own)
+        return self.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -85,13 +92,17 @@ class Forward:
         streams, extras = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
-            params = jax.tree.unflatten(self.chunk_tree, weights)
+            params = jax.tree.unflatten(self.chunk_tree, self._computed(weights))
             rest = nnx.merge_state(streams, fixed)
             return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return self.varied(run(weights, x))
+        return self.varied(self._computed(run(weights, x)))
+
+    def _computed(self, tree: Tree) -> Tree:
+        """Parameters or activations in the dtype to compute in."""
+        return as_computed(tree, self.model.compute_dtype)
 
     def varied(self, x: Tree) -> Tree:
         """What passes between stages: all of it varies as any of it does."""
@@ -102,11 +113,13 @@ class Forward:
         """What the user sees of the last stage's output."""
         if not self.model.has_head:
             return y
-        return vary(self._ends(weights, microbatch, lambda ends: ends.head(y)), self.axes)
+        own = own_axes(y, self.axes)
+        return vary(self._ends(weights, microbatch, lambda ends: ends.head(y), own), self.axes)
 
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
         """What a head that all ranks share makes its logits of."""
-        found = self._ends(weights, microbatch, lambda ends: ends.head.features(y))
+        own = own_axes(y, self.axes)
+        found = self._ends(weights, microbatch, lambda ends: ends.head.features(y), own)
         return cast("jax.Array", vary(found, self.axes))
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
@@ -120,7 +133,8 @@ class Forward:
 
     def stage_arguments(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
         """What `stage` takes before its input."""
-        streams = fold(pick(self.streams, chunk), microbatch, self.axes)
+        own = own_axes(self.activation, self.axes)
+        streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         side = streams, at(self.batch.extras, microbatch)
         if self.shards is None:
             return pick(self.weights, chunk), pick(self.fixed, chunk), side
@@ -136,8 +150,10 @@ class Forward:
         spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
         return gather(shards, spreads, lead=1)
 
-    def _ends(self, weights: Leaves, microbatch: Any, method: Any) -> Tree:
-        params = jax.tree.unflatten(self._ends_tree, weights)
-        streams = fold(self._ends_streams, microbatch, self.axes)
+    def _ends(
+        self, weights: Leaves, microbatch: Any, method: Any, own: tuple[str, ...] = ()
+    ) -> Tree:
+        params = jax.tree.unflatten(self._ends_tree, self._computed(weights))
+        streams = fold(self.ends_streams, microbatch, self.axes, own)
         rest = nnx.merge_state(streams, self._ends_fixed)
         return self.model.ends.call(method, params, rest)

@@ -73,7 +73,7 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
     if plan.remat != "stage":
         frugal = dataclasses.replace(model, policy=None)
         yield 'remat="stage"', _replace(plan, remat="stage"), frugal
-    if plan.is_masked:
+    if plan.is_masked and (plan.partners or not plan.auto_axes):
         yield 'bubbles="skip"', _replace(plan, bubbles="skip"), model
     sizes = {
         "num_ranks": schedule.num_ranks,

@@ -114,17 +114,16 @@ class SeenTotal:
     are summed beside it first, from `begin` to `end`.
     """
 
-    def __init__(self, total: Total, spots: tuple[Spot, ...], axes: tuple[str, ...]) -> None:
+    def __init__(self, total: Total, spots: tuple[Spot, ...]) -> None:
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
         self._own = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]
-        self._axes = axes
         self.refs: Leaves = []
 
     def begin(self) -> None:
         """Make `refs` for the gradients of one action."""
         self.refs = [
-            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), self._axes))
+            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
             for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
         ]
 

@@ -58,6 +58,7 @@ class Model:
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
         no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
+      compute_dtype: to which parameters and activations are cast before they are used, or None.
       grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
       layout: where the leaves of its state lie.
       tables: those of embed and head that all ranks share.
@@ -72,4 +73,5 @@ class Model:
     layout: Layout
     policy: Any = None
     grad_dtype: GradDtype = None
+    compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)

@@ -65,6 +65,7 @@ def make_operands(
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
         policy=plan.remat if callable(plan.remat) else None,
+        compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
     )

@@ -70,8 +70,8 @@ class Spot:
         return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
 
     def shaped(self, part: Any) -> Any:
-        """The leaf, from its part of the cell."""
-        return part if part.shape == self.shape else part.reshape(self.shape)
+        """The leaf, from its part of the cell; a column's may be sharded, and keeps its shape."""
+        return part if part.ndim == len(self.shape) else part.reshape(self.shape)
 
     def fill(self, cell: Any, leaf: Any) -> Any:
         """The cell with the leaf in it."""
@@ -87,9 +87,13 @@ class Part:
     """A leaf's part of a ref that holds its cell, below ``lead``; read and written as a whole."""
 
     def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
-        self._ref, self._spot, self.shape = ref, spot, spot.shape
+        self._ref, self._spot = ref, spot
         self._index = (*lead, ... if spot.part is None else slice(*spot.part))
-        self._is_flat = spot.part is not None and len(ref.shape) == len(lead) + 1
+        inner = ref.shape[len(lead) :]
+        self._is_flat = spot.part is not None and len(inner) == 1
+        self.shape = spot.shape
+        if len(spot.shape) == len(inner):  # a column, which may be sharded
+            self.shape = (*spot.shape[:1], *inner[1:]) if spot.part else inner
 
     def __getitem__(self, _: Any) -> Any:
         return self._spot.shaped(self._ref[self._index])

@@ -14,15 +14,17 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
+from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.operands import Operands, make_operands
 from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
+from pipeline.precision import check_dtype, keep_params_in
 from pipeline.randomness import advance
 from pipeline.resolve import make_plan
-from pipeline.stage import count_stages, take_stage
+from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -54,6 +56,10 @@ class Pipeline(nnx.Module):
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
         which hides exchanges that are no longer than that work; an edge takes one slot more.
+      param_dtype: in which parameters are kept; None keeps them as they are.
+      compute_dtype: to which parameters and activations are cast before they are used, such as
+        jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and
+        extras, has the dtype that the model gives it.
       grad_dtype: in which gradients are summed over microbatches and data shards: None for each
         weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
         jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
@@ -63,7 +69,8 @@ class Pipeline(nnx.Module):
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
       sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
         whose metadata does not say it (`nnx.with_partitioning`), else None.
-      auto_axes: mesh axes left to the compiler, for stages that know nothing of them.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
+        CPU devices bubbles are then masked.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a
@@ -97,6 +104,8 @@ class Pipeline(nnx.Module):
         bubbles: Bubbles = "skip",
         pattern: str | None = None,
         delayed: bool = False,
+        param_dtype: Any = None,
+        compute_dtype: Any = None,
         grad_dtype: Any = None,
         data_parallel: DataParallel = "replicated",
         gather: Gather = "step",
@@ -118,6 +127,7 @@ class Pipeline(nnx.Module):
             bubbles=bubbles,
             pattern=pattern,
             delayed=delayed,
+            compute_dtype=compute_dtype,
             grad_dtype=grad_dtype,
             data_parallel=data_parallel,
             gather=gather,
@@ -125,9 +135,13 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
         )
+        given = [*([stages] if is_stacked(stages) else stages), embed, head]
+        see_that_layers_fit(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(embed, head, placement, plan.shared)
+        keep_params_in(self, check_dtype("param_dtype", param_dtype))
+        see_that_weights_are_divided(self, plan.mesh, given)
 
     @property
     def schedule(self) -> Schedule:

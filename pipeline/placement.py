@@ -9,6 +9,11 @@ names are kept beside it, and come back wherever the stage is whole again: insid
 With ``data_parallel="fsdp"`` the first dim that D shards can share is sharded over ``data`` too,
 and with "zero1" that of the gradient and of the optimizer's state, of which the metadata
 ``optimizer_sharding`` speaks.
+
+A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
+scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
+The metadata ``gradient_over="tensor"`` says so; the sum is then taken once a step, where the
+backward would take it once a microbatch.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ Names = tuple[Any, ...]  # for each dim: None, an axis, or several
 Sharding = Callable[[str, Any], Sequence[Any] | None]  # (path, variable) -> Names
 
 _OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
+APART = "gradient_over"
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
 
 
@@ -41,10 +47,12 @@ class Spread:
     Attributes:
       stored: the array.
       gradient: its gradient, and what an optimizer keeps of it.
+      apart: axes whose ranks each have a part of its gradient until the step ends.
     """
 
     stored: PartitionSpec
     gradient: PartitionSpec
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,22 +87,24 @@ class Placement:
         """
         shape = _shape(variable)
         names = self._names(path, variable, shape, len(lead) if stacked else 0)
-        sharded = self._over_data(shape, names) if isinstance(variable, nnx.Param) else names
-        stored = sharded if self.data_parallel == "fsdp" else names
-        return Spread(_spec(lead, stored), _spec(lead, sharded))
+        return self.spread_as(names, variable, lead)
 
     def spread_rows(self, variable: Any) -> Spread:
         """Where a table goes whose rows the ranks share."""
-        names = (STAGE,)
-        sharded = self._over_data(_shape(variable), names)
-        return Spread(
-            _spec((), sharded if self.data_parallel == "fsdp" else names), _spec((), sharded)
-        )
+        return self.spread_as((STAGE,), variable, ())
 
-    def axes_of(self, path: str, variable: Any) -> tuple[str, ...]:
-        """The axes over which a stage's variable is sharded, but for the pipeline's own."""
+    def names_of(self, path: str, variable: Any) -> Names:
+        """The axes of a stage's variable's dims, but for the pipeline's own; () if it has none."""
         names = self._names(path, variable, _shape(variable), 0)
-        return tuple(axis for entry in names for axis in _axes(entry))
+        return names if any(map(axes_in, names)) else ()
+
+    def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
+        """Where a variable goes whose dims have these names."""
+        sharded = names
+        if isinstance(variable, nnx.Param):
+            sharded = self._over_data(_shape(variable), names)
+        stored = sharded if self.data_parallel == "fsdp" else names
+        return Spread(_spec(lead, stored), _spec(lead, sharded))
 
     def put(self, value: Any, spread: Spread) -> Any:
         """An array, or its type, where it belongs."""
@@ -129,7 +139,7 @@ class Placement:
             )
         names = tuple(self._present(entry) for entry in names)
         for dim, entry in enumerate(names):
-            over = _axes(entry)
+            over = axes_in(entry)
             for axis in (STAGE, DATA):
                 if axis in over:
                     raise ValueError(
@@ -148,7 +158,7 @@ class Placement:
 
     def _present(self, entry: Any) -> Any:
         """Those of a dim's axes that the mesh has."""
-        found = tuple(axis for axis in _axes(entry) if axis in self.mesh.axis_names)
+        found = tuple(axis for axis in axes_in(entry) if axis in self.mesh.axis_names)
         return found if len(found) > 1 else found[0] if found else None
 
     def _over_data(self, shape: tuple[int, ...], names: Names) -> Names:
@@ -160,7 +170,7 @@ class Placement:
         # A dim that is sharded already only if no other will do, and never one of the compiler's.
         for wanted in (True, False):
             for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
-                over = _axes(entry)
+                over = axes_in(entry)
                 room = size and size % (self._size(over) * shards) == 0
                 if (not over) is wanted and room and not set(over) & set(self.auto_axes):
                     new = (*over, DATA) if over else DATA
@@ -189,11 +199,12 @@ def unnamed(variable: Any) -> Any:
 def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
     """Where a variable of a pipeline lies, by its metadata."""
     metadata = variable.get_metadata()
+    apart = axes_in(metadata.get(APART))
     if _OWN not in metadata:
-        return Spread(PartitionSpec(*lead), PartitionSpec(*lead))
+        return Spread(PartitionSpec(*lead), PartitionSpec(*lead), apart)
     stored = metadata["out_sharding"]
     gradient = metadata.get("optimizer_sharding", stored)
-    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient))
+    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), apart)
 
 
 def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
@@ -228,7 +239,7 @@ def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
     return PartitionSpec(*lead, *names[: last + 1])
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def axes_in(entry: Any) -> tuple[str, ...]:
     """The axes over which one dim is sharded."""
     if entry is None:
         return ()

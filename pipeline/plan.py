@@ -45,6 +45,7 @@ class Plan:
       pattern: the slots of a tick, or None for the fastest.
       partners: exchanges keep only those ranks that they join, not all.
       delayed: messages to other ranks travel beside the work of the slot after their own.
+      compute_dtype: to which parameters and activations are cast, or None.
       grad_dtype: in which gradients are summed: None, "weights" or a dtype.
       data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
       gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
@@ -69,6 +70,7 @@ class Plan:
     data_parallel: DataParallel = "replicated"
     gather: Gather = "step"
     auto_axes: tuple[str, ...] = ()
+    compute_dtype: Any = None
     shared: Shared = ()
     memory_limit: int | None = None
     whole: list[str] = field(default_factory=list)

@@ -4,6 +4,11 @@ A stage runs in whatever order a timetable says, twice if its forward is recompu
 are not advanced by use: within a call, the key of every random stream is folded with the call's
 count, the microbatch and the data shard. Each stage has streams of its own, which makes the
 layer part of the key.
+
+Ranks of a further axis (``tensor``) may all hold the same activation, and must then drop the same
+of it. Where each holds its own part (sequence parallelism) they must not: what a stage is given
+says which it is. A stream with the metadata ``alike`` has one key for all ranks of such axes
+(`pipeline.layers.Dropout`, which finds by itself what part of a mask is its rank's).
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import DATA
-from pipeline.tree import Tree
+from pipeline.primitives import varying_in
+from pipeline.tree import Tree, is_float
 
 
 def split_streams(rest: Tree) -> tuple[Tree, Tree]:
@@ -24,8 +30,24 @@ def split_streams(rest: Tree) -> tuple[Tree, Tree]:
     return streams, others
 
 
-def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...]) -> Tree:
-    """Streams for one microbatch: fresh keys, counts at zero."""
+ALIKE = "alike"
+
+
+def own_axes(types: Tree, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes, beside those given, of which each rank holds its own part of a value."""
+    floats = [set(varying_in(leaf)) for leaf in jax.tree.leaves(types) if is_float(leaf)]
+    return tuple(sorted(set.intersection(*floats) - set(axes))) if floats else ()
+
+
+def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, ...] = ()) -> Tree:
+    """Streams for one microbatch: fresh keys, counts at zero.
+
+    Args:
+      streams: a module's.
+      microbatch: its index.
+      axes: the mesh axes over which everything varies.
+      own: further axes whose ranks have keys of their own.
+    """
     flat = dict(nnx.to_flat_state(streams))
     folded = []
     for path, variable in flat.items():
@@ -33,8 +55,9 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...]) -> Tree:
         if isinstance(variable, nnx.RngKey):
             count = flat[(*path[:-1], "count")].get_value()
             value = jax.random.fold_in(jax.random.fold_in(value, count), microbatch)
-            if DATA in axes:
-                value = jax.random.fold_in(value, jax.lax.axis_index(DATA))
+            data = (DATA,) if DATA in axes else ()
+            for axis in (*data, *(() if variable.get_metadata(ALIKE, None) else own)):
+                value = jax.random.fold_in(value, jax.lax.axis_index(axis))
         else:
             value = jnp.zeros_like(value)
         folded.append((path, variable.replace(value)))

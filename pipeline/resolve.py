@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from collectives import STAGE
 from pipeline.accumulate import check_grad_dtype
 from pipeline.choose import (
+    choose_bubbles,
     choose_mesh,
     choose_pattern,
     choose_schedule,
@@ -20,6 +21,7 @@ from pipeline.loss import LossFn
 from pipeline.options import check_axes, check_functions, check_limit, check_options
 from pipeline.placement import DataParallel
 from pipeline.plan import Bubbles, Gather, Plan, Remat
+from pipeline.precision import check_dtype
 
 
 def make_plan(
@@ -35,6 +37,7 @@ def make_plan(
     bubbles: Bubbles,
     pattern: str | None,
     delayed: bool,
+    compute_dtype: Any,
     grad_dtype: Any,
     data_parallel: DataParallel,
     gather: Gather,
@@ -50,9 +53,11 @@ def make_plan(
     check_options(num_microbatches, remat, bubbles)
     check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
-    pattern = choose_pattern(pattern, bubbles)
     mesh = choose_mesh(mesh, num_stages, schedule)
     partners = not exchanges_are_barriers(mesh)
+    auto = check_axes(mesh, auto_axes, data_parallel, gather)
+    bubbles = choose_bubbles(bubbles, auto, partners=partners)
+    pattern = choose_pattern(pattern, bubbles)
     timetable, why = choose_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
@@ -62,7 +67,6 @@ def make_plan(
         delayed=delayed,
         pattern=pattern,
     )
-    auto = check_axes(mesh, auto_axes, data_parallel, gather)
     shared = choose_shared(vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # alone with all words
         shared = ()
@@ -80,6 +84,7 @@ def make_plan(
         data_parallel=data_parallel,
         gather=gather,
         auto_axes=auto,
+        compute_dtype=check_dtype("compute_dtype", compute_dtype),
         shared=shared,
         memory_limit=memory_limit,
     )

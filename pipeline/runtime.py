@@ -21,7 +21,7 @@ from pipeline.cell import Cell
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
-from pipeline.spread import constrain, gather, kernel_spec, reduce_gradients
+from pipeline.spread import constrain, gather, keep_apart, kernel_spec, reduce_gradients
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
 from pipeline.together import COMMON
@@ -197,7 +197,9 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
         chunks = tuple(
             whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
         )
-    local = Weights(chunks, whole(weights.ends, layout.ends, 0), *rests)
+    chunks = tuple(map(keep_apart, chunks, layout.chunks))
+    ends = keep_apart(whole(weights.ends, layout.ends, 0), layout.ends)
+    local = Weights(chunks, ends, *rests)
     num_microbatches = plan.schedule.num_microbatches
 
     def split(x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from flax import nnx
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from collectives import DATA
 from pipeline.placed import Placed, placed
 
+LIMIT = 64 * 2**20  # bytes that a device may hold of what others hold too, without a word
 _SHOWN = 5
 _HEADINGS = ("array", "type", "divided by", "on a device", "bytes", "replicated over")
 _MIN_PATH = 12
@@ -49,7 +50,7 @@ def check_sharding(
     tree: Any,
     mesh: Mesh | None = None,
     *,
-    limit: int = 64 * 2**20,
+    limit: int = LIMIT,
     axes: Collection[str] | None = None,
     action: Literal["warn", "raise"] = "warn",
     stacklevel: int = 1,
@@ -70,23 +71,41 @@ def check_sharding(
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action={action!r}: must be 'warn' or 'raise'")
-    arrays = [a for a in placed(tree, mesh, nnx.Param) if a.device_bytes > limit]
-    large = _by_size(arrays, axes)
+    message = alike(placed(tree, mesh, nnx.Param), limit=limit, axes=axes, remedy=_remedy)
+    if message and action == "raise":
+        raise ValueError(message)
+    if message:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def alike(
+    arrays: Sequence[Placed],
+    *,
+    remedy: Callable[[Collection[str]], str],
+    limit: int = LIMIT,
+    axes: Collection[str] | None = None,
+) -> str:
+    """What is said of large arrays that devices along an axis hold alike; empty if there are none.
+
+    Args:
+      arrays: all that count.
+      remedy: what to do, given the axes that should divide them.
+      limit: as for `check_sharding`.
+      axes: as for `check_sharding`.
+    """
+    large = _by_size([a for a in arrays if a.device_bytes > limit], axes)
     if not large:
-        return
+        return ""
     lines = [f"- {_advice(array, axes)}" for array in large[:_SHOWN]]
     if len(large) > _SHOWN:
         lines.append(f"- and {len(large) - _SHOWN} more")
-    message = "\n".join(
-        [
-            f"parameters of more than {_bytes(limit)} that several devices hold alike",
-            *lines,
-            "place them with jax.device_put and a NamedSharding of that spec, or raise the limit",
-        ]
-    )
-    if action == "raise":
-        raise ValueError(message)
-    warnings.warn(message, stacklevel=stacklevel + 1)
+    heading = f"parameters of more than {_bytes(limit)} that several devices hold alike"
+    missing = dict.fromkeys(axis for array in large for axis in _missing(array, axes))
+    return "\n".join([heading, *lines, remedy(missing)])
+
+
+def _remedy(_: Collection[str]) -> str:
+    return "place them with jax.device_put and a NamedSharding of that spec, or raise the limit"
 
 
 def _by_size(arrays: Sequence[Placed], axes: Collection[str] | None) -> list[Placed]:

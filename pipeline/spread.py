@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from collectives import DATA, STAGE, sum_over
+from collectives import DATA, STAGE, sum_over, vary
+from collectives.tensor import is_manual
 from pipeline.placement import Spread
 from pipeline.tree import Leaves, Tree
 
@@ -76,7 +77,8 @@ def reduce_gradients(
 ) -> Leaves:
     """Sums over some axes, of those that are sharded over ``data`` only this shard's part.
 
-    Arguments as in `gather`; ``axes`` are those over which to sum.
+    Arguments as in `gather`; ``axes`` are those over which to sum, beside those over which a
+    gradient was kept apart.
     """
     dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
     parts = [
@@ -86,7 +88,8 @@ def reduce_gradients(
     rows = [STAGE in tuple(spread.gradient) for spread in spreads]
     over = [
         tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
-        for dim, own in zip(dims, rows, strict=True)
+        + _apart(spread)
+        for dim, own, spread in zip(dims, rows, spreads, strict=True)
     ]
     found = list(parts)
     for group in dict.fromkeys(over):
@@ -94,6 +97,21 @@ def reduce_gradients(
         for n, total in zip(members, sum_over([parts[n] for n in members], group), strict=True):
             found[n] = total
     return found
+
+
+def keep_apart(tree: Tree, spreads: Sequence[Spread]) -> Tree:
+    """Weights that are not the same to the backward on all ranks of some axes, though they are.
+
+    So it leaves each rank its part of their gradient, for `reduce_gradients` to add up.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        treedef, [vary(x, _apart(spread)) for x, spread in zip(leaves, spreads, strict=True)]
+    )
+
+
+def _apart(spread: Spread) -> tuple[str, ...]:
+    return tuple(filter(is_manual, spread.apart))
 
 
 def _scattered(gradient: Any, dim: int) -> Any:

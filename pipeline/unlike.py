@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
-from pipeline.placement import Placement, unnamed
+from pipeline.placement import APART, Placement, axes_in, unnamed
 from pipeline.tree import Tree
 
 Path = tuple[Any, ...]
@@ -77,8 +77,9 @@ class Overlaid(nnx.Module):
         self.named, self.packed = Group(), Group()
         self.stages = nnx.List([_hollow(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
-        _check_unsharded(flats, placement, why)
-        cells, spots = overlay([[_leaf(*item) for item in flat.items()] for flat in flats])
+        lists = [[_leaf(*item, placement) for item in flat.items()] for flat in flats]
+        cells, spots = overlay(lists)
+        _check_sharded(lists, cells, spots, why)
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
         for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
             for variable, spot in zip(flat.values(), found, strict=True):
@@ -102,31 +103,46 @@ class Overlaid(nnx.Module):
         return nnx.merge(graphdef, views.params.tree(rows[0]), views.rest.tree(rows[1]))
 
 
-def _check_unsharded(flats: Sequence[dict[Path, Any]], placement: Placement, why: str) -> None:
-    for flat in flats:
-        for path, variable in flat.items():
-            text = ".".join(map(str, path))
-            if found := placement.axes_of(text, variable):
-                raise ValueError(
-                    f"{text} is sharded over {' and '.join(map(repr, found))}, but {why}: weights "
-                    f"of stages that are not alike share their storage and cannot be sharded over "
-                    f"further axes; make the stages of a chunk alike (what only the first or the "
-                    f"last one has belongs to embed= or head=), or leave these weights whole"
-                )
-
-
-def _leaf(path: Path, variable: Any) -> Leaf:
+def _leaf(path: Path, variable: Any, placement: Placement) -> Leaf:
     """What a variable may share: with the same path a column, with the same type a flat cell."""
-    kind = type(variable)
+    kind, apart = type(variable), variable.get_metadata(APART, None)
     is_matrix = kind is nnx.Param and len(variable.shape) > 1
     name = (*map(str, path),)
-    return Leaf((kind, variable.dtype, is_matrix), name, variable.shape)
+    axes = placement.names_of(".".join(name), variable)
+    return Leaf((kind, variable.dtype, is_matrix, apart, axes), name, variable.shape)
+
+
+def _check_sharded(
+    lists: Sequence[Sequence[Leaf]],
+    cells: Sequence[Cell],
+    spots: Sequence[Sequence[Spot]],
+    why: str,
+) -> None:
+    """See that what is sharded over further axes lies in cells that can be."""
+    pairs = [
+        pair
+        for leaves, found in zip(lists, spots, strict=True)
+        for pair in zip(leaves, found, strict=True)
+    ]
+    for leaf, spot in pairs:
+        group: Any = leaf.group
+        axes = group[-1]
+        if axes and (cells[spot.cell].name is None or (spot.part and axes[0])):
+            over = dict.fromkeys(axis for entry in axes for axis in axes_in(entry))
+            raise ValueError(
+                f"{'.'.join(map(str, leaf.name))} is sharded over {' and '.join(map(repr, over))}, "
+                f"but {why}: stages that are not alike share their storage, in which a sharded "
+                f"weight needs a place under its own name and of its own length, and no rank "
+                f"stores more than the largest stage has; let such stages differ in the number of "
+                f"equal layers only, make the stages of a chunk alike (what only the first or the "
+                f"last one has belongs to embed= or head=), or leave these weights whole"
+            )
 
 
 def _cell_path(cell: Cell) -> Path:
     if cell.name is not None:
         return "named", *cell.name
-    kind, dtype, is_matrix = cell.group
+    kind, dtype, is_matrix, *_ = cell.group
     what = ("matrices" if is_matrix else "vectors") if kind is nnx.Param else kind.__name__
     return "packed", re.sub("[^A-Za-z0-9]+", "_", f"{what}_{dtype.name}").strip("_")
 
@@ -171,7 +187,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     first = like.get_value()
     shape = len(ranks), *cell.shape
     types = unnamed(like.replace(jax.ShapeDtypeStruct(cell.shape, first.dtype)))
-    spread = placement.spread("a cell", types, lead=(STAGE,))
+    spread = placement.spread_as(cell.group[-1], types, (STAGE,))
     label = functools.partial(placement.label, types, spread=spread, lead=(STAGE,))
     sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):

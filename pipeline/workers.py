@@ -82,7 +82,7 @@ class Worker(Actions):
         if self.training and lane.seat.views is not None:
             chunk, spots = lane.seat.chunk, lane.seat.views.params.spots
             self.chunk_grads = list(crew.chunk_grads)
-            self.chunk_grads[chunk] = SeenTotal(crew.chunk_grads[chunk], spots, self.cell.axes)
+            self.chunk_grads[chunk] = SeenTotal(crew.chunk_grads[chunk], spots)
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
         """What of a slot is this lane's: its ops, and the row with their branch, or idle."""

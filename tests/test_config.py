@@ -73,6 +73,15 @@ MANY = (
             {"axes": [("context", 1), ("context", 2)]},
             ["axis 'context': given 2 times"],
         ),
+        (
+            {"compute_dtype": "float8_e4m3fn"},
+            [
+                (
+                    "compute_dtype='float8_e4m3fn': must have 16 bits or more, as 'bfloat16' has: "
+                    "gradients and sums need them"
+                )
+            ],
+        ),
         ({"axes": 3}, ["axes=3: must be a mapping from names to sizes"]),
         (
             {"param_dtype": "float64"},

@@ -173,6 +173,31 @@ def test_activations_stay_in_bfloat16() -> None:
         np.testing.assert_allclose(a, b, atol=0.05 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize(
+    ("kv", "ranks", "sequence_parallel"),
+    [
+        (2, 4, True),  # a head of keys on two ranks
+        pytest.param(2, 8, False, marks=pytest.mark.slow),
+        pytest.param(4, 2, True, marks=pytest.mark.slow),  # two heads of keys on a rank
+        pytest.param(1, 8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_parity_of_fewer_heads_of_keys_than_ranks(
+    kv: int, ranks: int, sequence_parallel: bool
+) -> None:
+    rngs = nnx.Rngs(0)
+    options = {"head_dim": 4, "theta": 100.0, "sequence_parallel": sequence_parallel}
+    attention = Attention(D, 8, kv, rngs, replicate_kv=True, **options)
+    x = normal(B, T, D)
+    assert_parity(attention, call, x, ranks=ranks, sequence_parallel=sequence_parallel)
+    fused = Attention(D, 8, kv, rngs, **options)
+    q, both = attention.qkv.queries[...], attention.qkv.keys_values[...]
+    k, v = (part.reshape(D, -1) for part in jnp.split(both, 2, axis=-1))
+    fused.qkv.linear.weight.set_value(fuse_qkv(q, k, v, num_kv_heads=kv))
+    fused.out.weight.set_value(attention.out.weight[...])
+    np.testing.assert_allclose(attention(x), fused(x), rtol=1e-4, atol=1e-5)
+
+
 # --- against formulas written differently ---
 
 
@@ -338,13 +363,27 @@ def refused(ranks: int, module: nnx.Module, x: Any, *, spec: Any = None) -> str:
 def test_fewer_heads_than_ranks() -> None:
     message = (
         "num_kv_heads=2 over the axis 'tensor' of size 4: every rank holds the same number of "
-        "whole ones; sizes of 'tensor' that fit: 1, 2"
+        "whole ones; sizes of 'tensor' that fit: 1, 2; or let every rank have all with "
+        "replicate_kv=True"
     )
     attention = Attention(D, 6, 2, nnx.Rngs(0), head_dim=4)
     assert refused(4, attention, normal(B, T, D)) == message
     with pytest.raises(ValueError) as caught:
         check_axis(attention, TENSOR, 4)
     assert str(caught.value) == message
+
+
+def test_heads_of_keys_that_ranks_would_share_in_parts() -> None:
+    attention = Attention(D, 12, 6, nnx.Rngs(0), head_dim=4, replicate_kv=True)
+    assert refused(4, attention, normal(B, T, D)) == (
+        "num_heads=12 num_kv_heads=6 over the axis 'tensor' of size 4: the 3 heads of a rank would "
+        "read parts of several heads of keys, 2 heads each; make the axis a divisor or a multiple "
+        "of 6"
+    )
+    assert refused(8, attention, normal(B, T, D)) == (
+        "num_heads=12 over the axis 'tensor' of size 8: every rank holds the same number of whole "
+        "ones; sizes of 'tensor' that fit: 1, 2, 3, 4, 6, 12"
+    )
 
 
 def test_all_that_does_not_fit_is_listed_once() -> None:
@@ -356,7 +395,10 @@ def test_all_that_does_not_fit_is_listed_once() -> None:
         check_axis(block, TENSOR, 8)
     rule = "over the axis 'tensor' of size 8: every rank holds the same number of whole ones; "
     assert str(caught.value).split("\n") == [
-        f"num_kv_heads=6 {rule}sizes of 'tensor' that fit: 1, 2, 3, 6",
+        (
+            f"num_kv_heads=6 {rule}sizes of 'tensor' that fit: 1, 2, 3, 6; or let every rank have "
+            "all with replicate_kv=True"
+        ),
         (
             f"vocabulary=21 {rule}sizes of 'tensor' that fit: 1, 3, 7, 21; or pad it to 24 "
             "with multiple_of=8"

@@ -17,8 +17,10 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from collectives.tensor import split_sequence
 from pipeline import Pipeline
-from tests import models, tensor_stages
+from pipeline.layers import ColumnLinear, RMSNorm, RowLinear
+from tests import mixed, models, tensor_stages
 from tests.grids import covering
 from tests.models import WIDTH
 from tests.tensor_stages import Parallel, Sequence
@@ -120,6 +122,144 @@ def test_with_weights_or_gradients_sharded_over_data(data_parallel):
     assert found["down"] == P("stage", "tensor", "data")
     assert found["bias"] == P("stage", None, ("tensor", "data"))  # no other dim has room
     assert found["scale"] == P("stage", None, "data")
+
+
+# --- stages that are not alike ---
+
+
+UNEVEN = [
+    ((2, 2, 2), "1f1b", Sequence, {}),
+    ((2, 2, 2), "zb_h1", Parallel, {"remat": None, "data_parallel": "fsdp"}),
+    ((1, 2, 4), "interleaved_1f1b", Sequence, {"bubbles": "masked"}),
+    ((2, 2, 2), "zb_v", Sequence, {"data_parallel": "zero1", "remat": None}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "family", "kind", "options"),
+    [pytest.param(*c, marks=() if c is UNEVEN[0] else pytest.mark.slow) for c in UNEVEN],
+)
+def test_uneven_numbers_of_equal_layers(shape, family, kind, options):
+    V = 2 if family in ("interleaved_1f1b", "zb_v") else 1
+    counts = (1, 2, 2, 1)[: V * shape[1]]
+    layers = iter(models.build(kind, sum(counts)))
+    stages = [mixed.Chain(*itertools.islice(layers, count)) for count in counts]
+    ends = tensor_stages.ends(kind)
+    want = models.reference(stages, *batch(), models.cross_entropy, **ends)
+    given = {"schedule": family, "mesh": mesh(*shape), "loss_fn": models.cross_entropy}
+    pipe = Pipeline(stages, M, **given, **ends, **options)
+    models.assert_matches(pipe, pipe.value_and_grad(*batch()), want)
+    stored = pipe.chunks[0].named.layers
+    specs = nnx.get_partition_spec(nnx.state(stored, nnx.Param))["1"]
+    fsdp = "data" if options.get("data_parallel") == "fsdp" else None
+    assert specs["up"].get_value() == P("stage", fsdp, "tensor")
+    for stage, was in zip(pipe.stages(), stages, strict=True):
+        assert nnx.graphdef(stage) == nnx.graphdef(was)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(stage), nnx.state(was))
+
+
+class Stacked(nnx.Module):
+    """Layers in one array, of which the stages have different numbers."""
+
+    def __init__(self, rngs, layers):
+        made = [Parallel(rngs) for _ in range(layers)]
+        for name in ("scale", "up", "bias", "down"):
+            of = [getattr(layer, name) for layer in made]
+            names = of[0].get_metadata("out_sharding", None)
+            said = {"out_sharding": (None, *names), "eager_sharding": False} if names else {}
+            setattr(self, name, nnx.Param(jnp.stack([v.get_value() for v in of]), **said))
+
+    def __call__(self, x):
+        def layer(x, weights):
+            scale, up, bias, down = weights
+            norm = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True)) * (1 + scale)
+            return x + tensor_stages.total(jnp.tanh(norm @ up + bias) @ down), None
+
+        weights = [v.get_value() for v in (self.scale, self.up, self.bias, self.down)]
+        return jax.lax.scan(layer, x, tuple(weights))[0]
+
+
+@pytest.mark.parametrize("family", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_uneven_numbers_of_layers_in_one_array(family):
+    """A stage reads the first rows of what its rank has, which are sharded along another dim."""
+    stages = [Stacked(nnx.Rngs(7), 1), Stacked(nnx.Rngs(8), 3)]
+    ends = tensor_stages.ends(Parallel)
+    want = models.reference(stages, *batch(), models.cross_entropy, **ends)
+    given = {"schedule": family, "mesh": mesh(2, 2, 2), "loss_fn": models.cross_entropy}
+    pipe = Pipeline(stages, M, **given, **ends)
+    assert pipe.chunks[0].named.up.get_value().sharding.spec == P("stage", None, None, "tensor")
+    models.assert_matches(pipe, pipe.value_and_grad(*batch()), want)
+
+
+# --- weights that each rank uses on activations of its own ---
+
+
+class Normed(nnx.Module):
+    """[b, t / T, d] to the same; scale and bias are whole on all ranks."""
+
+    def __init__(self, rngs):
+        own = {"sequence_parallel": True}
+        self.norm = RMSNorm(WIDTH, **own)
+        self.up = ColumnLinear(WIDTH, 2 * WIDTH, rngs, **own)
+        self.down = RowLinear(2 * WIDTH, WIDTH, rngs, bias=True, **own)
+        self.down.bias.set_value(rngs.params.normal((WIDTH,)))
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(self.norm(x))))
+
+
+class Divided(nnx.Module):
+    def __call__(self, x):
+        return split_sequence(x, sequence_axis=-2)
+
+
+class Joined(nnx.Module):
+    def __call__(self, x):
+        if not tensor_stages.is_manual():
+            return x
+        return jax.lax.all_gather(x, "tensor", axis=-2, tiled=True, to="invarying")
+
+
+def normed(counts=(1, 1), **options):
+    """The pipeline, its batch, and what the plain model gives."""
+    layers = (Normed(nnx.Rngs(k)) for k in range(sum(counts)))
+    stages = [mixed.Chain(*itertools.islice(layers, count)) for count in counts]
+    x, t = (models.rows(ROWS * 4, seed=s).reshape(ROWS, 4, WIDTH) for s in (0, 3))
+    ends = {"embed": Divided(), "head": Joined()}
+    want = models.reference(stages, x, t, models.squares, **ends)
+    options = {"schedule": "1f1b", "mesh": mesh(1, 2, 2), "loss_fn": models.squares} | options
+    return Pipeline(stages, M, **ends, **options), (x, t), want
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {"schedule": "zb_h1", "remat": None, "mesh": mesh(2, 2, 2), "data_parallel": "fsdp"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"mesh": mesh(2, 2, 2), "data_parallel": "fsdp", "gather": "action"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"counts": (1, 2), "bubbles": "masked"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"counts": (2,), "mesh": mesh(1, 1, 4), "remat": None}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=range(5),
+)
+def test_their_gradient_is_summed_once_a_step(options):
+    pipe, given, want = normed(**options)
+    models.assert_matches(pipe, pipe.value_and_grad(*given), want)
+    found = computations(pipe.lower(*given).compile().as_text())
+    assert not [line for line in in_loops(found) if " all-reduce(" in line]
+    sums = [line for line in found["ENTRY"] if " all-reduce(" in line]
+    T = pipe.mesh.shape["tensor"]
+    rows = WIDTH // (pipe.mesh.shape["data"] if pipe.plan.data_parallel == "fsdp" else 1)
+    over = [line for line in sums if groups(line)[0] == set(range(T))]
+    assert sum(line.split(" all-reduce(")[0].count(f"f32[{rows}]") for line in over) >= 2
 
 
 # --- activations of which only some differ along the axis ---
@@ -302,6 +442,30 @@ def test_an_unmodified_flax_stage():
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
+class Halves(nnx.Module):
+    """Cuts a dim in two that the compiler has sharded, so that halves change places."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = models.normal(rngs, WIDTH, 4 * WIDTH)
+        self.down = models.normal(rngs, 2 * WIDTH, WIDTH)
+
+    def __call__(self, x):
+        a, b = jnp.split(x @ self.up[...], 2, axis=-1)
+        return x + (jnp.tanh(a) * b) @ self.down[...]
+
+
+def test_exchanges_of_the_compiler_stand_in_no_branch():
+    """Where devices meet in each of them, one within a branch would wait for those outside."""
+    x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
+    stages = models.build(Halves, 2)
+    want = models.reference(stages, x, t, models.squares)
+    options = {"schedule": "1f1b", "mesh": mesh(2, 2, 2), "loss_fn": models.squares}
+    pipe = Pipeline(stages, M, sharding=by_role, auto_axes=("tensor",), **options)
+    assert pipe.plan.bubbles == "masked"
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+    assert Pipeline(stages, M, sharding=by_role, **options).plan.bubbles == "skip"
+
+
 # --- what is sent ---
 
 
@@ -394,14 +558,21 @@ def test_names_that_do_not_fit():
     )
 
 
+NOT_ALIKE = (
+    " is sharded over 'tensor', but stages[1] differs from stages[0] at down: Param float32[64,8] "
+    "against Param float32[16,8]: stages that are not alike share their storage, in which a "
+    "sharded weight needs a place under its own name and of its own length, and no rank stores "
+    "more than the largest stage has; let such stages differ in the number of equal layers only, "
+    "make the stages of a chunk alike (what only the first or the last one has belongs to embed= "
+    "or head=), or leave these weights whole"
+)
+
+
 def test_stages_that_are_not_alike():
-    stages = [Block(nnx.Rngs(0)), models.Hostile(nnx.Rngs(1))]
-    assert fails(stages=stages, sharding=by_role) == (
-        "down is sharded over 'tensor', but stages[1] differs from stages[0] at b: Param "
-        "float32[1,8] against no such leaf: weights of stages that are not alike share their "
-        "storage and cannot be sharded over further axes; make the stages of a chunk alike (what "
-        "only the first or the last one has belongs to embed= or head=), or leave these weights "
-        "whole"
+    stages = [Block(nnx.Rngs(0)), Block(nnx.Rngs(1), hidden=64)]
+    assert fails(stages=stages, sharding=by_role) == "down" + NOT_ALIKE
+    assert fails(stages=stages, sharding=lambda path, _: {"up": (None, "tensor")}.get(path)) == (
+        "up" + NOT_ALIKE
     )
 
 

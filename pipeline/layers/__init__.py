@@ -8,9 +8,11 @@ in the dtype of the input.
 """
 
 from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
+from pipeline.layers.dropout import Dropout
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.mlp import SwiGLU, fuse_gate_up
 from pipeline.layers.norm import RMSNorm
+from pipeline.layers.replicated import ReplicatedKV
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
 from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from pipeline.layers.weights import check_axis
@@ -18,8 +20,10 @@ from pipeline.layers.weights import check_axis
 __all__ = [
     "Attention",
     "ColumnLinear",
+    "Dropout",
     "FusedQKV",
     "RMSNorm",
+    "ReplicatedKV",
     "RopeScaling",
     "RowLinear",
     "SwiGLU",

@@ -15,8 +15,11 @@ from flax import nnx
 
 from collectives.sizes import TENSOR
 from pipeline.layers.linear import ColumnLinear, RowLinear
+from pipeline.layers.replicated import ReplicatedKV
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
-from pipeline.layers.weights import Initializer
+from pipeline.layers.weights import Initializer, Pieces
+
+REPLICATE = "replicate_kv=True"
 
 
 class FusedQKV(nnx.Module):
@@ -63,7 +66,7 @@ class FusedQKV(nnx.Module):
             sequence_parallel=sequence_parallel,
             init=init,
             dtype=dtype,
-            pieces=("num_kv_heads", num_kv_heads, None),
+            pieces=("num_kv_heads", num_kv_heads, REPLICATE),
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -91,6 +94,8 @@ class Attention(nnx.Module):
       dtype: of the parameters.
       implementation: that of `jax.nn.dot_product_attention` to take, such as "cudnn"; None takes
         the formula as written here, in float32.
+      replicate_kv: whether every rank has the weights of all heads of keys and values
+        (`ReplicatedKV`); for more ranks than there are such heads.
       query_chunk: a divisor of t: the scores of so many queries, `[b, k·g / R, query_chunk, t]`,
         are formed at a time, again in the backward; None forms and keeps all.
 
@@ -115,7 +120,9 @@ class Attention(nnx.Module):
         dtype: Any = jnp.float32,
         implementation: Any = None,
         query_chunk: int | None = None,
+        replicate_kv: bool = False,
     ) -> None:
+        check_groups(num_heads, num_kv_heads)
         if head_dim is None and width % num_heads:
             raise ValueError(
                 f"width={width} num_heads={num_heads}: the heads share the width equally; choose "
@@ -129,8 +136,13 @@ class Attention(nnx.Module):
         }
         self.theta, self.scaling = theta, scaling
         self.implementation, self.query_chunk = implementation, query_chunk
-        self.qkv = FusedQKV(width, num_heads, num_kv_heads, head_dim, rngs, init=init, **group)
-        pieces = "num_kv_heads", num_kv_heads, None
+        heads = width, num_heads, num_kv_heads, head_dim
+        self.qkv: Any = (ReplicatedKV if replicate_kv else FusedQKV)(
+            *heads, rngs, init=init, **group
+        )
+        pieces: Pieces = ("num_kv_heads", num_kv_heads, REPLICATE)
+        if replicate_kv:
+            pieces = "num_heads", num_heads, None
         rows = num_heads * head_dim
         self.out = RowLinear(rows, width, rngs, init=init_out, pieces=pieces, **group)
 

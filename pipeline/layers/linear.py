@@ -21,6 +21,7 @@ from pipeline.layers.weights import (
     make_weight,
     read_weight,
     scaled,
+    shared,
 )
 
 
@@ -117,7 +118,8 @@ class RowLinear(nnx.Module):
             dim=0,
             pieces=pieces or ("in_features", in_features, None),
         )
-        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+        own = axis if sequence_parallel else None
+        self.bias = shared(jnp.zeros(out_features, dtype), own) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The sum over ranks, or this rank's part of it."""

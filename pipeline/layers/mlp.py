@@ -16,7 +16,7 @@ from flax import nnx
 from collectives.sizes import TENSOR
 from collectives.tensor import column_input
 from pipeline.layers.linear import RowLinear
-from pipeline.layers.weights import Initializer, apply, make_weight, read_weight, scaled
+from pipeline.layers.weights import Initializer, make_weight, read_weight, scaled
 
 
 class SwiGLU(nnx.Module):
@@ -73,9 +73,10 @@ class SwiGLU(nnx.Module):
         """The whole output, or this rank's part of the sequence."""
         weight = read_weight(self.gate_up, x, self.axis)
         x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
-        both = apply(x, weight.reshape(weight.shape[0], -1))
-        gate, up = jnp.split(both, 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        # The columns stay two dims: where the compiler cuts them, flat ones would be exchanged.
+        both = jnp.einsum("td,dcf->tcf", x.reshape(-1, x.shape[-1]), weight)
+        hidden = jax.nn.silu(both[:, 0]) * both[:, 1]
+        return self.down(hidden.reshape(*x.shape[:-1], -1))
 
 
 def fuse_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from collectives.compat import varying_axes
 from collectives.tensor import check_divides, is_manual
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-Pieces = tuple[str, int, str | None]  # what, how many, the option that pads
+Pieces = tuple[str, int, str | None]  # what, how many, the option that helps (`check_divides`)
 
 
 def make_weight(
@@ -36,6 +36,18 @@ def make_weight(
     value = init(rngs.params(), shape, dtype)
     # Eager sharding would want a mesh while the model is built.
     return nnx.Param(value, out_sharding=names, eager_sharding=False, pieces=pieces)
+
+
+def shared(value: jax.Array, axis: str | None) -> nnx.Param[Any]:
+    """A weight that all ranks have whole.
+
+    Args:
+      value: the weight.
+      axis: one along which each rank uses it on activations of its own, so that its gradient is a
+        sum over ranks; None if there is none.
+    """
+    # `pipeline.placement` reads it.
+    return nnx.Param(value) if axis is None else nnx.Param(value, gradient_over=axis)
 
 
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str) -> jax.Array:

@@ -1,0 +1,65 @@
+"""Dropout whose mask is that of the whole activation, on however many ranks it lies.
+
+Letters: R = ranks on the axis, t = positions, d = width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.compat import varying_axes
+from collectives.sizes import TENSOR
+from collectives.tensor import group_rank
+
+
+class Dropout(nnx.Dropout):
+    """`[..., t, d]` to the same, some of it zero and the rest larger.
+
+    Every place along one dim has a key of its own, made of its number in the whole activation. A
+    rank that holds some of the places (sequence parallelism, or columns between a column and a row
+    layer) makes their part of the mask and no more; ranks that hold all of them make the same.
+
+    Args:
+      rate: the share that becomes zero.
+      rngs: has a stream ``dropout``.
+      dim: that of which ranks hold parts, if they do: -2, the sequence, or -1 between a column
+        layer and its row layer.
+      axis: the mesh axis of the group.
+      deterministic: whether nothing is dropped, as after ``module.eval()``.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        rngs: nnx.Rngs,
+        *,
+        dim: int = -2,
+        axis: str = TENSOR,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(rate, deterministic=deterministic, rngs=rngs)
+        self.dim, self.axis = dim, axis
+        stream: Any = self.rngs
+        stream.key.set_metadata(alike=True)  # `pipeline.randomness` reads it
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, *, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Drop, unless that is off."""
+        off = self.deterministic if deterministic is None else deterministic
+        if off or self.rate == 0:
+            return x
+        if self.rate == 1:  # 0 / 0
+            return jnp.zeros_like(x)
+        stream: Any = self.rngs
+        key, size, keep = stream(), x.shape[self.dim], 1 - self.rate
+        start = group_rank(self.axis) * size if self.axis in varying_axes(x) else 0
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, start + jnp.arange(size))
+        rest = jnp.moveaxis(x, self.dim, 0).shape[1:]
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, keep, rest))(keys)
+        kept = jnp.moveaxis(kept, 0, self.dim)
+        return jnp.where(kept, x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))

@@ -1,0 +1,69 @@
+"""In which dtypes parameters are kept and computed with.
+
+Parameters may be kept in more bits than a step computes in: an optimizer's small updates would be
+lost on bfloat16 (P. Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740). They are
+cast where they are used; gradients come back through the cast and are summed as ``grad_dtype``
+says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.tree import Tree
+
+
+def check_dtype(name: str, dtype: Any) -> Any:
+    """The option in its canonical form, None if it is not given.
+
+    Raises:
+      ValueError: no dtype in which a model can be kept or computed.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise ValueError(
+            f"{name}={dtype!r}: must be None, for what the model has, or a floating dtype of 16 "
+            f"bits or more, such as jnp.bfloat16"
+        )
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(
+            f"{name}={dtype!r}: JAX has no {found.name} unless jax_enable_x64 is set; set it, or "
+            f"use jnp.float32"
+        )
+    return found
+
+
+def as_computed(tree: Tree, dtype: Any) -> Tree:
+    """Leaves of real floats in a dtype; all as they are if it is None."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, tree)
+
+
+def keep_params_in(module: nnx.Module, dtype: Any) -> None:
+    """Cast a module's parameters of real floats where they lie, one after the other."""
+    if dtype is None:
+        return
+    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        variable.set_value(jax.tree.map(lambda x: _cast(x, dtype), variable.get_value()))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if not _is_real(x) or x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=x.sharding)(x)
+
+
+def _is_real(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
