@@ -177,11 +177,16 @@ def test_a_launcher_that_ends_leaves_nobody(
 
 
 def test_a_signal_waits_until_a_process_is_known() -> None:
-    before, known = signal.getsignal(signal.SIGTERM), False
-    with Signals() as signals, pytest.raises(Stopped) as stopped, signals.held():
-        os.kill(os.getpid(), signal.SIGTERM)
-        known = True  # neither forgotten nor half done
-    assert known
+    before, known = signal.getsignal(signal.SIGTERM), []
+
+    def start(signals: Signals) -> None:
+        with signals.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            known.append("neither forgotten nor half done")
+
+    with Signals() as signals, pytest.raises(Stopped) as stopped:
+        start(signals)
+    assert len(known) == 1
     assert stopped.value.number == signal.SIGTERM
     with Signals(), pytest.raises(Stopped):
         os.kill(os.getpid(), signal.SIGTERM)
