@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from collectives import STAGE, exchange
+from pipeline import scopes
 from pipeline.actions import Actions, Row
 from pipeline.once import run_once
-from pipeline.together import COMMON, Together, busy_in
+from pipeline.scopes import COMMON
+from pipeline.together import Together, busy_in
 from pipeline.tree import Tree
 from pipeline.workers import runner
 from schedules.program import Program
@@ -38,11 +40,12 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
             abroad = [channel for channel in slot.channels if channel.shift]
             # Delayed sends stand before the work and need nothing of it.
             brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
-            if common:
-                common.before(row, busy[index])
-            message = run(slot, row) if uses[index] == WORK else actions.no_message()
-            if common:
-                message = common.after(row, busy[index], message)
+            with jax.named_scope(scopes.of_slot(index)):
+                if common:
+                    common.before(row, busy[index])
+                message = run(slot, row) if uses[index] == WORK else actions.no_message()
+                if common:
+                    message = common.after(row, busy[index], message)
             for column, channel in enumerate(slot.channels):
                 arrived = brought.get(channel, message)
                 if channel.shift and not delayed:
@@ -55,12 +58,13 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
     held = actions.no_message() if delayed else None
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
-        if stop - start == 1:
-            row = {name: table[start] for name, table in local.items()}
-            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
-            continue
-        part = {name: table[start:stop] for name, table in local.items()}
-        held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
+        with jax.named_scope(scopes.of_ticks(start, stop)):
+            if stop - start == 1:
+                row = {name: table[start] for name, table in local.items()}
+                held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
+                continue
+            part = {name: table[start:stop] for name, table in local.items()}
+            held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
 
 
 def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
