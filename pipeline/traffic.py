@@ -131,7 +131,7 @@ class _Walk:
             if name in _KINDS:
                 self._collective(eqn, times)
             elif name == "new_ref" and "messages" in here.split("/"):
-                aval = eqn.outvars[0].aval
+                aval: Any = eqn.outvars[0].aval
                 self.message += nbytes(aval) // aval.shape[0]
             elif name == "while":
                 self._loop(eqn, times, here, known=known)

@@ -98,12 +98,14 @@ class Sent:
 
     Attributes:
       bytes: [S] by axes and kind of collective, as `pipeline.traffic.Traffic.sent`.
+      runs: how often the one of them runs that runs most, on the rank that runs it most.
     """
 
     def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
         self._found, self._program, self._mesh = computations(text), program, mesh
         self._places = np.array(list(np.ndindex(mesh.devices.shape)))
         self._devices: dict[Any, np.ndarray] = {}
+        self.runs: dict[Any, float] = {}
         self._stage = self._places[:, mesh.axis_names.index(STAGE)]
         self._visit("ENTRY", np.ones(mesh.size))
         self.bytes = {key: self._by_rank(sent) for key, sent in self._devices.items()}
@@ -169,6 +171,7 @@ class Sent:
         if not axes:
             return
         key = tuple(name for name in self._mesh.axis_names if name in axes), kind
+        self.runs[key] = max(self.runs.get(key, 0.0), times.max())
         totals = self._devices.setdefault(key, np.zeros(self._mesh.size))
         np.add.at(totals, senders, size * times[senders])
 
