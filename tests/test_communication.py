@@ -22,7 +22,7 @@ from pipeline import Pipeline, runtime, traffic
 from pipeline.layers import RMSNorm
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import build as schedule
-from schedules import lower
+from schedules import lower, names
 from tests.hlo import Sent
 from tests.sizes import CHUNKS
 
@@ -115,8 +115,15 @@ def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[
     sums = 2 if pipe.plan.grad_dtype == jnp.bfloat16 else 4
     rows = ROWS * LENGTH
     return {
-        **{"S": S, "D": D, "R": R, "M": M, "V": pipe.plan.num_chunks, "L": layers},
-        **{"n": rows, "d": width, "A": 4 * rows * width},
+        "S": S,
+        "D": D,
+        "R": R,
+        "M": M,
+        "V": pipe.plan.num_chunks,
+        "L": layers,
+        "n": rows,
+        "d": width,
+        "A": 4 * rows * width,
         "m": 4 * rows * width // (R if sequence else 1),
         "G": size(pipe, chunks, itemsize=sums),
         "W": size(pipe, chunks, itemsize=4),
@@ -240,3 +247,72 @@ def assert_predicted(pipe: Pipeline, tokens: Any, compiled: Sent) -> None:
     assert {k: v.tolist() for k, v in found.sent.items()} == {
         k: pytest.approx(v.tolist()) for k, v in compiled.bytes.items()
     }
+
+
+@slow
+def test_masked():
+    pipe, tokens, width = made((1, 4, 2), schedule="eager_1f1b", bubbles="masked")
+    compiled = Sent(pipe.lower(tokens, tokens).compile().as_text(), pipe.plan.training, pipe.mesh)
+    known = letters(pipe, width, layers=1, sequence=False)
+    wanted = [value(table("what")["masked"][0], known)] * 4
+    assert compiled.over("tensor").tolist() == pytest.approx(wanted, rel=0.01)
+    assert_predicted(pipe, tokens, compiled)
+
+
+@slow
+def test_outputs_on_every_rank():
+    pipe, tokens, width = made((2, 4, 1), schedule="1f1b")
+    operands = pipe._operands(tokens, (), None)
+    step = runtime.infer.lower(pipe.plan, *operands, take_loss=False).compile()
+    compiled = Sent(step.as_text(), pipe.plan.forward, pipe.mesh)
+    known = letters(pipe, width, layers=1, sequence=False) | {"O": 4 * M * ROWS * LENGTH * WORDS}
+    messages = known["m"] * pipe.plan.forward.num_ticks
+    outputs = value(table("call")["`pipe(inputs)`, of O bytes of outputs"][0], known)
+    wanted = [outputs + messages] * 3 + [outputs]
+    assert compiled.over("stage").tolist() == pytest.approx(wanted, rel=0.01)
+    assert {axes for axes, _ in compiled.bytes} == {("stage",)}
+
+
+@pytest.mark.parametrize("bits", [16, pytest.param(32, marks=slow)])
+def test_bits_of_gradients(bits):
+    """XLA's CPU backend sums what has 16 bits in 32, so what the program says is looked at."""
+    options = {} if bits == 32 else {"grad_dtype": jnp.bfloat16}
+    pipe, tokens, width = made((2, 2, 1), schedule="1f1b", **options)
+    known = letters(pipe, width, layers=1, sequence=False)
+    assert known["G"] * 32 == known["W"] * bits
+    found = traffic.predict(pipe.plan, *pipe._operands(tokens, tokens, None))
+    row = table("`data_parallel=`")[f'`"{pipe.plan.data_parallel}"`']
+    wanted = [value(cell, known) for cell in row[:2]]
+    assert found.over("data").tolist() == [wanted[0]] * 2
+    assert found.over("data", "stage").tolist() == [wanted[1]] * 2
+
+
+# --- messages ---
+
+
+@pytest.mark.parametrize("row", table("schedule").items(), ids=lambda row: row[0])
+def test_messages_of_a_schedule(row):
+    label, (V, *cells) = row
+    family, *said = label.replace("`", "").split(", ")
+    options = {"pattern": "partner"} if 'pattern="partner"' in said else {}
+    if "delayed=True" in said:
+        options = {"delayed": True}
+    S = 4
+    timetable = schedule(family, num_ranks=S, num_microbatches=16, num_stages=S * int(V))
+    program = lower(timetable, **options)
+    sources = [
+        source
+        for slot in program.slots
+        for channel in slot.channels
+        for source, _ in channel.edges
+        if channel.shift
+    ]
+    P, T, read = sources.count(1), program.num_ticks, traffic.messages_read(program)[1]
+    assert read == 2 * int(V) * 16
+    assert cells == [" + ".join(program.pattern), *map(str, (T, P, P * T, read))]
+
+
+def test_all_schedules_are_there():
+    found = {label.strip("`"): int(row[0]) for label, row in table("schedule").items()}
+    assert {name for name in found if "," not in name} == set(names())
+    assert {name: V for name, V in found.items() if name in CHUNKS} == CHUNKS
