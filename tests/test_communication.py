@@ -86,7 +86,7 @@ def made(
     pipe = Pipeline(
         parts,
         M,
-        mesh=make_mesh(data=D, stage=S, tensor=R),
+        mesh=make_mesh(data=D, stage=S, **({"tensor": R} if R > 1 else {})),
         embed=embed,
         head=head,
         loss_fn=loss,
@@ -108,7 +108,7 @@ def size(pipe: Pipeline, variables: Any, *, itemsize: int) -> int:
 
 def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[str, Any]:
     """Those that do not depend on the rank."""
-    D, S, R = (pipe.mesh.shape[axis] for axis in ("data", "stage", "tensor"))
+    D, S, R = (pipe.mesh.shape.get(axis, 1) for axis in ("data", "stage", "tensor"))
     ends = jax.tree.leaves(nnx.state(pipe.ends, nnx.Param))
     shared = [w for w in ends if "stage" in tuple(w.sharding.spec)]
     chunks = jax.tree.leaves(nnx.state(pipe.chunks, nnx.Param))
@@ -151,7 +151,7 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
     plan, known = pipe.plan, letters(pipe, width, layers=layers, sequence=sequence)
     S, shared = known["S"], bool(plan.shared)
     remat = f"`remat={'None' if plan.remat is None else chr(34) + plan.remat + chr(34)}`"
-    places = [1] * S if shared else [0, *[1] * (S - 2), 2]  # first, between, last
+    places = [1] * S if shared else [0, *[1] * (S - 2), 2][:S]  # first, between, last
 
     gathered = table('`gather="action"`, Q')[remat]
     data = f'`"{plan.data_parallel}"`' + ', `gather="action"`' * (plan.gather == "action")
@@ -160,7 +160,7 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
     found: dict[Any, list[float]] = {}
 
     def add(axes: tuple[str, ...], cell: str, rank: int, **more: Any) -> None:
-        present = tuple(axis for axis in axes if pipe.mesh.shape[axis] > 1)
+        present = tuple(axis for axis in axes if pipe.mesh.shape.get(axis, 1) > 1)
         if present:
             row = found.setdefault(present, [0.0] * S)
             row[rank] += value(cell, {**known, **more})

@@ -1,4 +1,4 @@
-"""What a step is predicted to send, where no formula says it: `pipeline.traffic`, and `describe`."""
+"""What a step is predicted to send where no formula says it, and how often a rank runs what."""
 
 from __future__ import annotations
 
