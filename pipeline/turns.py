@@ -9,6 +9,7 @@ backwards), a loop for either compiles nothing twice, and exchanges only where i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ class Needed:
     Attributes:
       slot: with those of its ops that occur, and all of its channels.
       branch: for each branch of the program's slot that of this one, 0 where it does not occur.
-      channels: by the column of their arrivals, those that bring anything.
+      channels: by the column of their arrivals, those that bring anything, with edges that do.
     """
 
     slot: Slot
@@ -44,9 +45,14 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
     branch = np.zeros(len(slot.ops) + 1, np.int32)
     for new, (old, _) in enumerate(ops, start=1):
         branch[old] = new
-    brings = np.any(_brings(program)[start:stop, index], axis=0).tolist()
-    channels = tuple((n, c) for n, c in enumerate(slot.channels) if brings[n])
-    return Needed(Slot(slot.kinds, tuple(op for _, op in ops), slot.channels), branch, channels)
+    reads: Any = _reads(program)[start:stop, index].any(axis=0)  # [S, C]
+    channels = []
+    for column, channel in enumerate(slot.channels):
+        edges = tuple(edge for edge in channel.edges if reads[edge[1], column])
+        if edges:
+            channels.append((column, Channel(channel.shift, edges)))
+    part = Slot(slot.kinds, tuple(op for _, op in ops), slot.channels)
+    return Needed(part, branch, tuple(channels))
 
 
 def turns(program: Program) -> list[int]:
@@ -55,10 +61,10 @@ def turns(program: Program) -> list[int]:
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
     ticks = np.arange(1, program.num_ticks)[:, None]
     can = 1 + np.flatnonzero(~((first < ticks) & (last >= ticks)).any(axis=1))
-    abroad = [[c.shift != 0 for c in slot.channels] for slot in program.slots]
-    used = _brings(program)
-    for index, channels in enumerate(abroad):
-        used[:, index, : len(channels)] &= np.array(channels, bool)
+    used = _reads(program)
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            used[:, index, :, column] &= channel.shift != 0
     found: list[int] = []
     before: set[int] = set()
     for start, stop in zip([0, *can], [*can, program.num_ticks], strict=True):
@@ -70,9 +76,9 @@ def turns(program: Program) -> list[int]:
     return found
 
 
-def _brings(program: Program) -> NDArray[np.bool_]:
-    """[T, slots, C] whether a channel brings anything that is read."""
-    return np.asarray((program.arrival != program.num_buffers).any(axis=2))
+def _reads(program: Program) -> NDArray[np.bool_]:
+    """[T, slots, S, C] whether a rank reads what a channel brings it."""
+    return np.asarray(program.arrival != program.num_buffers)
 
 
 def _happens(program: Program) -> NDArray[np.bool_]:

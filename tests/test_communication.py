@@ -20,9 +20,12 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, runtime, traffic
 from pipeline.layers import RMSNorm
+from pipeline.ticks import segments
+from pipeline.turns import needed
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import build as schedule
 from schedules import lower, names
+from schedules.program import Program
 from tests.hlo import Sent
 from tests.sizes import CHUNKS
 
@@ -133,17 +136,15 @@ def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[
     }
 
 
-def exchanges(pipe: Pipeline) -> list[int]:
+def exchanges(program: Program) -> list[int]:
     """[S] X, where nothing is masked."""
-    program = pipe.plan.training
-    sources = [
-        source
-        for slot in program.slots
-        for channel in slot.channels
-        for source, _ in channel.edges
-        if channel.shift
-    ]
-    return [program.num_ticks * sources.count(rank) for rank in range(pipe.mesh.shape["stage"])]
+    found = [0] * program.schedule.num_ranks
+    for start, stop, _ in segments(program, split=False):
+        for index in range(len(program.slots)):
+            for _, channel in needed(program, index, start, stop).channels:
+                for source, _ in channel.edges if channel.shift else ():
+                    found[source] += stop - start
+    return found
 
 
 def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any, list[float]]:
@@ -167,7 +168,7 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
 
     for rank, place in enumerate(places):
         q = value(gathered[place], known)
-        add(("stage",), table("what")["messages"][0], rank, X=exchanges(pipe)[rank])
+        add(("stage",), table("what")["messages"][0], rank, X=exchanges(plan.training)[rank])
         for axes, cell in zip((("data",), ("data", "stage"), ("stage",)), data_row, strict=True):
             add(axes, cell, rank, Q=q)
         if shared:
@@ -266,9 +267,10 @@ def test_outputs_on_every_rank():
     step = runtime.infer.lower(pipe.plan, *operands, take_loss=False).compile()
     compiled = Sent(step.as_text(), pipe.plan.forward, pipe.mesh)
     known = letters(pipe, width, layers=1, sequence=False) | {"O": 4 * M * ROWS * LENGTH * WORDS}
-    messages = known["m"] * pipe.plan.forward.num_ticks
+    messages = [known["m"] * count for count in exchanges(pipe.plan.forward)]
     outputs = value(table("call")["`pipe(inputs)`, of O bytes of outputs"][0], known)
-    wanted = [outputs + messages] * 3 + [outputs]
+    wanted = [outputs + sent for sent in messages]
+    assert messages[3] == 0 < messages[0]
     assert compiled.over("stage").tolist() == pytest.approx(wanted, rel=0.01)
     assert {axes for axes, _ in compiled.bytes} == {("stage",)}
 
@@ -300,16 +302,10 @@ def test_messages_of_a_schedule(row):
     S = 4
     timetable = schedule(family, num_ranks=S, num_microbatches=16, num_stages=S * int(V))
     program = lower(timetable, **options)
-    sources = [
-        source
-        for slot in program.slots
-        for channel in slot.channels
-        for source, _ in channel.edges
-        if channel.shift
-    ]
-    P, T, read = sources.count(1), program.num_ticks, traffic.messages_read(program)[1]
+    X, T, read = exchanges(program)[1], program.num_ticks, traffic.messages_read(program)[1]
     assert read == 2 * int(V) * 16
-    assert cells == [" + ".join(program.pattern), *map(str, (T, P, P * T, read))]
+    assert cells == [" + ".join(program.pattern), *map(str, (T, X // T, X, read))]
+    assert X % T == 0
 
 
 def test_all_schedules_are_there():
