@@ -302,9 +302,10 @@ def test_messages_of_a_schedule(row):
     S = 4
     timetable = schedule(family, num_ranks=S, num_microbatches=16, num_stages=S * int(V))
     program = lower(timetable, **options)
-    X, T, read = exchanges(program)[1], program.num_ticks, traffic.messages_read(program)[1]
-    assert read == 2 * int(V) * 16
-    assert cells == [" + ".join(program.pattern), *map(str, (T, X // T, X, read))]
+    X, T, read = exchanges(program)[1], program.num_ticks, traffic.messages_read(program)
+    less = 2 if timetable.placement[-1] == 0 else 1
+    assert read.tolist() == [(2 * int(V) - n) * 16 for n in (less, 0, 0, less)]
+    assert cells == [" + ".join(program.pattern), *map(str, (T, X // T, X, read[1]))]
     assert X % T == 0
 
 
