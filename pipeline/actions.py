@@ -112,9 +112,9 @@ class Actions:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         message = self.no_message() if message is None else message
         for branch, op in enumerate(slot.ops, start=1):
-            message = at_most_once(
-                row["op"] == branch, functools.partial(self._run, op, row), message
-            )
+            action = functools.partial(self._run, op, row)
+            with jax.named_scope(op.label):
+                message = at_most_once(row["op"] == branch, action, message)
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:

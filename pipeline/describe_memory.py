@@ -1,4 +1,4 @@
-"""The lines of `Pipeline.describe` on memory."""
+"""The lines of `Pipeline.describe` on what a step holds and sends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline import runtime
+from pipeline import runtime, traffic
 from pipeline.accumulate import as_summed
 from pipeline.bytes import MemoryPrediction, Places, predict
+from pipeline.describe_traffic import traffic_lines
 from pipeline.flow import nbytes
 from pipeline.plan import Plan
 
@@ -17,7 +18,7 @@ from pipeline.plan import Plan
 def describe_memory(
     plan: Plan, chunks: nnx.Module, ends: nnx.Module, operands: Any, *, compiled: bool
 ) -> list[str]:
-    """Lines on bytes.
+    """Lines on bytes held, and on bytes sent.
 
     Args:
       plan: the options of the pipeline.
@@ -39,10 +40,11 @@ def describe_memory(
     if operands is None:
         return [known_line(plan, chunks, ends)]
     found = predict(plan, *operands)
+    sent = traffic_lines(traffic.predict(plan, *operands))
     if not compiled:
-        return memory_lines(found)
+        return memory_lines(found) + sent
     step = runtime.train.lower(plan, *operands).compile()
-    return memory_lines(found, step.memory_analysis())
+    return memory_lines(found, step.memory_analysis()) + sent
 
 
 def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pipeline import scopes
 from pipeline.tree import Tree
 
 
@@ -36,4 +37,5 @@ def run_once(action: Callable[[], Tree], like: Tree) -> Tree:
       action: anything that works on refs.
       like: a value of the type of its result.
     """
-    return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)
+    with jax.named_scope(scopes.ONCE):
+        return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)

@@ -21,10 +21,10 @@ from pipeline.cell import Cell
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
+from pipeline.scopes import COMMON
 from pipeline.spread import constrain, gather, keep_apart, kernel_spec, reduce_gradients
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
-from pipeline.together import COMMON
 from pipeline.tree import Tree
 from pipeline.workers import Crew
 from schedules.program import Program

@@ -13,13 +13,17 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE, exchange
+from pipeline import scopes
 from pipeline.actions import Actions, Row
 from pipeline.once import run_once
-from pipeline.together import COMMON, Together, busy_in
+from pipeline.scopes import COMMON
+from pipeline.together import Together, busy_in
 from pipeline.tree import Tree
+from pipeline.turns import needed, turns
 from pipeline.workers import runner
 from schedules.program import Program
 
@@ -32,18 +36,23 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
     delayed, run = program.delayed, runner(actions, masked=masked)
     common = Together(actions, program, masked=masked) if program.shared else None
 
-    def tick(uses: tuple[int, ...], busy: Any, held: Tree, rows: Row) -> tuple[Tree, None]:
+    def tick(
+        part: tuple[int, int], uses: tuple[int, ...], busy: Any, held: Tree, rows: Row
+    ) -> tuple[Tree, None]:
         for index in np.flatnonzero(uses).tolist():
-            slot, row = program.slots[index], {name: rows[name][index] for name in rows}
-            abroad = [channel for channel in slot.channels if channel.shift]
+            need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
+            if need.is_part:
+                row["op"] = jnp.asarray(need.branch)[row["op"]]
+            abroad = [channel for _, channel in need.channels if channel.shift]
             # Delayed sends stand before the work and need nothing of it.
             brought = {c: exchange(held, c.edges, STAGE) for c in abroad if delayed}
-            if common:
-                common.before(row, busy[index])
-            message = run(slot, row) if uses[index] == WORK else actions.no_message()
-            if common:
-                message = common.after(row, busy[index], message)
-            for column, channel in enumerate(slot.channels):
+            with jax.named_scope(scopes.of_slot(index)):
+                if common:
+                    common.before(row, busy[index])
+                message = run(need.slot, row) if uses[index] == WORK else actions.no_message()
+                if common:
+                    message = common.after(row, busy[index], message)
+            for column, channel in need.channels:
                 arrived = brought.get(channel, message)
                 if channel.shift and not delayed:
                     arrived = exchange(message, channel.edges, STAGE)
@@ -55,28 +64,35 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
     held = actions.no_message() if delayed else None
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
-        if stop - start == 1:
-            row = {name: table[start] for name, table in local.items()}
-            held, _ = run_once(functools.partial(tick, uses, busy, held, row), (held, None))
-            continue
-        part = {name: table[start:stop] for name, table in local.items()}
-        held, _ = jax.lax.scan(functools.partial(tick, uses, busy), held, part)
+        with jax.named_scope(scopes.of_ticks(start, stop)):
+            if stop - start == 1:
+                row = {name: table[start] for name, table in local.items()}
+                action = functools.partial(tick, (start, stop), uses, busy, held, row)
+                held, _ = run_once(action, (held, None))
+                continue
+            rows = {name: table[start:stop] for name, table in local.items()}
+            body = functools.partial(tick, (start, stop), uses, busy)
+            held, _ = jax.lax.scan(body, held, rows)
 
 
 def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
     """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
 
-    An idle branch costs nothing, so the kernel that branches takes all ticks as one run. Without
-    branches an unused slot costs its full time: warm-up, steady state and cool-down are scans of
-    their own, unless a timetable changes so often that compile time would suffer. Where sends are
-    delayed a message may arrive in a slot that nobody works in.
+    An idle branch costs nothing, so the kernel that branches starts a new run only where all that
+    happens takes a turn (`pipeline.turns`). Without branches an unused slot costs its full time:
+    warm-up, steady state and cool-down are scans of their own, unless a timetable changes so often
+    that compile time would suffer. Where sends are delayed a message may arrive in a slot that
+    nobody works in.
     """
-    whole = [(0, program.num_ticks, tuple(WORK if s.ops else WAIT for s in program.slots))]
+    every, turning = tuple(WORK if s.ops else WAIT for s in program.slots), turns(program)
+    few = turning if len(turning) < MOST_SEGMENTS else []
+    whole = [(a, b, every) for a, b in itertools.pairwise([0, *few, program.num_ticks])]
     if not split:
         return whole
     waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
     works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
-    changes = [0, *(np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1), program.num_ticks]
+    changed = np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1
+    changes = sorted({0, *changed.tolist(), *few, program.num_ticks})
     runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
     return runs if len(runs) <= MOST_SEGMENTS else whole

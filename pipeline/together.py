@@ -28,11 +28,11 @@ from collectives import STAGE, axis_size, from_rank, vary
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.actions import Actions, Row
 from pipeline.once import at_most_once
+from pipeline.scopes import COMMON
 from pipeline.tree import Leaves, Tree, at
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.program import Program
 
-COMMON = ("lookup", "head", "scatter")  # tables that are the same on all ranks
 _LOW = -1e30  # a logit that never wins; finite, so that ranks without any word add zeros
 
 
@@ -56,22 +56,24 @@ class Together:
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
         """What precedes a slot; ``busy`` says which tables have anything in it."""
         if busy["lookup"]:
-            self._when(row["lookup"], lambda m, real: self._look_up(row, m, real), None)
+            self._when("lookup", row, lambda m, real: self._look_up(row, m, real), None)
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """What follows a slot's actions; returns what the rank then sends."""
         if busy["scatter"]:
-            self._when(row["scatter"], lambda m, real: self._scatter(message, m, real), None)
+            self._when("scatter", row, lambda m, real: self._scatter(message, m, real), None)
         if busy["head"]:
-            return self._when(row["head"], lambda m, real: self._head(message, m, real), message)
+            work = lambda m, real: self._head(message, m, real)  # noqa: E731
+            return self._when("head", row, work, message)
         return message
 
-    def _when(self, microbatch: Any, work: Any, otherwise: Tree) -> Tree:
-        """Work on a microbatch if there is one: ``work(microbatch, whether it is real)``."""
-        real = microbatch >= 0
+    def _when(self, table: str, row: Row, work: Any, otherwise: Tree) -> Tree:
+        """Work on a table's microbatch, if any: ``work(microbatch, whether it is real)``."""
+        microbatch, real = row[table], row[table] >= 0
         if self.masked:
             return work(jnp.maximum(microbatch, 0), real)
-        return at_most_once(real, lambda: work(microbatch, True), otherwise)
+        with jax.named_scope(table):
+            return at_most_once(real, lambda: work(microbatch, True), otherwise)
 
     # --- embedding ---
 

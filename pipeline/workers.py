@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE
+from pipeline import scopes
 from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.lanes import SharedHalves, SharedResiduals, WithOutput
@@ -47,7 +48,8 @@ class Crew(Actions):
         for worker in self.workers:
             part, here = worker.share(slot, row)
             if part.ops:
-                message = worker.run_slot(part, here, message)
+                with jax.named_scope(scopes.of_stages(worker.lane.stages)):
+                    message = worker.run_slot(part, here, message)
         return message
 
     def run_masked(self, slot: Slot, row: Row) -> Tree:

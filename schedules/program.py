@@ -49,6 +49,11 @@ class Op(NamedTuple):
     first: bool
     last: bool
 
+    @property
+    def label(self) -> str:
+        """``F0``, ``B1_last``: its name among the ops of a slot."""
+        return f"{self.kind}{self.chunk}{'_first' * self.first}{'_last' * self.last}"
+
 
 class Channel(NamedTuple):
     """A static permutation whose messages are stored when a slot ends.

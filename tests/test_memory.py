@@ -7,7 +7,6 @@ microbatch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests import models
+from tests.hlo import computations, in_loops, opcode, result
 
 WIDTH, HIDDEN = 96, 160  # of an activation, and inside a stage: both found nowhere else
 ROWS = 112  # b
@@ -106,50 +106,6 @@ def test_the_optimised_program_does_not_grow_with_microbatches():
 
 
 # --- the optimised HLO ---
-
-
-def computations(text: str) -> dict[str, list[str]]:
-    """The instructions of every computation of a module, by its name."""
-    found: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if header:
-            body = found.setdefault("ENTRY" if header[1] else header[2], [])
-        elif line.startswith("  "):
-            body.append(line.strip())
-    return found
-
-
-def called(line: str) -> list[str]:
-    """The computations that an instruction runs."""
-    names = re.findall(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.\-]+)", line)
-    for group in re.findall(r"(?:branch_computations|calls)=\{([^}]*)\}", line):
-        names += re.findall(r"%?([\w.\-]+)", group)
-    return names
-
-
-def in_loops(found: dict[str, list[str]]) -> Iterator[str]:
-    """Every instruction that runs inside a while loop, fused ones included."""
-    every = [line for body in found.values() for line in body]
-    names = [m[1] for line in every for m in [re.search(r"body=%?([\w.\-]+)", line)] if m]
-    seen: set[str] = set()
-    while names:
-        name = names.pop()
-        if name not in seen:
-            seen.add(name)
-            yield from found[name]
-            names += [n for line in found[name] for n in called(line)]
-
-
-def opcode(line: str) -> str:
-    """``copy`` of ``%x = f32[2]{0} copy(%y)``."""
-    match = re.match(r"(?:ROOT )?%?[\w.\-]+ = (?:\([^=]*?\)|\S+) ([\w\-]+)\(", line)
-    return match[1] if match else ""
-
-
-def result(line: str) -> str:
-    """``f32[2]{0}`` of ``%x = f32[2]{0} copy(%y)``."""
-    return line.split(" = ", 1)[1].split(f" {opcode(line)}(", 1)[0]
 
 
 WEIGHT = re.compile(rf"\[(\d+,)*({WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]")

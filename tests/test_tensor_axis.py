@@ -22,9 +22,9 @@ from pipeline import Pipeline
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear
 from tests import mixed, models, tensor_stages
 from tests.grids import covering
+from tests.hlo import computations, groups, in_loops
 from tests.models import WIDTH
 from tests.tensor_stages import Parallel, Sequence
-from tests.test_memory import computations, in_loops
 
 M, ROWS = 4, 32
 MESHES = ((2, 2, 2), (1, 4, 2), (2, 4, 1), (4, 2, 1))
@@ -467,28 +467,6 @@ def test_exchanges_of_the_compiler_stand_in_no_branch():
 
 
 # --- what is sent ---
-
-
-def groups(line: str) -> list[set[int]]:
-    """The devices that meet in a collective, group by group."""
-    explicit = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
-    if explicit:
-        return [set(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", explicit[1])]
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if iota:
-        order = np.arange(np.prod([int(n) for n in iota[3].split(",")]))
-        order = order.reshape([int(n) for n in iota[3].split(",")])
-        if iota[4]:
-            order = order.transpose([int(n) for n in iota[4].split(",")])
-        return [set(g) for g in order.reshape(int(iota[1]), int(iota[2])).tolist()]
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
-    assert named, line
-    sizes = {n: int(size) for n, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-    over = re.findall(r"'(\w+)'", named[2])
-    order = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
-    axes = list(sizes)
-    order = np.moveaxis(order, [axes.index(a) for a in over], range(-len(over), 0))
-    return [set(g) for g in order.reshape(-1, np.prod([sizes[a] for a in over])).tolist()]
 
 
 MEETING = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(-start)?\(")

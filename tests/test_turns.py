@@ -1,0 +1,98 @@
+"""Where a timetable takes a turn the kernel starts a new loop, which exchanges less."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from pipeline.ticks import segments
+from pipeline.turns import needed, turns
+from schedules import build, lower, names
+from tests import models
+from tests.sizes import CHUNKS
+
+TURNING = {"gpipe", "looped_bfs"}
+
+
+def program(family: str, *, S=4, M=8, V=None, **options):
+    V = V or CHUNKS.get(family, 1)
+    return lower(build(family, num_ranks=S, num_microbatches=M, num_stages=S * V), **options)
+
+
+@pytest.mark.parametrize("family", names())
+@pytest.mark.parametrize("options", [{}, {"keep": "residuals"}, {"shared": ("embed", "head")}])
+def test_who_takes_a_turn(family, options):
+    """Only those that finish all forwards first; there both halves of the ticks go one way."""
+    found = program(family, **options)
+    T = found.num_ticks
+    assert turns(found) == ([T // 2] if family in TURNING else [])
+    parts = segments(found, split=False)
+    assert [part[:2] for part in parts] == (
+        [(0, T // 2), (T // 2, T)] if family in TURNING else [(0, T)]
+    )
+    for start, stop, _ in parts:
+        need = needed(found, 0, start, stop)
+        kinds = {op.kind for op in need.slot.ops}
+        assert kinds in ({"F"}, {"B"}) or family not in TURNING
+        shifts = [channel.shift for _, channel in need.channels if channel.shift]
+        assert len(shifts) == 1 or family not in TURNING
+
+
+@pytest.mark.parametrize("family", names())
+@pytest.mark.parametrize("delayed", [False, True])
+def test_nothing_is_left_out(family, delayed):
+    """Every action and every message that is read lies in the run that its tick is in."""
+    found = program(family, delayed=delayed, M=9 if family == "dualpipe_v" else 3)
+    actions, messages = 0, 0
+    for start, stop, _ in segments(found, split=False):
+        for index, slot in enumerate(found.slots):
+            need = needed(found, index, start, stop)
+            op, arrival = found.op[start:stop, index], found.arrival[start:stop, index]
+            assert [need.slot.ops[n - 1] for n in need.branch[op[op > 0]]] == [
+                slot.ops[n - 1] for n in op[op > 0]
+            ]
+            actions += (need.branch[op] > 0).sum()
+            for column, channel in need.channels:
+                assert channel.shift == slot.channels[column].shift
+                assert set(channel.edges) <= set(slot.channels[column].edges)
+                messages += (arrival[:, :, column] != found.num_buffers).sum()
+    assert actions == sum(map(len, found.schedule.orders))
+    assert messages == (found.arrival != found.num_buffers).sum()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpipe", {"remat": None}),
+        ("looped_bfs", {"bubbles": "masked", "pattern": "single"}),
+        ("gpipe", {"delayed": True}),
+        pytest.param("zb_v", {"M": 1}, marks=pytest.mark.slow),
+        pytest.param("v_half", {"M": 1, "remat": None}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"M": 1, "bubbles": "masked"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_numbers_stay_the_same(family, options):
+    options = dict(options)
+    M, V = options.pop("M", 4), 1 if family in ("gpipe", "1f1b") else 2
+    stages, x = models.build(models.Hostile, 4 * V), models.rows(4 * M)
+    t = models.rows(4 * M, seed=1)
+    mesh = make_mesh(stage=4)
+    pipe = Pipeline(stages, M, mesh=mesh, schedule=family, loss_fn=models.squares, **options)
+    assert len(segments(pipe.plan.training, split=False)) > 1 or "delayed" in options
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
+@pytest.mark.parametrize("S", [2, 4])
+def test_two_loops_exchange_less_than_one(S):
+    """Each permute joins neighbours in one direction alone."""
+    mesh, x = make_mesh(stage=S), models.rows(8)
+    stages = models.build(models.Block, S)
+    pipe = Pipeline(stages, 4, mesh=mesh, schedule="gpipe", loss_fn=models.squares)
+    edges = re.findall(r"source_target_pairs = dense<(.*?)>", pipe.lower(x, x).as_text())
+    right = [[r, r + 1] for r in range(S - 1)]
+    assert sorted(map(json.loads, edges)) == [right, [edge[::-1] for edge in right]]
