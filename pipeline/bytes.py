@@ -112,7 +112,13 @@ def _text(what: str, places: Places) -> str:
 
 
 def predict(
-    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    want_inputs: bool = False,
+    used: bool = False,
 ) -> MemoryPrediction:
     """The bytes of `runtime.train` on each device.
 
@@ -122,11 +128,12 @@ def predict(
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves, likewise.
       want_inputs: whether gradients for the inputs are wanted.
+      used: whether the same program uses the gradients: they are temporaries then, no results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body = find_shard_map(traced.jaxpr.jaxpr)
-    returned = sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=True)
+    returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
+    walk = Walk(body, returned=not used)
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
