@@ -1,8 +1,8 @@
 """A whole training step before there is a machine for it.
 
 A pipeline may be made of types: its stages by `nnx.eval_shape`, its mesh of described devices
-(`jax.experimental.topologies`). Such a pipeline says what a step will hold and can be compiled, with
-the optimizer's update as well, but not run.
+(`jax.experimental.topologies`). Such a pipeline says what a step will hold and can be compiled,
+with the optimizer's update as well, but not run.
 
 Letters: S ranks, D data shards, N rows of a batch.
 """
@@ -10,6 +10,7 @@ Letters: S ranks, D data shards, N rows of a batch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
+from pipeline.operands import Operands
 from pipeline.tree import Tree, is_abstract
 
 
@@ -52,9 +54,7 @@ def _placed(batch: Tree, mesh: Mesh) -> Tree:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
             return leaf
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, rows)
-        )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, rows))
 
     return jax.tree.map(one, batch)
 
@@ -78,18 +78,43 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
         )
 
 
-def require_arrays(method: str, operands: Tree) -> None:
-    """See that there is something to compute with.
+def check_kinds(stages: Any, embed: Any, head: Any) -> None:
+    """See that a model is made of arrays or of types, and not of both.
+
+    Raises:
+      ValueError: some part is of types, and some of arrays.
+    """
+    parts = {"stages": stages, "embed": embed, "head": head}
+    if isinstance(stages, Sequence):
+        parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
+    found = {
+        name: is_abstract(nnx.state(part))
+        for name, part in parts.items()
+        if isinstance(part, nnx.Module) and jax.tree.leaves(nnx.state(part))
+    }
+    if len(set(found.values())) > 1:
+        of_types, of_arrays = (
+            next(name for name, kind in found.items() if kind is wanted) for wanted in (True, False)
+        )
+        raise ValueError(
+            f"{of_types} is made of types (jax.ShapeDtypeStruct), {of_arrays} of arrays; make all "
+            f"parts of a model by nnx.eval_shape, to describe and to compile, or none, to train"
+        )
+
+
+def require_arrays(method: str, operands: Operands) -> Operands:
+    """The operands of a step that computes.
 
     Raises:
       ValueError: leaves that are types.
     """
-    if is_abstract(operands):
+    if is_abstract(operands[1:]):
         raise ValueError(
             f"{method}() computes, but the pipeline or the batch is made of types "
             f"(jax.ShapeDtypeStruct); make the stages without nnx.eval_shape, or ask for "
             f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
         )
+    return operands
 
 
 def _types(tree: Tree) -> list[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ import jax
 
 from pipeline import runtime
 from pipeline.flow import nbytes
+from pipeline.hoist import cast_once
 from pipeline.liveness import Walk, find_shard_map
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -60,6 +61,7 @@ class MemoryPrediction:
       kept: gradients for the inputs, where they are not returned as they are kept.
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
+      casts: weights in the narrower dtype that stages compute in, where it is made once a step.
     """
 
     weights: int
@@ -71,6 +73,7 @@ class MemoryPrediction:
     crossings: Places
     kept: int
     workspace: int
+    casts: int = 0
 
     @property
     def arguments(self) -> int:
@@ -81,7 +84,7 @@ class MemoryPrediction:
     def temporaries(self) -> int:
         """What it holds beside arguments and results."""
         places = self.messages.size + self.stashes.size + self.crossings.size
-        return places + self.totals + self.kept + self.workspace
+        return places + self.totals + self.kept + self.workspace + self.casts
 
     @property
     def total(self) -> int:
@@ -100,6 +103,7 @@ class MemoryPrediction:
             _text("stash of what I leaves for W", self.crossings): self.crossings.size,
             "the gradients for the inputs": self.kept,
             "the workspace of one action": self.workspace,
+            "the weights in the dtype of activations": self.casts,
         }
         return max(parts.items(), key=lambda item: item[1])
 
@@ -154,6 +158,7 @@ def predict(
         crossings=found.get("crossings", Places()),
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held),
+        casts=cast_once(body) if plan.mesh.devices.flat[0].platform == "tpu" else 0,
     )
 
 

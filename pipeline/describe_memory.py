@@ -83,6 +83,7 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
         *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
         f"sums {found.totals:,}",
         f"workspace {found.workspace:,}",
+        *([f"weights cast once {found.casts:,}"] if found.casts else []),
     ]
     return ", ".join(temporaries)
 

@@ -27,9 +27,7 @@ Path = tuple[str, ...]
 Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its shape
 
 
-def make_optimizer(
-    pipe: Pipeline, tx: optax.GradientTransformation
-) -> nnx.Optimizer[Pipeline]:
+def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
     """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=nnx.Param)``, also of types.
 
     Args:

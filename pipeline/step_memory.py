@@ -124,10 +124,10 @@ def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
     text = text_of_temporaries(found)
     if step.update > found.temporaries:
         text = f"gradients and updates {step.update:,}"
+    arguments = f"weights {found.weights:,}, optimizer {step.optimizer:,}, batch {found.batch:,}"
     return [
         f"bytes per rank of gradients and update, predicted: {step.total:,}{said[0]}",
-        f"  arguments {step.arguments:,}: weights {found.weights:,}, optimizer "
-        f"{step.optimizer:,}, batch {found.batch:,}{said[1]}",
+        f"  arguments {step.arguments:,}: {arguments}{said[1]}",
         "  results lie where weights and optimizer did",
         f"  temporaries {step.temporaries:,}: {text}{said[2]}",
     ]
