@@ -196,7 +196,9 @@ class Pipeline(nnx.Module):
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
-        operands = require_arrays("value_and_grad", self._operands(inputs, targets, extras, "value_and_grad"))
+        operands = require_arrays(
+            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad")
+        )
         advance(self)
         see_that_it_fits(self.plan, *operands)
         value, grads, _ = runtime.train(self.plan, *operands)
