@@ -6,6 +6,7 @@ Letters: S ranks, D data shards, V chunks per rank, M microbatches.
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import functools
 import re
 import sys
@@ -175,6 +176,41 @@ def unpipelined(steps: int) -> list[float]:
         return value
 
     return [float(step(whole, optimizer, *batch())) for _ in range(steps)]
+
+
+class Drop(nnx.Module):
+    """Has random streams, whose keys are types too."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.linear(x))
+
+
+MODELS: dict[str, Any] = {
+    "random": lambda: models.build(Drop, 4),
+    "stacked": lambda: nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(
+        nnx.Rngs(0).split(4)  # one module of four stages
+    ),
+    "unlike": lambda: [kind(nnx.Rngs(0)) for kind in (models.Block, Hostile) * 2],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds_of_models(name):
+    """Stages come back as types, and a step is traced."""
+    stages = nnx.eval_shape(MODELS[name])
+    pipe = Pipeline(stages, M, mesh=make_mesh(stage=2), loss_fn=models.squares)
+    x = jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)
+    optimizer = make_optimizer(pipe, optax.chain(optax.clip_by_global_norm(1.0), adam()))
+    assert "while" in pipe.lower(x, x, optimizer=optimizer).as_text()
+    first = nnx.eval_shape(MODELS[name] if name == "stacked" else lambda: MODELS[name]()[0])
+    wanted = [x.shape[1:] if name == "stacked" else x.shape for x in jax.tree.leaves(first)]
+    found = jax.tree.leaves(nnx.state(pipe.stages()[0]))
+    assert [x.shape for x in found] == wanted
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in found)
 
 
 # --- what it takes ---
@@ -419,3 +455,16 @@ def test_arrays_and_types_cannot_be_mixed():
         "stages[0] is made of types (jax.ShapeDtypeStruct), stages[1] of arrays; make all parts "
         "of a model by nnx.eval_shape, to describe and to compile, or none, to train"
     )
+
+
+# --- what the docs say ---
+
+
+def test_the_examples_run_as_printed():
+    page = Path(__file__).parent.parent / "docs" / "ahead.md"
+    text = page.read_text(encoding="utf-8")
+    examples = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    assert len(examples.examples) >= 15
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples, out=said.append)
+    assert "".join(said) == ""
