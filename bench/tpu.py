@@ -34,9 +34,14 @@ def is_here() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
+def prepare() -> None:
+    """Tell libtpu what it would ask of a TPU's machine."""
+    os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
+
+
 def mesh(topology: str) -> Mesh:
     """All chips of a slice such as "v5e:2x4" along the axis ``stage``."""
-    os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
+    prepare()
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     return Mesh(np.array(slice_.devices), ("stage",), axis_types=(AxisType.Auto,))
 

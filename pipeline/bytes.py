@@ -17,6 +17,7 @@ import jax
 
 from pipeline import runtime
 from pipeline.flow import nbytes
+from pipeline.hoist import cast_once
 from pipeline.liveness import Walk, find_shard_map
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -60,6 +61,7 @@ class MemoryPrediction:
       kept: gradients for the inputs, where they are not returned as they are kept.
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
+      casts: weights in the narrower dtype that stages compute in, where it is made once a step.
     """
 
     weights: int
@@ -71,6 +73,7 @@ class MemoryPrediction:
     crossings: Places
     kept: int
     workspace: int
+    casts: int = 0
 
     @property
     def arguments(self) -> int:
@@ -81,7 +84,7 @@ class MemoryPrediction:
     def temporaries(self) -> int:
         """What it holds beside arguments and results."""
         places = self.messages.size + self.stashes.size + self.crossings.size
-        return places + self.totals + self.kept + self.workspace
+        return places + self.totals + self.kept + self.workspace + self.casts
 
     @property
     def total(self) -> int:
@@ -100,6 +103,7 @@ class MemoryPrediction:
             _text("stash of what I leaves for W", self.crossings): self.crossings.size,
             "the gradients for the inputs": self.kept,
             "the workspace of one action": self.workspace,
+            "the weights in the dtype of activations": self.casts,
         }
         return max(parts.items(), key=lambda item: item[1])
 
@@ -112,7 +116,13 @@ def _text(what: str, places: Places) -> str:
 
 
 def predict(
-    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    want_inputs: bool = False,
+    used: bool = False,
 ) -> MemoryPrediction:
     """The bytes of `runtime.train` on each device.
 
@@ -122,11 +132,12 @@ def predict(
       weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
       batch: [N, ...] leaves, likewise.
       want_inputs: whether gradients for the inputs are wanted.
+      used: whether the same program uses the gradients: they are temporaries then, no results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body = find_shard_map(traced.jaxpr.jaxpr)
-    returned = sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=True)
+    returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
+    walk = Walk(body, returned=not used)
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
@@ -147,6 +158,7 @@ def predict(
         crossings=found.get("crossings", Places()),
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held),
+        casts=cast_once(body) if plan.mesh.devices.flat[0].platform == "tpu" else 0,
     )
 
 

@@ -22,6 +22,7 @@ from pipeline.ends import find_tables
 from pipeline.placement import Placement, spreads
 from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
+from pipeline.tree import row_of
 from pipeline.unlike import Overlaid
 from schedules.shared import Shared
 
@@ -64,7 +65,7 @@ def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placeme
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
     """A stage's part of a stacked variable."""
     path, variable = item
-    return path, jax.tree.map(lambda leaf: leaf[k], variable)
+    return path, jax.tree.map(lambda leaf: row_of(leaf, k), variable)
 
 
 def _stacked(

@@ -54,18 +54,7 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
       found: the prediction.
       compiled: `jax.stages.Compiled.memory_analysis()` of the same step, or None.
     """
-    places = [
-        _places("messages", found.messages),
-        _places("stashes", found.stashes),
-        _places("crossings", found.crossings),
-    ]
     arguments = f"weights {found.weights:,}, batch {found.batch:,}"
-    temporaries = [
-        *(text for text in places if text),
-        *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
-        f"sums {found.totals:,}",
-        f"workspace {found.workspace:,}",
-    ]
     said = [""] * 3
     if compiled is not None:
         said = [
@@ -80,8 +69,25 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
         f"bytes per rank, predicted: {found.total:,}",
         f"  arguments {found.arguments:,}: {arguments}{said[0]}",
         f"  results {found.returned:,}: gradients and loss{said[1]}",
-        f"  temporaries {found.temporaries:,}: {', '.join(temporaries)}{said[2]}",
+        f"  temporaries {found.temporaries:,}: {text_of_temporaries(found)}{said[2]}",
     ]
+
+
+def text_of_temporaries(found: MemoryPrediction) -> str:
+    """What temporaries consist of."""
+    places = [
+        _places("messages", found.messages),
+        _places("stashes", found.stashes),
+        _places("crossings", found.crossings),
+    ]
+    temporaries = [
+        *(text for text in places if text),
+        *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
+        f"sums {found.totals:,}",
+        f"workspace {found.workspace:,}",
+        *([f"weights cast once {found.casts:,}"] if found.casts else []),
+    ]
+    return ", ".join(temporaries)
 
 
 def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module) -> str:

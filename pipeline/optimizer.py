@@ -4,6 +4,9 @@ An optimizer works on each entry of a weight by itself, so D data shards can eac
 1/D of them, make the update of those, and gather the updates. Nothing of optax needs to know: its
 state has arrays shaped like parameters, under the parameters' paths, and they are laid out as the
 gradients are.
+
+Of a pipeline made of types (`jax.ShapeDtypeStruct`), an optimizer's state is types too, which say
+where each array would lie: enough to compile a step for machines that are not there.
 """
 
 from __future__ import annotations
@@ -13,14 +16,35 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipeline.chunks import lead_of
 from pipeline.pipeline import Pipeline
 from pipeline.placement import Spread, spread_of
-from pipeline.tree import Tree
+from pipeline.tree import Tree, is_abstract
 
 Path = tuple[str, ...]
+Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its shape
+
+
+def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
+    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=nnx.Param)``, also of types.
+
+    Args:
+      pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
+        `nnx.eval_shape`). The optimizer's state is of the same kind.
+      tx: any optax transformation.
+    """
+    sharded = shard_optimizer(tx, pipe)
+
+    def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
+        return nnx.Optimizer(pipe, sharded, wrt=nnx.Param)
+
+    if not is_abstract(nnx.state(pipe)):
+        return make(pipe)
+    optimizer = nnx.eval_shape(make, pipe)
+    nnx.update(optimizer, _typed(nnx.state(optimizer), _places(pipe), pipe.mesh))
+    return optimizer
 
 
 def shard_optimizer(
@@ -36,10 +60,7 @@ def shard_optimizer(
       pipe: the pipeline whose parameters it will update.
     """
     tx = optax.with_extra_args_support(tx)
-    places: dict[Path, tuple[Spread, tuple[int, ...]]] = {
-        tuple(map(str, path)): (spread_of(variable, lead_of(path)), variable.shape)
-        for path, variable in nnx.to_flat_state(nnx.state(pipe, nnx.Param))
-    }
+    places = _places(pipe)
 
     def lay_out(tree: Tree, which: str) -> Tree:
         def one(path: Any, leaf: Any) -> Any:
@@ -52,6 +73,12 @@ def shard_optimizer(
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def init(params: Tree) -> Tree:
+        if is_abstract(params):
+            raise ValueError(
+                "a shard_optimizer was asked for the state of parameters that are types "
+                "(jax.ShapeDtypeStruct); make the optimizer with "
+                "pipeline.make_optimizer(pipe, tx), which then holds types too"
+            )
         # Under jit, so that no device ever holds the whole state.
         return jax.jit(lambda params: lay_out(tx.init(params), "gradient"))(params)
 
@@ -62,9 +89,26 @@ def shard_optimizer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _find(
-    places: dict[Path, tuple[Spread, tuple[int, ...]]], path: Any, leaf: Any
-) -> Spread | None:
+def _places(pipe: Pipeline) -> Places:
+    """Where each parameter lies, and its shape."""
+    return {
+        tuple(map(str, path)): (spread_of(variable, lead_of(path)), variable.shape)
+        for path, variable in nnx.to_flat_state(nnx.state(pipe, nnx.Param))
+    }
+
+
+def _typed(state: Tree, places: Places, mesh: Mesh) -> Tree:
+    """The types of an optimizer's state, which say where each array would lie."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        spread = _find(places, path, leaf)
+        sharding = NamedSharding(mesh, spread.gradient if spread else PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _find(places: Places, path: Any, leaf: Any) -> Spread | None:
     """Where the parameter lies under whose path, and in whose shape, a leaf is."""
     names = [_name(key) for key in path]
     for end in (len(names), len(names) - 1):  # a variable's own value may be a key too

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from pipeline import differentiable, runtime
+from pipeline.ahead import check_kinds, lower_step, require_arrays
 from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
@@ -25,6 +26,7 @@ from pipeline.precision import check_dtype, keep_params_in
 from pipeline.randomness import advance
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
+from pipeline.step_memory import describe_step
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -115,6 +117,7 @@ class Pipeline(nnx.Module):
         memory_limit: int | None = None,
     ) -> None:
         check_functions(sharding=sharding)
+        check_kinds(stages, embed, head)
         self.plan = plan = make_plan(
             count_stages(stages),
             num_microbatches,
@@ -174,7 +177,7 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        operands = self._operands(inputs, (), extras)
+        operands = require_arrays("pipe", self._operands(inputs, (), extras))
         advance(self)
         return differentiable.outputs(self.plan, *operands)
 
@@ -185,7 +188,7 @@ class Pipeline(nnx.Module):
 
         Differentiated, it runs the whole schedule once; otherwise forward actions alone.
         """
-        operands = self._operands(inputs, targets, extras, "loss")
+        operands = require_arrays("loss", self._operands(inputs, targets, extras, "loss"))
         advance(self)
         return differentiable.loss(self.plan, *operands)
 
@@ -193,7 +196,9 @@ class Pipeline(nnx.Module):
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
-        operands = self._operands(inputs, targets, extras, "value_and_grad")
+        operands = require_arrays(
+            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad")
+        )
         advance(self)
         see_that_it_fits(self.plan, *operands)
         value, grads, _ = runtime.train(self.plan, *operands)
@@ -201,13 +206,21 @@ class Pipeline(nnx.Module):
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
     def lower(
-        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        optimizer: nnx.Optimizer[Any] | None = None,
     ) -> jax.stages.Lowered:
         """The training step, traced and not yet compiled, to see its memory or its HLO.
 
-        Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run.
+        Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
+        optimizer its update follows, and weights and state are given away to their new values.
         """
         operands = self._operands(inputs, targets, extras, "lower")
+        if optimizer is not None:
+            return lower_step(self, optimizer, inputs, targets, extras)
         see_that_it_fits(self.plan, *operands)
         return runtime.train.lower(self.plan, *operands)
 
@@ -226,22 +239,28 @@ class Pipeline(nnx.Module):
         targets: Tree = (),
         *,
         extras: dict[str, Tree] | None = None,
+        optimizer: nnx.Optimizer[Any] | None = None,
         compiled: bool = False,
     ) -> str:
         """What runs, where, and what it is predicted to cost.
 
         Bytes are predicted for the batch given, whose leaves may be `jax.ShapeDtypeStruct`, or
         else for the last one trained on; before there is any, only those of weights and gradients
-        are known. With ``compiled=True`` the step is compiled, and the compiler's bytes stand
-        beside the predicted ones. Nothing is run.
+        are known. With an optimizer they are those of a step with its update (`lower`). With
+        ``compiled=True`` the step is compiled, and the compiler's bytes stand beside the predicted
+        ones. Nothing is run.
 
         Raises:
-          ValueError: ``compiled=True`` and no batch is known.
+          ValueError: ``compiled=True`` or an optimizer, and no batch is known; or an optimizer of
+            other parameters.
         """
         operands = None
         if inputs is not None:
             operands = self._operands(inputs, targets, extras, "describe")
-        memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
+        if optimizer is not None:
+            memory = describe_step(self, optimizer, operands, compiled=compiled)
+        else:
+            memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
         return describe(self.plan, self.chunks, memory)
 
     def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:

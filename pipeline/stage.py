@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from pipeline.placement import as_before
-from pipeline.tree import Tree
+from pipeline.tree import Tree, row_of
 from pipeline.unlike import Overlaid, Views
 
 
@@ -156,4 +156,4 @@ def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     if isinstance(chunk, Overlaid):
         return chunk.stage(rank)
     graphdef, state = nnx.split(chunk)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[rank], as_before(state)))
+    return nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))

@@ -21,6 +21,18 @@ def is_float(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
+def is_abstract(tree: Tree) -> bool:
+    """Whether any leaf is a type, and no array."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def row_of(leaf: Any, index: int) -> Any:
+    """One row of an array, or its type."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[index]
+
+
 def partition(tree: Tree) -> tuple[Leaves, Leaves]:
     """The leaves that carry gradients, and the others."""
     leaves = jax.tree.leaves(tree)

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from collectives import STAGE
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
-from pipeline.tree import Tree
+from pipeline.tree import Tree, is_abstract
 
 Path = tuple[Any, ...]
 Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
@@ -98,9 +98,15 @@ class Overlaid(nnx.Module):
 
     def stage(self, rank: int) -> nnx.Module:
         """A rank's stage, whole."""
-        rows = [[leaf[rank] for leaf in jax.tree.leaves(half)] for half in _halve(self)]
         views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
-        return nnx.merge(graphdef, views.params.tree(rows[0]), views.rest.tree(rows[1]))
+
+        def halves(params: list[Any], rest: list[Any]) -> Any:
+            rows = [[leaf[rank] for leaf in half] for half in (params, rest)]
+            return views.params.tree(rows[0]), views.rest.tree(rows[1])
+
+        held = [jax.tree.leaves(half) for half in _halve(self)]
+        found = jax.eval_shape(halves, *held) if is_abstract(held) else halves(*held)
+        return nnx.merge(graphdef, *found)
 
 
 def _leaf(path: Path, variable: Any, placement: Placement) -> Leaf:

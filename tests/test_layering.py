@@ -36,8 +36,8 @@ PUBLIC = {
         vocabulary_embedding
     """,
     "pipeline": """
-        ParallelConfig Pipeline check_sharding describe_sharding initialize shard_batch
-        shard_optimizer
+        ParallelConfig Pipeline check_sharding describe_sharding initialize make_optimizer
+        shard_batch shard_optimizer
     """,
 }
 

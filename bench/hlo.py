@@ -1,0 +1,72 @@
+"""What a compiled program says of its exchanges.
+
+A scheduled program lists its instructions in the order in which they start. What stands between the
+start of an asynchronous exchange and its end runs while the message travels.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+_STEP = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\S+) ([\w-]+)\(")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective permute.
+
+    Attributes:
+      axes: the mesh axes along which it sends.
+      is_async: whether it has a start and an end.
+      loops: `while` loops between them, such as a pipeline's actions; fusions: fused arithmetic.
+    """
+
+    axes: tuple[str, ...]
+    is_async: bool
+    loops: int = 0
+    fusions: int = 0
+
+
+def exchanges(text: str, mesh: Mesh) -> list[Exchange]:
+    """All collective permutes of a scheduled program.
+
+    Args:
+      text: the optimised HLO.
+      mesh: whose devices, in order, are the program's partitions.
+    """
+    found = []
+    for computation in re.split(r"\n(?=%|ENTRY )", text):
+        lines = computation.splitlines()
+        steps = [(m[1], m[2], line) for line in lines if (m := _STEP.match(line))]
+        for n, (name, kind, line) in enumerate(steps):
+            if kind == "collective-permute":
+                found.append(Exchange(_axes(line, mesh), is_async=False))
+            if kind != "collective-permute-start":
+                continue
+            later = steps[n + 1 :]
+            ends = (i for i, (_, k, where) in enumerate(later) if _is_end(k, where, name))
+            between = [kind for _, kind, _ in later[: next(ends)]]
+            counts = between.count("while"), between.count("fusion")
+            found.append(Exchange(_axes(line, mesh), True, *counts))
+    return found
+
+
+def _is_end(kind: str, line: str, name: str) -> bool:
+    return (
+        kind == "collective-permute-done" and re.search(rf"%{re.escape(name)}\)", line) is not None
+    )
+
+
+def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
+    """Along which axes a permute's pairs differ."""
+    match = _PAIRS.search(line)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", match[1]) if match else []
+    ends = np.array(pairs, int).T
+    places = [np.array(np.unravel_index(end, mesh.devices.shape)) for end in ends]
+    moved = (places[0] != places[1]).any(axis=1)
+    return tuple(axis for axis, m in zip(mesh.axis_names, moved, strict=True) if m)

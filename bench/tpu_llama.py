@@ -1,0 +1,191 @@
+"""Whole Llama training steps by the TPU compiler: ``python -m bench.tpu_llama 8B``.
+
+Loss, gradients and Adam's update: Llama 3 8B on a described v5p 4x4x4 slice, 70B on v5p 8x8x8, or
+``tiny`` on 2x2x2. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam
+state, bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and
+no TPU. What is printed stands in docs/llama.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import tpu
+from bench.hlo import Exchange, exchanges
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from jax.experimental import topologies
+
+from collectives import STAGE, make_mesh
+from pipeline import Pipeline, make_optimizer
+from pipeline.layers import RMSNorm
+from pipeline.step_memory import predict_step
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from llama import LlamaConfig, build, loss_fn
+
+GB = 10**9
+HBM = 95 * GB  # of a v5p chip
+SAVING = {"scan_layers": True, "remat_blocks": True, "query_chunk": 512}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a slice.
+
+    Attributes:
+      topology: as libtpu names it; axes: of the mesh.
+      config: the model.
+      options: of the pipeline.
+      rows: sequences of a microbatch on a data shard; length: their positions.
+      microbatches: M.
+    """
+
+    topology: str
+    axes: Mapping[str, int]
+    config: LlamaConfig
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    length: int = 8192
+    microbatches: int = 32
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """Stages, embed and head."""
+        config, d = self.config, self.config.hidden_size
+        stages, embed, head = build(config, self.axes[STAGE], seed=0)
+        if self.shares_words:
+            rngs = nnx.Rngs(0)
+            embed = VocabularyEmbedding(config.vocab_size, d, rngs=rngs, dtype=config.dtype)
+            head = VocabularyHead(config.vocab_size, d, rngs=rngs, norm=RMSNorm(d))
+        return stages, embed, head
+
+    @property
+    def shares_words(self) -> bool:
+        """Whether all stage ranks share embedding and head."""
+        return self.options.get("vocabulary") == "stage"
+
+    def pipeline(self, devices: Any) -> Pipeline:
+        """Made of types."""
+        stages, embed, head = nnx.eval_shape(self.parts)
+        return Pipeline(
+            stages,
+            self.microbatches,
+            mesh=make_mesh(devices=devices, **self.axes),
+            embed=embed,
+            head=head,
+            loss_fn=CrossEntropy() if self.shares_words else loss_fn(self.config),
+            **self.options,
+        )
+
+    def words(self) -> jax.ShapeDtypeStruct:
+        """Inputs, and targets, of a step."""
+        rows = self.microbatches * self.axes["data"] * self.rows
+        return jax.ShapeDtypeStruct((rows, self.length), jnp.int32)
+
+
+# Residuals are the inputs of blocks (remat_blocks), so remat=None runs each forward twice and not
+# three times, as "stage" would.
+USUAL = {"remat": None, "delayed": True, "data_parallel": "zero1"}
+OVER_TENSOR = {"sequence_parallel": True, "loss_chunks": 8, **SAVING}
+SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "head_dim": 128}
+CASES = {
+    "tiny": Case(
+        "v5p:2x2x2",
+        {"data": 2, "stage": 2, "tensor": 2},
+        LlamaConfig.tiny(dtype="bfloat16", **SMALL, **OVER_TENSOR),
+        USUAL,
+        length=1024,
+        microbatches=8,
+    ),
+    "8B": Case(
+        "v5p:4x4x4",
+        {"data": 8, "stage": 8},
+        LlamaConfig.llama_8b(dtype="bfloat16", **SAVING),
+        {**USUAL, "vocabulary": "stage"},
+    ),
+    "70B": Case(
+        "v5p:8x8x8",
+        {"data": 16, "stage": 8, "tensor": 4},
+        LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR),
+        USUAL,
+    ),
+}
+
+
+def report(case: Case) -> dict[str, str]:
+    """Compile a step; what is to be said of it."""
+    tpu.prepare()
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
+    wall, cpu = time.perf_counter(), time.process_time()
+    pipe, words = case.pipeline(slice_.devices), case.words()
+    optimizer = make_optimizer(pipe, optax.adam(1e-4))
+    lowered = pipe.lower(words, words, optimizer=optimizer)
+    traced = time.perf_counter() - wall
+    compiled = lowered.compile()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    said, found = compiled.memory_analysis(), predict_step(pipe, optimizer, *pipe.plan.seen[0])
+    beside = said.output_size_in_bytes - said.alias_size_in_bytes
+    total = said.argument_size_in_bytes + beside + said.temp_size_in_bytes
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sent = exchanges(compiled.as_text(), pipe.mesh)
+    return {
+        "topology": case.topology,
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in pipe.mesh.shape.items()),
+        "options": ", ".join(f"{name}={value!r}" for name, value in case.options.items()),
+        "schedule": f"{pipe.schedule.name}, slots {' + '.join(pipe.plan.training.pattern)}",
+        "M, sequences of a microbatch": f"{case.microbatches}, {case.rows} x {case.length}",
+        "seconds to trace and compile": f"{wall:.0f} ({traced:.0f} traced), {cpu:.0f} of CPU time",
+        "peak host memory": f"{rss / 2**30:.2f} GiB",
+        "HBM of a chip: arguments": _beside(said.argument_size_in_bytes, found.arguments),
+        "temporaries": _beside(said.temp_size_in_bytes, found.temporaries),
+        "total": f"{_beside(total, found.total)}, {total / HBM:.0%} of a chip",
+        **_exchanges(sent),
+    }
+
+
+def _beside(compiled: int, predicted: int) -> str:
+    ratio = compiled / predicted
+    return f"{compiled / GB:.2f} GB, predicted {predicted / GB:.2f}, ratio {ratio:.3f}"
+
+
+def _exchanges(sent: list[Exchange]) -> dict[str, str]:
+    """What runs beside exchanges between stages."""
+    stage = [one for one in sent if STAGE in one.axes]
+    lines = {"permutes of stage": f"{len(stage)}"}
+    lines["asynchronous"] = f"{sum(one.is_async for one in stage)}"
+    lines["loops, fusions between start and end"] = ", ".join(
+        f"{one.loops} and {one.fusions}" for one in stage
+    )
+    others = Counter(" ".join(one.axes) for one in sent if STAGE not in one.axes)
+    if others:
+        lines["other permutes"] = ", ".join(f"{n} over {axes}" for axes, n in others.items())
+    return lines
+
+
+def main() -> None:
+    """Print a model's lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=CASES)
+    name = parser.parse_args().model
+    if not tpu.is_here():
+        print(tpu.ABSENT)
+        return
+    print(f"Llama {name}, jax {jax.__version__}", flush=True)
+    for what, value in report(CASES[name]).items():
+        print(f"{what:36}  {value}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
