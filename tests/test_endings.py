@@ -66,6 +66,12 @@ def test_a_forked_child_tells_nothing() -> None:
     assert told("if os.fork() == 0: sys.exit(3)\nos.wait()") == ["leaving"]
 
 
+@pytest.fixture
+def _devices() -> None:
+    """jax has looked for them: before, nothing is waited for."""
+    jax.devices()
+
+
 class Array:
     """What jax does not have yet."""
 
@@ -82,6 +88,7 @@ def ask(wait: Waiting, now: float) -> float:
     return wait.seconds(now)
 
 
+@pytest.mark.usefixtures("_devices")
 def test_results_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_place", lambda: None)
     wait, arrays = Waiting(), [Array(ready=True)]
@@ -96,6 +103,7 @@ def test_results_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -
         assert ask(wait, now) == 0
 
 
+@pytest.mark.usefixtures("_devices")
 def test_jax_that_does_not_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_place", lambda: None)
     answer = threading.Event()

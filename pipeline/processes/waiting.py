@@ -55,6 +55,11 @@ class Waiting:
 
     def _ask(self) -> None:
         """What jax waits for; in a thread, as jax answers nobody while it looks for devices."""
+        # There is no public way to ask without making jax look for them.
+        from jax._src import xla_bridge  # noqa: PLC0415
+
+        if not xla_bridge.backends_are_initialized():
+            return
         pending: dict[Hashable, Any] = {}
         for array in jax.live_arrays():
             with contextlib.suppress(RuntimeError):  # deleted in this moment
