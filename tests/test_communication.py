@@ -20,6 +20,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, runtime, traffic
 from pipeline.layers import RMSNorm
+from pipeline.placement import APART
 from pipeline.ticks import segments
 from pipeline.turns import needed
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
@@ -34,6 +35,8 @@ from llama import LlamaConfig, build, loss_fn
 
 PAGE = (Path(__file__).parents[1] / "docs" / "communication.md").read_text(encoding="utf-8")
 M, ROWS, LENGTH, WORDS = 4, 2, 8, 64
+DATA_AXES = ("data",), ("data", "stage"), ("stage",)
+TENSOR_AXES = ("data", "tensor"), ("data", "stage", "tensor"), ("tensor",), ("stage", "tensor")
 slow = pytest.mark.slow
 
 
@@ -109,6 +112,12 @@ def size(pipe: Pipeline, variables: Any, *, itemsize: int) -> int:
     return total
 
 
+def apart(module: Any) -> list[Any]:
+    """Weights whose gradients differ between tensor ranks until the step ends."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return [v.get_value() for _, v in flat if v.get_metadata(APART, None)]
+
+
 def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[str, Any]:
     """Those that do not depend on the rank."""
     D, S, R = (pipe.mesh.shape.get(axis, 1) for axis in ("data", "stage", "tensor"))
@@ -133,6 +142,8 @@ def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[
         "E": size(pipe, [w for w in ends if "stage" not in tuple(w.sharding.spec)], itemsize=sums),
         "Y": size(pipe, shared, itemsize=sums),
         "U": size(pipe, ends, itemsize=4),
+        "H": size(pipe, apart(pipe.chunks), itemsize=sums),
+        "J": size(pipe, apart(pipe.ends), itemsize=sums),
     }
 
 
@@ -157,6 +168,9 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
     gathered = table('`gather="action"`, Q')[remat]
     data = f'`"{plan.data_parallel}"`' + ', `gather="action"`' * (plan.gather == "action")
     data_row = table("`data_parallel=`")[data]
+    over_tensor = table("sums over `tensor` too")[
+        '`"replicated"`' if plan.data_parallel == "replicated" else '`"zero1"`, `"fsdp"`'
+    ]
     of_tensor = table("Llama")[remat + ", sequence parallel" * sequence]
     found: dict[Any, list[float]] = {}
 
@@ -169,8 +183,10 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
     for rank, place in enumerate(places):
         q = value(gathered[place], known)
         add(("stage",), table("what")["messages"][0], rank, X=exchanges(plan.training)[rank])
-        for axes, cell in zip((("data",), ("data", "stage"), ("stage",)), data_row, strict=True):
+        for axes, cell in zip(DATA_AXES, data_row, strict=True):
             add(axes, cell, rank, Q=q)
+        for axes, cell in zip(TENSOR_AXES, over_tensor, strict=True):
+            add(axes, cell, rank)
         if shared:
             add(("stage",), table("what")['`vocabulary="stage"`'][0], rank)
         add(("tensor",), of_tensor[place], rank)

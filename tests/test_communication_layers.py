@@ -62,7 +62,7 @@ def build(name: str, **options: Any) -> nnx.Module:
         "VocabularyHead": (WIDTH, WORDS),
     }
     if name == "RMSNorm":
-        return layers.RMSNorm(WIDTH)
+        return layers.RMSNorm(WIDTH, **options)
     if name not in sizes:
         return Table(nnx.Rngs(0))
     return getattr(layers, name)(*sizes[name], nnx.Rngs(0), **options)
