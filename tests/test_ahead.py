@@ -427,8 +427,10 @@ def test_the_docs_have_the_predicted_bytes():
     }
     text = (Path(__file__).parent.parent / "docs" / "llama.md").read_text(encoding="utf-8")
     for what, sizes in rows.items():
-        cells = " | ".join(f"{size / 1e9:.2f}" for size in sizes)
-        assert f"| {what} | {cells} |" in text
+        (cells,) = re.findall(rf"^\| {re.escape(what)} \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+        # A workspace is a walk through a program that JAX's next release may write otherwise.
+        off = 0.3 if what in ("workspace of one action", "all, predicted") else 0.006
+        assert [float(x) for x in cells] == pytest.approx([s / 1e9 for s in sizes], abs=off)
 
 
 # --- bad input ---
