@@ -5,6 +5,7 @@ Letters: S ranks, D data shards, V chunks per rank, M microbatches.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import doctest
 import functools
@@ -137,7 +138,7 @@ def _places(pipe: Pipeline, optimizer: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("option", ["zero1", slow("replicated"), slow("fsdp")])
+@pytest.mark.parametrize("option", [slow(name) for name in ("zero1", "replicated", "fsdp")])
 def test_the_users_own_step_takes_the_same_memory(option):
     pipe = pipeline(option, types=True)
     optimizer, words = make_optimizer(pipe, adam()), of_batch(pipe.mesh)
@@ -249,6 +250,7 @@ def test_bytes_of_a_step(option):
     assert found.temporaries == pytest.approx(said.temp_size_in_bytes, rel=0.15)
 
 
+@pytest.mark.slow
 def test_describe_with_an_optimizer():
     pipe, optimizer, x = wide(data_parallel="zero1")
     found = predict_step(pipe, optimizer, *pipe._operands(x, x, None))
@@ -371,24 +373,29 @@ def predicted(name: str) -> tuple[LlamaConfig, StepPrediction]:
         return stages, embed, VocabularyHead(words, d, rngs=rngs, norm=RMSNorm(d))
 
     stages, embed, head = nnx.eval_shape(model)
-    pipe = Pipeline(
-        stages,
-        32,
-        mesh=on_paper(*sizes, **axes),
-        embed=embed,
-        head=head,
-        loss_fn=loss_fn(config) if "tensor" in axes else CrossEntropy(),
-        vocabulary="ends" if "tensor" in axes else "stage",
-        remat=None,
-        delayed=True,
-        data_parallel="zero1",
-    )
+    options: dict[str, Any] = {"loss_fn": CrossEntropy(), "vocabulary": "stage"}
+    alike: Any = contextlib.nullcontext()
+    if "tensor" in axes:
+        options = {"loss_fn": loss_fn(config)}
+        alike = pytest.warns(UserWarning, match=r"ends.embed.table .* alike along stage 8")
+    with alike:
+        pipe = Pipeline(
+            stages,
+            32,
+            mesh=on_paper(*sizes, **axes),
+            embed=embed,
+            head=head,
+            remat=None,
+            delayed=True,
+            data_parallel="zero1",
+            **options,
+        )
     x = jax.ShapeDtypeStruct((32 * axes["data"], 8192), jnp.int32)
     optimizer = make_optimizer(pipe, adam())
     return config, predict_step(pipe, optimizer, *pipe._operands(x, x, None))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["8B", slow("70B")])
 def test_large_models_take_what_the_formula_says(name):
     """Nothing is allocated."""
     config, found = predicted(name)
@@ -403,6 +410,7 @@ def test_large_models_take_what_the_formula_says(name):
     assert found.gradients.casts == 2 * cut
 
 
+@pytest.mark.slow
 def test_the_docs_have_the_predicted_bytes():
     found = [predicted(name)[1] for name in CASES]
     rows = {
@@ -419,8 +427,10 @@ def test_the_docs_have_the_predicted_bytes():
     }
     text = (Path(__file__).parent.parent / "docs" / "llama.md").read_text(encoding="utf-8")
     for what, sizes in rows.items():
-        cells = " | ".join(f"{size / 1e9:.2f}" for size in sizes)
-        assert f"| {what} | {cells} |" in text
+        (cells,) = re.findall(rf"^\| {re.escape(what)} \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+        # A workspace is a walk through a program that JAX's next release may write otherwise.
+        off = 0.3 if what in ("workspace of one action", "all, predicted") else 0.006
+        assert [float(x) for x in cells] == pytest.approx([s / 1e9 for s in sizes], abs=off)
 
 
 # --- bad input ---
@@ -495,6 +505,7 @@ def test_arrays_and_types_cannot_be_mixed():
 # --- what the docs say ---
 
 
+@pytest.mark.slow
 def test_the_examples_run_as_printed():
     page = Path(__file__).parent.parent / "docs" / "ahead.md"
     text = page.read_text(encoding="utf-8")
