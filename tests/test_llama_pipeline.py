@@ -74,7 +74,7 @@ def test_parity(mesh: str, family: str, options: str) -> None:
 
 
 def on_sixteen(*case: str) -> subprocess.CompletedProcess[str]:
-    """A case in a process of its own: with twice the devices all other tests would be slower."""
+    """A case in a process of its own: the other tests count on eight devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=16"
     return subprocess.run(
         [sys.executable, "-m", "tests.llama_cases", *case],
