@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from schedules.arguments import is_one_of
+from schedules.arguments import integer, is_one_of
 from schedules.check import check
 from schedules.costs import Costs, of_unit_length_by_default
 from schedules.ir import Schedule, ScheduleError, shorten
@@ -105,12 +105,8 @@ def auto(
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
     if budget is None:
-        budget = min(BUDGET, _WORK // (3 * setting.num_stages * num_microbatches))
-    for argument, value in (("budget", budget), ("seed", seed)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ScheduleError(
-                f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
-            )
+        budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
+    budget, seed = _count("budget", budget), _count("seed", seed)
     entries = list(known(setting))
     fitting = [
         entry for entry in entries if isinstance(entry, Find) and entry.peak <= setting.limit
@@ -169,10 +165,19 @@ def _setting(
     largest = build(  # which takes all sizes that make sense
         "gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages=num_stages
     )
-    num_stages = largest.num_stages
+    num_ranks, num_stages = largest.num_ranks, largest.num_stages
     limit = math.inf if memory_limit is None else memory_limit
     need_memory(limit, num_ranks, num_stages)
-    return Setting(num_ranks, num_microbatches, num_stages, costs, limit, clock)
+    return Setting(num_ranks, largest.num_microbatches, num_stages, costs, limit, clock)
+
+
+def _count(argument: str, value: object) -> int:
+    count = integer(value)
+    if count is None or count < 0:
+        raise ScheduleError(
+            f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
+        )
+    return count
 
 
 def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:

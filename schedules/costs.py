@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arguments import is_number, need, see_that_it_is_a_duration
+from schedules.arguments import integer, is_number, need, see_that_it_is_a_duration
 from schedules.ir import ScheduleError, shorten
 
 Times = NDArray[np.float64]
@@ -135,7 +135,10 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 def _plain(value: object) -> float:
     """A number as one of Python's: those of numpy impose their type on every sum."""
-    number: float = value.item() if isinstance(value, np.generic) else value  # type: ignore[assignment]
+    if isinstance(value, np.floating):
+        return float(value)
+    whole = integer(value)
+    number: float = value if whole is None else whole  # type: ignore[assignment]
     return number
 
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, check, names, simulate
@@ -348,6 +349,8 @@ def test_what_it_refuses():
         "clock='measured': a timetable can be chosen for one of 'event', 'lockstep'; give measured "
         "times as costs"
     )
+    same = auto(np.int64(4), np.int64(8), np.int64(8), budget=np.int64(20), seed=np.int64(1))
+    assert same.schedule == auto(4, 8, 8, budget=20, seed=1).schedule
     assert refusal(budget=-1) == "budget=-1: must be an integer >= 0; leave it out for the usual"
     assert refusal(seed=1.5) == "seed=1.5: must be an integer >= 0; leave it out for the usual"
     assert refusal(num_ranks=0) == "num_ranks=0: must be an integer >= 1"
