@@ -34,7 +34,7 @@ class Costs:
       embed: looking up one microbatch, and as much again for its gradient, on the first stage's F
         and B or I; shared likewise.
       pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
-        after the other and so take the sum. In lockstep they always do.
+        after the other and so take the sum. In lockstep they always do, and where ranks share work.
     """
 
     f: float | Sequence[float] = 1.0
