@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
+from schedules.draw import save_timeline
 from schedules.explain import CAUSES, Wait
 from schedules.ir import KINDS
 from schedules.lockstep import fastest
 from schedules.shared import together
+from schedules.terminal import render
+from schedules.trace import save_trace
 from tests.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")
@@ -198,3 +203,38 @@ def test_work_and_waits_fill_every_rank_without_a_gap(name, S, M, costs, shared,
             now = end
         assert now == report.makespan
         assert all(wait.cause in CAUSES and wait.end > wait.start for wait in waits)
+
+
+# --- drawings ---
+
+
+def test_a_terminal_shows_them():
+    text = render(simulate(TWO, COSTS, shared=BOTH), colour=False, unit=1)
+    assert text == (
+        "custom   S=2 K=2 M=2   event, embed and head shared   bubble 35.5% of the span, 35.5% of "
+        "the step   makespan 31   one character = 1\n"
+        "rank 0  =F0...===F1...B0--===.....B1--=\n"
+        "rank 1  =...F0===B0--F1...===B1--.....=\n"
+        " F  forward   B  backward  . idle   =  shared by all ranks"
+    )
+
+
+def test_a_trace_shows_them(tmp_path):
+    save_trace(simulate(TWO, COSTS, shared=BOTH), tmp_path / "trace.json", unit="us")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    shown = [
+        (event["tid"] - 1, event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "shared" and event["name"] == "shared by all ranks"
+    ]
+    assert shown == [
+        (rank, *span) for rank in (0, 1) for span in simulate(TWO, COSTS, shared=BOTH).common
+    ]
+
+
+def test_a_timeline_shows_them(tmp_path):
+    pytest.importorskip("matplotlib")
+    for shared, times in ((BOTH, 1), ((), 0)):
+        path = tmp_path / "timeline.svg"
+        save_timeline(simulate(TWO, COSTS, shared=shared), path)
+        assert path.read_text(encoding="utf-8").count("shared by all ranks") == times
