@@ -18,7 +18,7 @@ from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.limits import need_memory
 from schedules.report import Report
 from schedules.search import Find, Setting, known, search
-from schedules.simulate import simulate
+from schedules.simulate import see_that_arguments_fit
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # timetables that local improvement times by default, if they are small
@@ -80,6 +80,8 @@ def auto(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     clock: str = "event",
+    partners: bool = False,
+    delayed: bool | None = False,
     budget: int | None = None,
     seed: int = 0,
 ) -> Choice:
@@ -94,16 +96,21 @@ def auto(
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
       memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
-      clock: "event", or "lockstep" as `simulate` has it without partners or delays.
+      clock: "event" or "lockstep", as in `simulate`.
+      partners: in lockstep, as in `simulate`.
+      delayed: likewise; None for what is faster.
       budget: how many timetables local improvement may time; by default 2000, and fewer if they
         have more than 1000 actions.
       seed: of its choices.
 
     Raises:
       ScheduleError: sizes that no schedule has, a limit that none can meet (with the smallest that
-        one can), costs for other sizes, an unknown clock, or a budget or seed that is no number.
+        one can), costs for other sizes, an unknown clock or one that has no such slots, or a budget
+        or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    see_that_arguments_fit(clock, None, partners, delayed, None)
+    setting = replace(setting, partners=partners, delayed=delayed)
     if budget is None:
         budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
     budget, seed = _count("budget", budget), _count("seed", seed)
@@ -112,7 +119,7 @@ def auto(
         entry for entry in entries if isinstance(entry, Find) and entry.peak <= setting.limit
     ]
     fitting += search(setting, fitting, budget, seed)
-    timed = [(find, simulate(find.get(), setting.costs, clock)) for find in fitting]
+    timed = [(find, setting.simulate(find.get())) for find in fitting]
     timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
     best = timed[0][1]
     check(best.schedule, memory_limit=setting.limit)

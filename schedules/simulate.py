@@ -58,7 +58,7 @@ def simulate(
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
-    _see_that_arguments_fit(clock, pattern, partners, delayed, durations)
+    see_that_arguments_fit(clock, pattern, partners, delayed, durations)
     shared = parts(shared)
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
@@ -92,13 +92,18 @@ def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
     starts[first + 1] = starts[first] + lasting[first]
 
 
-def _see_that_arguments_fit(
+def see_that_arguments_fit(
     clock: str,
     pattern: str | None,
     partners: bool,
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
+    """See that a clock is known, and that it takes what else is given; arguments as `simulate`'s.
+
+    Raises:
+      ScheduleError: it is not, or it does not.
+    """
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
