@@ -26,8 +26,10 @@ from collectives.vocabulary import (
     combine,
     find_rows,
     logit_gradient,
+    losses_of,
     mask_losses,
     require_parts,
+    sum_up,
 )
 
 
@@ -85,21 +87,15 @@ def _forward(x: jax.Array, table: jax.Array, labels: jax.Array, how: Any) -> Any
     axis, chunks, _ = how
 
     def step(carry: Any, chunk: Any) -> Any:
-        largest, total, picked = carry
         logits = _logits(x, chunk, table.shape[0], how)
-        highest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-        total = total * jnp.exp(largest - highest)
-        total += jnp.sum(jnp.exp(logits - highest[:, None]), axis=-1)
-        local, mine = _find(labels, chunk, table.shape[0], how)
-        found = jnp.take_along_axis(logits, local[:, None], axis=-1)[:, 0]
-        return (highest, total, picked + jnp.where(mine, found, 0.0)), None
+        return sum_up(logits, *_find(labels, chunk, table.shape[0], how), carry), None
 
     axes = tuple(varying_axes(x) | varying_axes(labels))
     zeros = jnp.zeros(x.shape[:1], jnp.float32)
     start = vary((zeros + LOWEST, zeros, zeros), axes)
     (largest, total, picked), _ = jax.lax.scan(step, start, _cut(table, chunks))
     largest, total, picked = combine(largest, total, picked, axis)
-    return jnp.log(total) + (largest - picked), (x, table, labels, largest, total)
+    return losses_of(largest, total, picked), (x, table, labels, largest, total)
 
 
 def _backward(how: Any, kept: Any, g: jax.Array) -> Any:

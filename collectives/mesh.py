@@ -13,7 +13,17 @@ from jax.sharding import AxisType, Mesh
 
 from collectives.homes import by_process, process_of, straddling, take
 from collectives.layout import as_grid, lay_out
-from collectives.sizes import DATA, STAGE, TENSOR, fill, fitting, in_order, name_faults, size_faults
+from collectives.sizes import (
+    DATA,
+    STAGE,
+    TENSOR,
+    fill,
+    fitting,
+    in_order,
+    integer,
+    name_faults,
+    size_faults,
+)
 
 _ARGUMENTS = (DATA, STAGE, "devices")
 
@@ -54,7 +64,7 @@ def make_mesh(
     if faults:
         raise ValueError("; ".join(faults))
     pool = by_process(jax.devices() if devices is None else devices)
-    sizes = fill(asked, len(pool))
+    sizes = fill({name: integer(size) for name, size in asked.items()}, len(pool))
     chosen = take(pool, sizes)
     _see_that_groups_are_even(chosen, sizes, len(pool))
     grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from collectives.compat import Axes, manual_axes, tracks_varying, varying_axes
 from collectives.shift import axis_size
+from collectives.sizes import integer
 
 Tree = TypeVar("Tree")
 
@@ -70,11 +71,12 @@ def from_rank(tree: Tree, rank: int, axis: str) -> Tree:
     """
     ranks = axis_size(axis)
     _require_tracking((axis,))
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+    position = integer(rank)
+    if position is None or not 0 <= position < ranks:
         raise ValueError(
             f"rank={rank!r}: axis {axis!r} has the ranks 0..{ranks - 1}; negative ranks do not wrap"
         )
-    chosen = jax.lax.axis_index(axis) == rank
+    chosen = jax.lax.axis_index(axis) == position
 
     def one(x: jax.Array) -> jax.Array:
         if axis not in varying_axes(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import keyword
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -50,9 +51,18 @@ def name_faults(further: Collection[str], known: Collection[str]) -> list[str]:
     return faults
 
 
+def integer(value: Any) -> int | None:
+    """Whatever Python takes for an index, numpy's integers too; None for others, and for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def is_size(value: Any) -> bool:
     """Whether a value is an integer of at least 1; a bool is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    whole = integer(value)
+    return whole is not None and whole >= 1
 
 
 def size_faults(sizes: Mapping[str, Any]) -> list[str]:

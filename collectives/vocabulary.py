@@ -23,6 +23,8 @@ from collectives.tensor import group_rank, group_size, is_manual, row_output
 IGNORED = -100  # a label that counts for nothing
 LOWEST = -3e38  # in place of -inf, which less itself is NaN
 
+Sums = tuple[jax.Array, jax.Array, jax.Array]  # of `sum_up`
+
 
 def vocabulary_embedding(
     table: jax.Array, tokens: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None
@@ -83,15 +85,9 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array, axis: str) -> jax.Array
 def _cross_entropy_forward(
     logits: jax.Array, labels: jax.Array, axis: str
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    wide = logits.astype(jnp.float32)
-    largest = jnp.maximum(jnp.max(wide, axis=-1), LOWEST)
-    total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
-    local, mine = _find(labels, logits.shape[-1], axis)
-    picked = jnp.take_along_axis(wide, local[..., None], axis=-1)[..., 0]
-    picked = jnp.where(mine, picked, 0.0)
-    largest, total, picked = combine(largest, total, picked, axis)
-    # In this order: large logits that are nearly equal lose no digits.
-    return jnp.log(total) + (largest - picked), (logits, labels, largest, total)
+    found = sum_up(logits, *_find(labels, logits.shape[-1], axis))
+    largest, total, picked = combine(*found, axis)
+    return losses_of(largest, total, picked), (logits, labels, largest, total)
 
 
 def _cross_entropy_backward(
@@ -103,6 +99,37 @@ def _cross_entropy_backward(
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def sum_up(
+    logits: jax.Array, local: jax.Array, mine: jax.Array, so_far: Sums | None = None
+) -> Sums:
+    """What cross entropy needs of some columns, and of those summed up before.
+
+    Args:
+      logits: `[..., v]`; -inf where a label cannot be.
+      local: `[...]`, the labels' columns.
+      mine: `[...]`, whether they are among them.
+      so_far: of other columns.
+
+    Returns:
+      `[...]` float32 each: the largest logit, Σ exp(logit - largest), and the label's logit, 0
+      where it is elsewhere.
+    """
+    wide = logits.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(wide, axis=-1), LOWEST if so_far is None else so_far[0])
+    total = jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1)
+    picked = jnp.take_along_axis(wide, local[..., None], axis=-1)[..., 0]
+    picked = jnp.where(mine, picked, 0.0)
+    if so_far is None:
+        return largest, total, picked
+    return largest, so_far[1] * jnp.exp(so_far[0] - largest) + total, so_far[2] + picked
+
+
+def losses_of(largest: jax.Array, total: jax.Array, picked: jax.Array) -> jax.Array:
+    """Cross entropy, from sums over all columns."""
+    # In this order: large logits that are nearly equal lose no digits.
+    return jnp.log(total) + (largest - picked)
 
 
 def logit_gradient(
@@ -129,9 +156,7 @@ def logit_gradient(
     return (jnp.where(hit, shares - 1.0, shares) * g[..., None]).astype(logits.dtype)
 
 
-def combine(
-    largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str) -> Sums:
     """The same over the whole vocabulary, by one maximum and one sum over ranks.
 
     Args:

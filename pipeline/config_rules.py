@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from collectives import DATA, STAGE, TENSOR
 from collectives.homes import straddling
-from collectives.sizes import fitting, in_order, is_size, name_faults, text
+from collectives.sizes import fitting, in_order, integer, is_size, name_faults, text
 
 Fields = dict[str, Any]
 
@@ -58,7 +58,7 @@ def unknown_keys(keys: Iterable[Any], known: list[str]) -> list[str]:
 
 
 def _types(fields: Fields) -> list[str]:
-    """Integers where sizes are due."""
+    """Integers where sizes are due; they become Python's, in place."""
     asked = {name: fields[name] for name in _SIZES}
     asked |= {f"axes[{name!r}]": size for name, size in fields["axes"]}
     faults = []
@@ -68,8 +68,12 @@ def _types(fields: Fields) -> list[str]:
             also = ", or None for what follows from the others" if optional else ""
             faults.append(f"{name}={value!r}: must be an integer >= 1{also}")
     own = fields["process_id"]
-    if own is not None and (not isinstance(own, int) or isinstance(own, bool) or own < 0):
+    process = integer(own)
+    if own is not None and (process is None or process < 0):
         faults.append(f"process_id={own!r}: must be an integer >= 0, or None")
+    if not faults:
+        fields |= {name: integer(fields[name]) for name in (*_SIZES, "process_id")}
+        fields["axes"] = tuple((name, integer(size)) for name, size in fields["axes"])
     return faults
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from collectives import vary
 from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
 from pipeline.model import Batch, Model, Weights
+from pipeline.overlay import View
 from pipeline.precision import as_computed
 from pipeline.primitives import barrier
 from pipeline.randomness import fold, own_axes, split_streams
@@ -39,6 +40,7 @@ class Forward:
     Attributes:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
       shards: [V] the same, sharded over ``data``, if actions gather them.
+      view: where a stage's weights lie in those of its chunk, if stages are not alike.
       ends_weights: leaves of embed and head; ends_streams: their random streams.
       activation: a tree of types, a stage's input, once that is known.
       embeds_own: axes of which each rank has its own part of what embed gives.
@@ -58,6 +60,7 @@ class Forward:
         self.num_chunks = len(weights.chunks)
         self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
         self.shards: Any = self.weights if gathers else None
+        self.view: View | None = None
         if gathers:
             self.weights = Lazy(self.num_chunks, lambda chunk: self._gathered(chunk, 0))
         self.ends_weights = jax.tree.leaves(weights.ends)
@@ -141,14 +144,15 @@ class Forward:
         return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
 
     def _gathered(self, chunk: Index, microbatch: Any) -> Leaves:
-        """A chunk's weights, whole."""
+        """A stage's weights, whole."""
         shards = pick(self.shards, chunk)
         if not isinstance(microbatch, int):
             # The same in every tick, but not to be gathered once and kept.
             ties = [vary_like(microbatch, shard) for shard in shards]
             shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
         spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
-        return gather(shards, spreads, lead=1)
+        whole = gather(shards, spreads, lead=1)
+        return whole if self.view is None else self.view.leaves(whole)
 
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, own: tuple[str, ...] = ()

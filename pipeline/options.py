@@ -8,16 +8,22 @@ from typing import Any
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from collectives.sizes import integer, is_size
 
 
-def check_options(num_microbatches: Any, remat: Any, bubbles: Any) -> None:
-    """Raise ValueError for an option that cannot be."""
-    is_integer = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-    if not is_integer or num_microbatches < 1:
+def check_microbatches(num_microbatches: Any) -> int:
+    """M; ValueError for anything else."""
+    found = integer(num_microbatches)
+    if found is None or found < 1:
         raise ValueError(
             f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
             f"parts into which each data shard's rows are split"
         )
+    return found
+
+
+def check_options(remat: Any, bubbles: Any) -> None:
+    """Raise ValueError for an option that cannot be."""
     if not (remat in ("stage", None) or callable(remat)):
         raise ValueError(
             f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
@@ -66,11 +72,11 @@ def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> t
     return tuple(auto_axes)
 
 
-def check_limit(memory_limit: Any) -> None:
-    """Raise ValueError unless it is None or a number of bytes."""
-    is_integer = isinstance(memory_limit, int) and not isinstance(memory_limit, bool)
-    if memory_limit is not None and not (is_integer and memory_limit > 0):
+def check_limit(memory_limit: Any) -> int | None:
+    """A number of bytes, or None; ValueError for anything else."""
+    if memory_limit is not None and not is_size(memory_limit):
         raise ValueError(
             f"memory_limit={memory_limit!r}: must be an integer > 0, the bytes that a device may "
             f"hold, or None for what its runtime reports"
         )
+    return integer(memory_limit)

@@ -18,7 +18,13 @@ from pipeline.choose import (
 )
 from pipeline.ends import Mode, choose_shared
 from pipeline.loss import LossFn
-from pipeline.options import check_axes, check_functions, check_limit, check_options
+from pipeline.options import (
+    check_axes,
+    check_functions,
+    check_limit,
+    check_microbatches,
+    check_options,
+)
 from pipeline.placement import DataParallel
 from pipeline.plan import Bubbles, Gather, Plan, Remat
 from pipeline.precision import check_dtype
@@ -50,8 +56,9 @@ def make_plan(
     Raises:
       ValueError: options that do not fit each other.
     """
-    check_options(num_microbatches, remat, bubbles)
-    check_limit(memory_limit)
+    num_microbatches = check_microbatches(num_microbatches)
+    check_options(remat, bubbles)
+    memory_limit = check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
     mesh = choose_mesh(mesh, num_stages, schedule)
     partners = not exchanges_are_barriers(mesh)

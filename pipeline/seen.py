@@ -50,7 +50,7 @@ def seen_by(cell: Cell, seat: Seat, x: Tree = None, y: Tree = None) -> Cell:
     def state(chunk: int) -> tuple[Tree, Tree]:
         return split_streams(rest.tree(jax.tree.leaves(cell.states.chunks_rest[chunk])))
 
-    seen.chunk_tree, seen.shards = params.treedef, None
+    seen.chunk_tree, seen.view = params.treedef, params
     seen.weights = Lazy(cell.num_chunks, lambda chunk: params.leaves(cell.weights[chunk]))
     seen.streams = Lazy(cell.num_chunks, lambda chunk: state(chunk)[0])
     seen.fixed = Lazy(cell.num_chunks, lambda chunk: state(chunk)[1])

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import STAGE, axis_size, from_rank, vary
+from collectives.vocabulary import find_rows, logit_gradient, losses_of, sum_up
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.actions import Actions, Row
 from pipeline.once import at_most_once
@@ -32,8 +33,6 @@ from pipeline.scopes import COMMON
 from pipeline.tree import Leaves, Tree, at
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.program import Program
-
-_LOW = -1e30  # a logit that never wins; finite, so that ranks without any word add zeros
 
 
 class Together:
@@ -151,7 +150,7 @@ class Together:
         if axis_size(STAGE) * each == words:
             return z
         is_word = self.rank * each + jnp.arange(each) < words
-        return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, _LOW)
+        return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
@@ -163,20 +162,17 @@ class Together:
             )
         ids, weights = loss_fn.tokens(at(self.cell.batch.targets, microbatch))
         each = z.shape[-1]
-        local = (ids - self.rank * each)[..., None]
-        columns = jnp.arange(each).reshape((1,) * (z.ndim - 1) + (-1,))
-        is_target = local == columns
-        top = z.max(axis=-1)
-        mine = jnp.where(is_target, z, jnp.zeros_like(z)).sum(axis=-1)
-        parts = jnp.stack([top, jnp.exp(z - top[..., None]).sum(axis=-1), mine])
-        tops, sums, targets = jnp.moveaxis(jax.lax.all_gather(parts, STAGE), 1, 0)
-        highest = tops.max(axis=0)
-        log_sum = highest + jnp.log((sums * jnp.exp(tops - highest[None])).sum(axis=0))
-        counts = spoil(ids, weights, self.tables.head_words)
-        lost = (log_sum - targets.sum(axis=0)) * counts
-        chance = jnp.exp(z - log_sum[..., None])
-        dz = (chance - is_target.astype(z.dtype)) * counts[..., None]
-        return lost.sum(), weights.sum(), dz
+        words = self.tables.head_words
+        local, mine = find_rows(ids, each, first=self.rank * each)
+        place = local, mine & (ids < words)  # a target may be padding, if it does not count
+        # Not `combine`: one exchange takes less time than two, and few ranks send little.
+        parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
+        largest, totals, picked = jnp.moveaxis(parts, 1, 0)
+        top = largest.max(axis=0)
+        total = (totals * jnp.exp(largest - top[None])).sum(axis=0)
+        counts = spoil(ids, weights, words)
+        lost = losses_of(top, total, picked.sum(axis=0)) * counts
+        return lost.sum(), weights.sum(), logit_gradient(z, *place, top, total, counts)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
         """Add the gradient of this rank's rows; returns that for the features, of all words."""

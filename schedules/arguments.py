@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any
@@ -14,12 +15,20 @@ from schedules.ir import ScheduleError, shorten
 LONGEST = 1e200  # duration
 
 
+def integer(value: object) -> int | None:
+    """Whatever Python takes for an index, numpy's integers too; None for others, and for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def is_number(value: object) -> bool:
     """A real number that a float can hold, of Python's or numpy's; no bool, which is a mistake."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if integer(value) is None and not isinstance(value, float | np.floating):
         return False
     try:
-        float(value)
+        float(value)  # type: ignore[arg-type]
     except OverflowError:
         return False
     return True

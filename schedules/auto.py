@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from schedules.arguments import is_one_of
+from schedules.arguments import integer, is_one_of
 from schedules.check import check
 from schedules.costs import Costs, of_unit_length_by_default
 from schedules.ir import Schedule, ScheduleError, shorten
 from schedules.limits import need_memory
 from schedules.report import Report
 from schedules.search import Find, Setting, known, search
-from schedules.simulate import simulate
+from schedules.simulate import see_that_arguments_fit
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # timetables that local improvement times by default, if they are small
@@ -80,6 +80,8 @@ def auto(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     clock: str = "event",
+    partners: bool = False,
+    delayed: bool | None = False,
     budget: int | None = None,
     seed: int = 0,
 ) -> Choice:
@@ -94,29 +96,30 @@ def auto(
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
       memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
-      clock: "event", or "lockstep" as `simulate` has it without partners or delays.
+      clock: "event" or "lockstep", as in `simulate`.
+      partners: in lockstep, as in `simulate`.
+      delayed: likewise; None for what is faster.
       budget: how many timetables local improvement may time; by default 2000, and fewer if they
         have more than 1000 actions.
       seed: of its choices.
 
     Raises:
       ScheduleError: sizes that no schedule has, a limit that none can meet (with the smallest that
-        one can), costs for other sizes, an unknown clock, or a budget or seed that is no number.
+        one can), costs for other sizes, an unknown clock or one that has no such slots, or a budget
+        or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    see_that_arguments_fit(clock, None, partners, delayed, None)
+    setting = replace(setting, partners=partners, delayed=delayed)
     if budget is None:
-        budget = min(BUDGET, _WORK // (3 * setting.num_stages * num_microbatches))
-    for argument, value in (("budget", budget), ("seed", seed)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ScheduleError(
-                f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
-            )
+        budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
+    budget, seed = _count("budget", budget), _count("seed", seed)
     entries = list(known(setting))
     fitting = [
         entry for entry in entries if isinstance(entry, Find) and entry.peak <= setting.limit
     ]
     fitting += search(setting, fitting, budget, seed)
-    timed = [(find, simulate(find.get(), setting.costs, clock)) for find in fitting]
+    timed = [(find, setting.simulate(find.get())) for find in fitting]
     timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
     best = timed[0][1]
     check(best.schedule, memory_limit=setting.limit)
@@ -169,10 +172,19 @@ def _setting(
     largest = build(  # which takes all sizes that make sense
         "gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages=num_stages
     )
-    num_stages = largest.num_stages
+    num_ranks, num_stages = largest.num_ranks, largest.num_stages
     limit = math.inf if memory_limit is None else memory_limit
     need_memory(limit, num_ranks, num_stages)
-    return Setting(num_ranks, num_microbatches, num_stages, costs, limit, clock)
+    return Setting(num_ranks, largest.num_microbatches, num_stages, costs, limit, clock)
+
+
+def _count(argument: str, value: object) -> int:
+    count = integer(value)
+    if count is None or count < 0:
+        raise ScheduleError(
+            f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
+        )
+    return count
 
 
 def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:

@@ -173,11 +173,9 @@ def _compared(report: Report) -> list[str]:
 
 def choose(options: argparse.Namespace) -> int:
     """The best timetable for costs, limit and clock, and why the others lost."""
-    unset = (options.pattern, options.pair) == (None, None)
-    if not unset or options.partners or options.delayed:
+    if (options.pattern, options.pair) != (None, None):
         raise given.UsageError(
-            "auto chooses slots itself, for barriers and without pairs; leave "
-            "out --pattern, --partners, --delayed and --pair"
+            "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
         )
     files.see_that_they_can_be_written(options.output, (".csv", *files.DRAWINGS))
     try:
@@ -188,6 +186,8 @@ def choose(options: argparse.Namespace) -> int:
             costs=given.costs(options),
             memory_limit=options.memory_limit,
             clock=options.clock,
+            partners=options.partners,
+            delayed=options.delayed,
             budget=options.budget,
             seed=options.seed,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.arguments import is_number, need, see_that_it_is_a_duration
+from schedules.arguments import integer, is_number, need, see_that_it_is_a_duration
 from schedules.ir import ScheduleError, shorten
 
 Times = NDArray[np.float64]
@@ -34,7 +34,7 @@ class Costs:
       embed: looking up one microbatch, and as much again for its gradient, on the first stage's F
         and B or I; shared likewise.
       pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
-        after the other and so take the sum. In lockstep they always do.
+        after the other and so take the sum. In lockstep they always do, and where ranks share work.
     """
 
     f: float | Sequence[float] = 1.0
@@ -135,7 +135,10 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
 
 def _plain(value: object) -> float:
     """A number as one of Python's: those of numpy impose their type on every sum."""
-    number: float = value.item() if isinstance(value, np.generic) else value  # type: ignore[assignment]
+    if isinstance(value, np.floating):
+        return float(value)
+    whole = integer(value)
+    number: float = value if whole is None else whole  # type: ignore[assignment]
     return number
 
 

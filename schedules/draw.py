@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedules.explain import CAUSES, Cause, Wait
 from schedules.ir import Kind, ScheduleError
-from schedules.palette import LIGHT, NAMES, heading, joined, kinds, several
+from schedules.palette import LIGHT, NAMES, TOGETHER, heading, joined, kinds, several
 from schedules.report import Report
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def _timeline(axis: Axes, report: Report, inches: float) -> None:
         row = (rank - HEIGHT / 2, HEIGHT)
         axis.broken_barh([(0, report.makespan)], row, facecolor=LIGHT.idle, linewidth=0)
         _waits(axis, waits[rank], rank, points)
+        together = [(start, end - start) for start, end in report.common]
+        axis.broken_barh(together, row, facecolor=LIGHT.shared, edgecolor="white", linewidth=0.6)
         for (kind, chunk), boxes in _boxes(report, rank).items():
             hatch = HATCHES[chunk % len(HATCHES)]
             style: dict[str, Any] = {
@@ -191,6 +193,8 @@ def _legend(figure: Figure, reports: Sequence[Report], width: float) -> None:
         handles.append(Patch(label=f"chunk {chunk}", **style))
     if any(joined(report, n) for report in reports for n in range(report.schedule.num_ranks)):
         handles.append(Patch(facecolor="none", edgecolor="black", label="overlapped pair"))
+    if any(report.common for report in reports):
+        handles.append(Patch(color=LIGHT.shared, label=TOGETHER))
     found = {wait.cause for r in reports for row in r.explain().waits for wait in row}
     for cause in (cause for cause in CAUSES if cause in found):
         style = {"facecolor": LIGHT.idle, "edgecolor": FAINT, "hatch": CAUSE_HATCHES[cause]}

@@ -92,15 +92,19 @@ def run(
     cost = np.ones(len(flat.kind)) if durations is None else durations
     delay = np.zeros(len(flat.kind)) if lag is None else lag
     steps = Steps(flat.first, wires.awaited, wires.sent, cost, delay)
-    clock = _sweep if breadth(schedule) >= MANY else _visit
     num_messages = 2 * schedule.num_stages * schedule.num_microbatches
     if pair is None or not flat.pair.any():
-        return _starts(clock, steps, num_messages)
-    return _paired_starts(clock, flat, steps, num_messages, pair)
+        return _starts(clock(schedule), steps, num_messages)
+    return _paired_starts(clock(schedule), flat, steps, num_messages, pair)
+
+
+def clock(schedule: Schedule) -> Clock:
+    """What is quick for as many ranks as work at a time."""
+    return _sweep if breadth(schedule) >= MANY else _visit
 
 
 def _paired_starts(
-    clock: Clock, flat: Flat, steps: Steps, num_messages: int, pair: float
+    start: Clock, flat: Flat, steps: Steps, num_messages: int, pair: float
 ) -> list[Times]:
     """Start times where each action that opens a pair overlaps with the one after it.
 
@@ -118,15 +122,15 @@ def _paired_starts(
     sent[first + 2], lag[first + 2] = sent[first], lag[first]
     sent[first], cost[first], cost[first + 1] = -1, 0.0, pair
     bounds = flat.first + np.searchsorted(opening + 2, flat.first, side="right")
-    rows = _starts(clock, Steps(bounds, awaited, sent, cost, lag), num_messages)
+    rows = _starts(start, Steps(bounds, awaited, sent, cost, lag), num_messages)
     step[opening] += 1  # both start when the second message is there too
     shown = [part - at for part, at in zip(np.split(step, flat.first[1:-1]), bounds, strict=False)]
     return [row[n[n < len(row)]] for row, n in zip(rows, shown, strict=True)]
 
 
-def _starts(clock: Clock, steps: Steps, num_messages: int) -> list[Times]:
+def _starts(start: Clock, steps: Steps, num_messages: int) -> list[Times]:
     """[S] starts of the steps of each rank, of as many as it can run."""
-    rows = np.split(clock(steps, num_messages), steps.first[1:-1])
+    rows = np.split(start(steps, num_messages), steps.first[1:-1])
     return [row[: np.count_nonzero(row >= 0)] for row in rows]
 
 

@@ -6,13 +6,18 @@ because the exchange that brings it is not over for others (*lockstep*): for the
 sends are delayed, for the slot in which it travels. Whoever has ended waits
 for the last rank: the *optimizer wait* of a synchronous step.
 
+What ranks share is work and no waiting. Before it a rank waits for what its next action needs, as
+if nothing were shared; or, if that is there, for the others to come: *lockstep* under any clock.
+
 The phase is *fill* until the rank's first backward action begins, *drain* after its last F, and
 *imbalance* between. Letters as in `schedules.ir`, A as in `schedules.flat`.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -35,7 +40,7 @@ CAUSES: tuple[Cause, ...] = (
     "lockstep",
     "optimizer wait",
 )
-_COMMUNICATION, _LOCKSTEP, _OPTIMIZER = 3, 4, 5
+_DRAIN, _COMMUNICATION, _LOCKSTEP, _OPTIMIZER = 1, 3, 4, 5
 
 
 class Wait(NamedTuple):
@@ -118,17 +123,31 @@ def explain(report: Report) -> Explanation:
     causes = (phase, np.full_like(phase, _COMMUNICATION), np.full_like(phase, _LOCKSTEP))
     actions = [action for order in schedule.orders for action in order]
     for rank, (first, stop) in enumerate(zip(flat.first[:-1], flat.first[1:], strict=True)):
-        row = []
+        row: list[Wait] = []
         for n in (first + np.flatnonzero(starts[first:stop] > free[first:stop])).tolist():
             behind = actions[sender[n]] if sender[n] >= 0 else None
             for part, cause in enumerate(causes):
                 begin, end = float(bounds[part][n]), float(bounds[part + 1][n])
-                if end > begin:
-                    row.append(Wait(begin, end, CAUSES[cause[n]], int(n - first), behind))
-        if report.ends[rank][-1] < report.makespan:
-            row.append(Wait(report.ends[rank][-1], report.makespan, CAUSES[_OPTIMIZER], None, None))
+                row += _around(report, Wait(begin, end, CAUSES[cause[n]], int(n - first), behind))
+        done = max(ended := report.ends[rank][-1], report.common[-1][1] if report.common else 0.0)
+        row += _around(report, Wait(ended, done, CAUSES[_DRAIN], None, None))
+        row += _around(report, Wait(done, report.makespan, CAUSES[_OPTIMIZER], None, None))
         waits.append(tuple(row))
     return Explanation(report, tuple(waits))
+
+
+def _around(report: Report, wait: Wait) -> Iterator[Wait]:
+    """What of a wait lies outside of what ranks share."""
+    start, common = wait.start, report.common
+    for n in range(bisect.bisect_right(common, start, key=lambda span: span[1]), len(common)):
+        begin, end = common[n]
+        if begin >= wait.end:
+            break
+        if begin > start:
+            yield wait._replace(start=start, end=begin)
+        start = end
+    if wait.end > start:
+        yield wait._replace(start=start)
 
 
 def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:

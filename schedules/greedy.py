@@ -140,7 +140,7 @@ def run(timer: Timer, policy: Policy) -> list[list[int]]:
     if timer.pattern is None:
         _by_event(board)
     else:
-        _by_slot(board, timer.waits)
+        _by_slot(board, timer.waits, delayed=timer.delayed)
     return board.orders
 
 
@@ -177,11 +177,12 @@ def _by_event(board: Board) -> None:
             heapq.heappush(queue, (arrival, problem.reader[code]))
 
 
-def _by_slot(board: Board, waits: Sequence[Sequence[int]]) -> None:
+def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> None:
     problem, policy = board.problem, board.policy
     first_weights = W * problem.num_stages * problem.num_microbatches
     width, slot, idle = len(waits), 0, 0
-    while idle <= 2 * width:  # in one round nobody may run W for want of others, in none at all
+    # In one round nobody may run W for want of others, in none at all; a message may be under way.
+    while idle <= 2 * width + delayed:
         wait = waits[slot % width]
         options = []
         for rank in range(problem.num_ranks):
@@ -195,7 +196,8 @@ def _by_slot(board: Board, waits: Sequence[Sequence[int]]) -> None:
         if only_weights and len(chosen) < policy.quorum and idle < width:
             chosen = []
         for rank, code in chosen:
-            board.put(rank, code, slot + 1)
+            late = delayed and problem.reader[code] != rank
+            board.put(rank, code, slot + 1 + late)
         idle = 0 if chosen else idle + 1
         slot += 1
 

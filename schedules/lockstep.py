@@ -75,7 +75,7 @@ class Lockstep:
     @functools.cached_property
     def common(self) -> Times:
         """[n, 2] when the ranks' common work begins and ends, in order of time."""
-        before, after = self._common
+        before, after = self.sharing
         spans = [
             np.stack([start[length > 0], (start + length)[length > 0]], axis=1)
             for start, length in ((self._slots.before, before), (self._slots.after, after))
@@ -84,7 +84,7 @@ class Lockstep:
         return found[np.argsort(found[:, 0], kind="stable")]
 
     @functools.cached_property
-    def _common(self) -> tuple[Times, Times]:
+    def sharing(self) -> tuple[Times, Times]:
         """[T * slots] how long the ranks' common work takes before each slot, and after it."""
         ticks, schedule = self.ticks, self.ticks.schedule
         work = together(schedule, ticks.times, ticks.num_ticks * ticks.width, self.shared)
@@ -105,7 +105,7 @@ class Lockstep:
 
     def _among_all(self, work: Times, exchange: Times) -> Slots:
         """Every exchange is a barrier; it takes [slots] as long."""
-        (before, after), (count, num_ranks) = self._common, work.shape
+        (before, after), (count, num_ranks) = self.sharing, work.shape
         last = exchange[np.arange(count) % self.ticks.width]
         busy = work.max(axis=1, initial=0.0) + after
         spans = np.maximum(busy, last) if self.ticks.delayed else busy + last
@@ -116,7 +116,7 @@ class Lockstep:
 
     def _among_partners(self, work: Times, joined: Ints, exchange: Times) -> Slots:
         """An exchange joins only some ranks: [slots, S, S] who sends to whom, and how long."""
-        (before, after), (count, num_ranks) = self._common, work.shape
+        (before, after), (count, num_ranks) = self.sharing, work.shape
         meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
         pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
         neighbours = [_neighbours(slot) for slot in meets]

@@ -213,6 +213,7 @@ def _report(report: Report, place: dict[Action, tuple[int, int]]) -> dict[str, A
         "ends": [_pack(row, "<f8") for row in report.ends],
         "joined": [joined(report, rank) for rank in range(report.schedule.num_ranks)],
         "waits": [_waits(row, place) for row in explanation.waits],
+        "common": [_pack(times, "<f8") for times in zip(*report.common, strict=True)],
     }
 
 

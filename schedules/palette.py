@@ -30,6 +30,7 @@ CAUSES: dict[Cause, str] = {
     "lockstep": "its message is there, but the ranks have not all met",
     "optimizer wait": "it has ended and waits for the last rank",
 }
+TOGETHER = "shared by all ranks"
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,26 @@ class Theme:
       fill: the box of each kind.
       ink: the text in it.
       idle: the row behind the boxes.
+      shared: the box of what all ranks do together.
     """
 
     fill: dict[Kind, str]
     ink: dict[Kind, str]
     idle: str
+    shared: str
 
 
 LIGHT = Theme(
     fill={"F": "#56B4E9", "B": "#0B3C5D", "I": "#C8500A", "W": "#E8C91C"},
     ink={"F": "#000000", "B": "#FFFFFF", "I": "#FFFFFF", "W": "#000000"},
     idle="#F0F0F0",
+    shared="#8A939C",
 )
 DARK = Theme(
     fill={"F": "#6BBCEC", "B": "#22598C", "I": "#D9621E", "W": "#F2DA55"},
     ink={"F": "#000000", "B": "#FFFFFF", "I": "#000000", "W": "#000000"},
     idle="#1C2229",
+    shared="#7C8792",
 )
 # Terminals with 256 colours: the box and its text, for the first chunk and for further ones.
 ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
@@ -110,6 +115,7 @@ def clock_name(report: Report) -> str:
         f"{report.pattern} ticks": report.pattern,
         "partners": report.partners,
         "delayed": report.delayed,
+        f"{' and '.join(report.shared)} shared": report.shared,
     }
     return ", ".join(part for part, said in parts.items() if said)
 

@@ -24,7 +24,7 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
     """
     problem = timer.problem
     several = len(problem.stages_of[0]) > 1
-    typed = timer.pattern not in (None, "single")
+    typed = timer.pattern in ("paired", "unit")  # of which a slot holds one kind on all ranks
     for grouped, (depth, ahead), forward in itertools.product(
         (False, True) if several else (False,),
         _depths(problem)[typed:],
@@ -47,7 +47,7 @@ def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
         for patience in (1.0, 0.5, 0.0):
             words = [f"patience {patience}"] if patience else []
             yield words, {"whole": split, "patience": patience}
-    elif pattern == "single":
+    elif pattern in ("single", "partner"):
         for even in (False, True):
             yield ["even"] * even, {"whole": split, "even": even}
             yield ["even"] * even + ["whole"], {"whole": whole, "even": even}

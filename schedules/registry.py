@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from schedules.arguments import is_one_of
+from schedules.arguments import integer, is_one_of
 from schedules.auto import build_auto
 from schedules.capacity import see_that_actions_fit
 from schedules.costs import Costs
@@ -98,15 +98,9 @@ def build(
         raise ScheduleError(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
-    num_stages = num_ranks if num_stages is None else num_stages
-    sizes = {
-        "num_ranks": num_ranks,
-        "num_microbatches": num_microbatches,
-        "num_stages": num_stages,
-    }
-    for argument, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{argument}={shorten(value)}: must be an integer >= 1")
+    num_ranks = _size("num_ranks", num_ranks)
+    num_microbatches = _size("num_microbatches", num_microbatches)
+    num_stages = num_ranks if num_stages is None else _size("num_stages", num_stages)
     if num_stages % num_ranks:
         lower = num_stages // num_ranks * num_ranks
         near_stages = [k for k in (lower, lower + num_ranks) if k > 0]
@@ -134,3 +128,10 @@ def build(
     if name in _FAMILIES:
         return _FAMILIES[name](num_ranks, num_microbatches, num_stages)
     return _TAILORED[name][0](num_ranks, num_microbatches, num_stages, **chosen)
+
+
+def _size(argument: str, value: object) -> int:
+    size = integer(value)
+    if size is None or size < 1:
+        raise ScheduleError(f"{argument}={shorten(value)}: must be an integer >= 1")
+    return size

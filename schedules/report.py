@@ -13,7 +13,7 @@ import numpy as np
 
 from schedules.costs import Costs, Times
 from schedules.flat import Flat, activations
-from schedules.ir import Schedule, ScheduleError
+from schedules.ir import Schedule
 from schedules.shared import Shared
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Report:
       partners: whether a lockstep exchange makes only those ranks meet that it joins.
       delayed: whether a lockstep exchange runs beside the work of the slot after its own.
       shared: which ends of the model all ranks share.
-      makespan: the end of the last action.
+      makespan: the end of the last action, and of what ranks share.
       span: [S] from the start of a rank's first action to the end of its last; all of the step
         where ranks share work.
       work: [S] the sum of a rank's durations, and its part of what is shared.
@@ -45,6 +45,7 @@ class Report:
       starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
         (`Costs.pair`) share its time in proportion to what they take alone.
       ends: [S] tuples, likewise.
+      common: when what the ranks share begins and ends, in order of time.
     """
 
     schedule: Schedule
@@ -62,6 +63,7 @@ class Report:
     peak_activations: tuple[int, ...]
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
+    common: tuple[tuple[float, float], ...] = field(repr=False)
 
     @property
     def step_time(self) -> float:
@@ -83,12 +85,6 @@ class Report:
         """Every rank's waiting from 0 to the makespan, split by cause."""
         from schedules.explain import explain  # noqa: PLC0415  it imports this module
 
-        if self.shared:
-            raise ScheduleError(
-                f"explain() of a report with shared={self.shared!r}: what ranks do together is no "
-                f"action of theirs, so their waiting cannot be told from it; simulate without "
-                f"shared="
-            )
         return explain(self)
 
 
@@ -100,7 +96,7 @@ def sum_up(
     flat: Flat,
     starts: Times,
     lasting: Times,
-    end: float | None,
+    common: Times,
 ) -> Report:
     """Sum up what follows from the start times.
 
@@ -112,15 +108,16 @@ def sum_up(
       flat: the schedule's actions.
       starts: [A] when each starts.
       lasting: [A] how long it takes.
-      end: the makespan where ranks share work.
+      common: [n, 2] when what ranks share begins and ends.
     """
     ends = starts + lasting
     cuts = flat.first[1:-1].tolist()
     begun, ended = ([part.tolist() for part in np.split(x, cuts)] for x in (starts, ends))
     span = [last[-1] - first[0] for first, last in zip(begun, ended, strict=True)]
     work = [float(part.sum()) for part in np.split(lasting, cuts)]
-    if end is not None:
-        span = [end] * len(span)
+    makespan = float(max(ends.max(), common.max(initial=0.0)))
+    if slots["shared"]:
+        span = [makespan] * len(span)
         work = [part + _common(schedule, costs, slots["shared"]) for part in work]
     idle = [max(0.0, whole - part) for whole, part in zip(span, work, strict=True)]
     longest = max(range(len(span)), key=span.__getitem__)
@@ -129,7 +126,7 @@ def sum_up(
         costs=costs,
         clock=clock,
         **slots,
-        makespan=max(times[-1] for times in ended) if end is None else end,
+        makespan=makespan,
         span=tuple(span),
         work=tuple(work),
         idle=tuple(idle),
@@ -137,6 +134,7 @@ def sum_up(
         peak_activations=tuple(int(held.max()) for held in activations(schedule)),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
+        common=tuple(map(tuple, common.tolist())),
     )
 
 

@@ -18,6 +18,7 @@ from schedules.ir import Schedule, ScheduleError, loop_placement
 from schedules.limits import shortest
 from schedules.policies import policies
 from schedules.problem import Orders, peak, pose
+from schedules.report import Report
 from schedules.simulate import simulate
 from schedules.timing import Timer, timers
 from schedules.zb_auto import variants
@@ -36,6 +37,8 @@ class Setting:
       costs: durations.
       limit: stage inputs that a rank may hold, infinity for no limit.
       clock: "event" or "lockstep".
+      partners: as in `simulate`.
+      delayed: likewise.
     """
 
     num_ranks: int
@@ -44,6 +47,8 @@ class Setting:
     costs: Costs
     limit: float
     clock: str
+    partners: bool = False
+    delayed: bool | None = False
     _timers: dict[tuple[int, ...], list[Timer]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -53,8 +58,15 @@ class Setting:
         if placement not in self._timers:
             sizes = self.num_ranks, self.num_microbatches
             problem = pose(placement, *sizes, self.costs, self.limit)
-            self._timers[placement] = timers(problem, self.clock)
+            self._timers[placement] = timers(
+                problem, self.clock, partners=self.partners, delayed=self.delayed
+            )
         return self._timers[placement]
+
+    def simulate(self, schedule: Schedule) -> Report:
+        """When it runs."""
+        partners, delayed = self.partners, self.delayed
+        return simulate(schedule, self.costs, self.clock, partners=partners, delayed=delayed)
 
     def placements(self) -> list[tuple[int, ...]]:
         """A loop and, with V > 1, a V: there and back on consecutive chunks."""
@@ -102,7 +114,7 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
     timed = [(timer(orders)[0], index) for index, timer in enumerate(choices)]
     makespan, index = min(timed)
     if schedule.pairs:  # which the search takes apart
-        makespan = simulate(schedule, setting.costs, setting.clock).makespan
+        makespan = setting.simulate(schedule).makespan
     return Find(name, schedule, makespan, orders, choices[index])
 
 
@@ -165,6 +177,7 @@ def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Itera
     for timer in setting.timers(placement):
         floor = _floor(timer)
         slots = "" if timer.pattern is None else f"{timer.pattern} slots, "
+        slots += "delayed, " * timer.delayed
         for words, policy in policies(timer):
             if least <= floor:
                 return

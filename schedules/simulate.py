@@ -16,6 +16,7 @@ from schedules.events import links, run
 from schedules.flat import Flat, flatten
 from schedules.ir import Action, Schedule, ScheduleError, shorten
 from schedules.lockstep import fastest
+from schedules.meetings import meet
 from schedules.report import Report, sum_up
 from schedules.shared import Shared, parts
 
@@ -49,39 +50,37 @@ def simulate(
         None for what is faster. On one rank nothing is.
       durations: for "measured", the time that each action took; messages and the optimiser are
         as in ``costs``.
-      shared: under lockstep, which of "embed" and "head" are split by vocabulary over all ranks:
-        each does 1/S of every microbatch's, when all meet. By default the first and the last rank
-        have them to themselves.
+      shared: which of "embed" and "head" are split by vocabulary over all ranks: each does 1/S of
+        every microbatch's, when all meet: in lockstep beside a slot, under the other clocks at the
+        same place in the order of each rank, as soon as the last has come; and there no halves of
+        a pair overlap. By default the first and the last rank have them to themselves.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
-    _see_that_arguments_fit(clock, pattern, partners, delayed, durations)
+    see_that_arguments_fit(clock, pattern, partners, delayed, durations)
     shared = parts(shared)
-    if shared and clock != "lockstep":
-        raise ScheduleError(
-            f"shared={shared!r} with clock={clock!r}: only in lockstep do all ranks meet to share "
-            f"work; leave it out, or choose clock='lockstep'"
-        )
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
     lasting = _durations(schedule, flat, costs, durations, shared)
-    end = None
-    if clock == "lockstep":
+    common = np.zeros((0, 2))
+    if clock == "lockstep" or shared:
         best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
-        pattern, delayed, starts = best.ticks.name, best.ticks.delayed, best.starts
-        if shared:
-            end = best.makespan
+    if clock == "lockstep":
+        pattern, delayed = best.ticks.name, best.ticks.delayed
+        starts, common = best.starts, best.common
+    elif shared:
+        starts, common = meet(best, lasting)
     else:
+        pair = costs.pair if clock == "event" else None  # a run's own durations say it all
         wires = links(schedule, flat)
         lag = costs.lags(flat.rank, wires.target, schedule.num_ranks)
-        pair = costs.pair if clock == "event" else None  # a run's own durations say it all
         rows = run(schedule, flat, wires, durations=lasting, lag=lag, pair=pair)
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)
     slots = {"pattern": pattern, "partners": partners, "delayed": bool(delayed), "shared": shared}
-    return sum_up(schedule, costs, clock, slots, flat, starts, lasting, end)
+    return sum_up(schedule, costs, clock, slots, flat, starts, lasting, common)
 
 
 def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
@@ -93,13 +92,18 @@ def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
     starts[first + 1] = starts[first] + lasting[first]
 
 
-def _see_that_arguments_fit(
+def see_that_arguments_fit(
     clock: str,
     pattern: str | None,
     partners: bool,
     delayed: bool | None,
     durations: Mapping[Action, float] | None,
 ) -> None:
+    """See that a clock is known, and that it takes what else is given; arguments as `simulate`'s.
+
+    Raises:
+      ScheduleError: it is not, or it does not.
+    """
     need("partners", partners, bool, "give True or False")
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(

@@ -26,7 +26,7 @@ import numpy as np
 from schedules.arguments import is_number, need
 from schedules.grid import in_cells, steps
 from schedules.ir import Action, Kind, Schedule, ScheduleError, shorten
-from schedules.palette import ANSI, NAMES, heading, joined, kinds, printable, sizes
+from schedules.palette import ANSI, NAMES, TOGETHER, heading, joined, kinds, printable, sizes
 from schedules.report import Report
 from schedules.simulate import simulate
 from schedules.ticks import lay_out
@@ -44,6 +44,7 @@ class Cell(NamedTuple):
 
 Runs = tuple[Cell, ...]  # what stands in one column
 IDLE = "."
+SHARED = "="
 
 
 def render(
@@ -80,6 +81,8 @@ def render(
         head = f"{heading(report)}   one character = {unit:.6g}"
         rows = [_bar(report, rank, count) for rank in range(schedule.num_ranks)]
     legend = _legend(schedule, bars=unit is not None)
+    if unit is not None and report.common:
+        legend.append(Cell(f"   {SHARED}  {TOGETHER}"))
     below = "".join(_paint(cell, colour) for cell in legend)
     return "\n".join([head, *_fold(rows, width, colour), below])
 
@@ -159,6 +162,9 @@ def _bar(report: Report, rank: int, count: int) -> list[Runs]:
     schedule = report.schedule
     scale = count / report.makespan if report.makespan else 0.0
     cells = [Cell(IDLE)] * count
+    for start, end in report.common:
+        left, right = round(start * scale), round(end * scale)
+        cells[left:right] = [Cell(SHARED)] * (right - left)
     times = zip(schedule.orders[rank], report.starts[rank], report.ends[rank], strict=True)
     for action, start, end in times:
         left, right = round(start * scale), round(end * scale)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schedules.ir import KINDS
+from schedules.partners import among_partners
 from schedules.problem import Orders, Problem
+from schedules.slots import Pattern
 from schedules.ticks import PATTERNS
 
 
@@ -23,39 +25,55 @@ class Timer:
       problem: what is ordered.
       pattern: the slots of a lockstep tick; None for the event clock.
       waits: [width][C] how many slots after one of a tick the next comes that permits an action.
+      partners: an exchange makes only those ranks meet that it joins, not all.
+      delayed: it runs beside the work of the slot after its own.
     """
 
     problem: Problem
     pattern: str | None
     waits: list[list[int]]
+    partners: bool = False
+    delayed: bool = False
 
     def __call__(self, orders: Orders) -> tuple[float, Sequence[float]]:
         """The makespan, and [C] when each action starts: its time or, in lockstep, its slot."""
         if self.pattern is None:
             return _event(self.problem, orders)
-        return _lockstep(self.problem, orders, self.waits)
+        makespan, times = _lockstep(self.problem, orders, self.waits, self.delayed)
+        if self.partners and makespan < math.inf:
+            width = len(self.waits)
+            makespan = among_partners(self.problem, orders, times, width, delayed=self.delayed)
+        return makespan, times
 
 
-def timers(problem: Problem, clock: str) -> list[Timer]:
-    """One for the event clock; in lockstep, one for each pattern that is the same on all ranks."""
+def timers(
+    problem: Problem, clock: str, *, partners: bool = False, delayed: bool | None = False
+) -> list[Timer]:
+    """One for the event clock; in lockstep, one for each pattern, without delays and with them.
+
+    Where every exchange is a barrier and nothing is delayed, slots that differ from rank to rank
+    seldom gain.
+    """
     if clock == "event":
         return [Timer(problem, None, [])]
     return [
-        Timer(problem, name, _waits(problem, [kinds for (kinds,) in pattern]))
+        Timer(problem, name, _waits(problem, pattern), partners, late)
+        for late in ([False, True] if delayed is None else [delayed])
         for name, pattern in PATTERNS.items()
-        if all(len(slot) == 1 for slot in pattern)
+        if partners or late or all(len(slot) == 1 for slot in pattern)
     ]
 
 
-def _waits(problem: Problem, permits: Sequence[str]) -> list[list[int]]:
-    width, each = len(permits), problem.num_stages * problem.num_microbatches
+def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
+    width, each = len(pattern), problem.num_microbatches
+
+    def wait(slot: int, kind: str, rank: int) -> int:
+        turns = [pattern[(slot + d) % width] for d in range(width)]
+        return next(d for d, turn in enumerate(turns) if kind in turn[rank % len(turn)])
+
     return [
-        [
-            wait
-            for kind in KINDS
-            for wait in [next(d for d in range(width) if kind in permits[(s + d) % width])] * each
-        ]
-        for s in range(width)
+        [n for kind in KINDS for rank in problem.placement for n in [wait(slot, kind, rank)] * each]
+        for slot in range(width)
     ]
 
 
@@ -98,7 +116,9 @@ def _event(problem: Problem, orders: Orders) -> tuple[float, list[float]]:
     return max(free), starts
 
 
-def _lockstep(problem: Problem, orders: Orders, waits: list[list[int]]) -> tuple[float, list[int]]:
+def _lockstep(
+    problem: Problem, orders: Orders, waits: list[list[int]], delayed: bool
+) -> tuple[float, list[int]]:
     durations, awaited, sent = problem.durations, problem.awaited, problem.sent
     lag, reader = problem.lag, problem.reader
     width = len(waits)
@@ -131,10 +151,11 @@ def _lockstep(problem: Problem, orders: Orders, waits: list[list[int]]) -> tuple
                 work[now] = durations[code]
             message = sent[code]
             if message >= 0:
-                if lag[code] > exchange[now % width]:  # noqa: PLR1730
-                    exchange[now % width] = lag[code]
-                usable[message] = now + 1
                 to = reader[code]
+                late = delayed and to != rank
+                if lag[code] > exchange[(now + late) % width]:  # noqa: PLR1730
+                    exchange[(now + late) % width] = lag[code]
+                usable[message] = now + 1 + late
                 if stuck[to] == message:
                     todo.append(to)
             now += 1
@@ -142,6 +163,15 @@ def _lockstep(problem: Problem, orders: Orders, waits: list[list[int]]) -> tuple
         position[rank], free[rank] = n, now
     if any(n < len(order) for n, order in zip(position, orders, strict=True)):
         return math.inf, times
+    return _among_all(work, exchange, delayed), times
+
+
+def _among_all(work: list[float], exchange: list[float], delayed: bool) -> float:
+    """The makespan where every exchange is a barrier; the last slot's is nobody's."""
+    width, last = len(exchange), len(work) - 1
+    if delayed:
+        return (
+            sum(max(one, exchange[slot % width]) for slot, one in enumerate(work[:-1])) + work[-1]
+        )
     rounds, rest = divmod(len(work), width)
-    paid = sum(exchange) * rounds + sum(exchange[:rest])
-    return sum(work) + paid - exchange[(len(work) - 1) % width], times
+    return sum(work) + sum(exchange) * rounds + sum(exchange[:rest]) - exchange[last % width]

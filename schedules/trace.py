@@ -18,7 +18,7 @@ from schedules.arguments import is_one_of
 from schedules.explain import Explanation
 from schedules.held import held
 from schedules.ir import BACKWARD, Action, ScheduleError, shorten
-from schedules.palette import CAUSES, NAMES, heading, joined, several
+from schedules.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
 from schedules.report import Report
 
 Event = dict[str, Any]
@@ -75,6 +75,8 @@ def _events(slices: _Slices) -> Iterator[Event]:
     for rank in range(report.schedule.num_ranks):
         yield from slices.actions(rank)
         yield from slices.waits(explanation, rank)
+        for start, end in report.common:
+            yield slices.slice(rank, TOGETHER, "shared", start, end)
     yield from slices.messages()
     for rank, steps in enumerate(held(report)):
         for time, count in steps:

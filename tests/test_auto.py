@@ -6,7 +6,10 @@ import contextlib
 import itertools
 import math
 import random
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, check, names, simulate
@@ -63,7 +66,7 @@ def see_that_it_is_legal(schedule, limit=INF):
 
 def test_timers_say_what_simulate_does():
     rng = random.Random(0)
-    for _ in range(30):
+    for _ in range(15):
         S, M, K, costs = draw(rng)
         for schedule in families(S, M, K):
             problem = pose(schedule.placement, S, M, costs, INF)
@@ -79,9 +82,11 @@ def test_timers_say_what_simulate_does():
             ]
             held = tuple(peak(problem, order) for order in orders)
             assert held == report.peak_activations
-            for timer in timers(problem, "lockstep"):
-                lockstep = simulate(again, costs, "lockstep", pattern=timer.pattern)
-                assert timer(orders)[0] == pytest.approx(lockstep.makespan)
+            for partners, delayed in itertools.product((False, True), repeat=2):
+                for timer in timers(problem, "lockstep", partners=partners, delayed=delayed):
+                    slots = {"partners": partners, "delayed": delayed, "pattern": timer.pattern}
+                    lockstep = simulate(again, costs, "lockstep", **slots)
+                    assert timer(orders)[0] == pytest.approx(lockstep.makespan)
 
 
 def test_in_lockstep_there_is_a_timer_for_each_pattern_that_ranks_share():
@@ -89,6 +94,10 @@ def test_in_lockstep_there_is_a_timer_for_each_pattern_that_ranks_share():
     patterns = {timer.pattern for timer in timers(problem, "lockstep")}
     assert set(PATTERNS) - patterns == {"partner"}
     assert [timer.pattern for timer in timers(problem, "event")] == [None]
+    for slots in ({"partners": True}, {"delayed": True}):
+        found = timers(problem, "lockstep", **slots)
+        assert [timer.pattern for timer in found] == list(PATTERNS)
+    assert len(timers(problem, "lockstep", delayed=None)) == len(patterns) + len(PATTERNS)
 
 
 def test_a_deadlock_takes_forever():
@@ -298,6 +307,67 @@ def test_the_table():
     ]
 
 
+@pytest.mark.parametrize(
+    "slots",
+    [{"partners": True}, {"delayed": True}, {"partners": True, "delayed": None}],
+    ids=lambda slots: "-".join(map(str, slots)),
+)
+def test_slots_of_every_kind_have_winners_of_their_own(slots):
+    """Legal, and never slower than a family."""
+    rng = random.Random(5)
+    for _ in range(4):
+        S, M, K, costs = draw(rng, most_actions=120)
+        choice = auto(S, M, K, costs=costs, clock="lockstep", budget=20, **slots)
+        see_that_it_is_legal(choice.schedule)
+        assert choice.report == simulate(choice.schedule, costs, "lockstep", **slots)
+        found = [simulate(family, costs, "lockstep", **slots) for family in families(S, M, K)]
+        best = min(report.makespan for report in found)
+        assert choice.report.makespan <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("V", "slots", "winner", "text"),
+    [
+        (
+            1,
+            {},
+            "list(single slots, forward first, ahead as zb_h2, even)",
+            "the best family 37.8, `auto` 37.4",
+        ),
+        (
+            1,
+            {"partners": True},
+            "list(partner slots, forward first, ahead as 1f1b)",
+            "`partners=True` 37.2 and 35.2",
+        ),
+        (
+            2,
+            {"delayed": True},
+            "list(V, single slots, delayed, forward first)",
+            "`delayed=True` 61.2 and 56",
+        ),
+        (
+            2,
+            {"partners": True, "delayed": None},
+            "list(V, single slots, delayed, forward first)",
+            "both 57.7 and 51.9",
+        ),
+    ],
+)
+def test_slots_of_other_kinds_want_other_orders(V, slots, winner, text):
+    """And the numbers of the documentation."""
+    costs = Costs(1, 1.2, 0.8, 0.3)
+    choice = auto(4, 8, 4 * V, costs=costs, clock="lockstep", budget=0, **slots)
+    assert choice.candidates[0].name == winner
+    best = min(c.makespan for c in choice.candidates if c.name in names())
+    assert [float(number) for number in re.findall(r"[\d.]+\d", text)] == [
+        pytest.approx(best),
+        pytest.approx(choice.report.makespan),
+    ]
+    page = (Path(__file__).parent.parent / "docs" / "auto.md").read_text(encoding="utf-8")
+    assert text in " ".join(page.split())
+
+
 def test_lockstep_has_a_winner_of_its_own():
     """Typed slots, all W in slots that every rank uses: no family does that."""
     costs = Costs(f=1.5, i=0.8, w=1.0, comm=0.2)
@@ -347,6 +417,15 @@ def test_what_it_refuses():
     assert refusal(clock="measured") == (
         "clock='measured': a timetable can be chosen for one of 'event', 'lockstep'; give measured "
         "times as costs"
+    )
+    same = auto(np.int64(4), np.int64(8), np.int64(8), budget=np.int64(20), seed=np.int64(1))
+    assert same.schedule == auto(4, 8, 8, budget=20, seed=1).schedule
+    assert refusal(partners=True) == (
+        "partners=True with clock='event': only lockstep ticks have slots that end in exchanges; "
+        "leave it out, or choose clock='lockstep'"
+    )
+    assert refusal(clock="lockstep", delayed=1) == (
+        "delayed=1 is not a bool; give True or False, or None for what is faster"
     )
     assert refusal(budget=-1) == "budget=-1: must be an integer >= 0; leave it out for the usual"
     assert refusal(seed=1.5) == "seed=1.5: must be an integer >= 0; leave it out for the usual"

@@ -281,7 +281,7 @@ def test_something_else_for_a_mesh():
     )
 
 
-@pytest.mark.parametrize("given", [0, -1, 2.0, True, "4", None])
+@pytest.mark.parametrize("given", [0, -1, 2.0, True, "4", None, np.int64(0), np.float32(2)])
 @pytest.mark.parametrize(
     "schedule", ["1f1b", build("1f1b", num_ranks=2, num_microbatches=2)], ids=["name", "object"]
 )
@@ -290,6 +290,14 @@ def test_a_number_of_microbatches_that_is_none(given, schedule):
         f"num_microbatches={given!r}: must be an integer >= 1, the number of equal parts into "
         f"which each data shard's rows are split"
     )
+
+
+def test_numbers_may_be_integers_of_any_kind():
+    pipe = make(num_microbatches=np.int64(2), memory_limit=np.int64(10**9))
+    assert pipe.plan.schedule == make(num_microbatches=2).plan.schedule
+    assert type(pipe.num_microbatches) is type(pipe.plan.memory_limit) is int
+    alone = make(num_microbatches=np.array(2), mesh=make_mesh(stage=1))
+    assert type(alone.num_microbatches) is int
 
 
 @pytest.mark.parametrize("given", ["full", True, 0, ("stage",)])

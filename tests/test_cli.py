@@ -138,6 +138,9 @@ def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
     assert found["winner"]["orders"] == [list(map(str, order)) for order in best.orders]
     assert max(simulate(best).peak_activations) <= 3
     assert "the winner" in run(capsys, "auto", *options)[1]
+    slots = ["--clock", "lockstep", "--partners", "--delayed", "--budget", "0", "--json"]
+    report = json.loads(run(capsys, "auto", *options, *slots)[1])["report"]
+    assert (report["clock"], report["partners"], report["delayed"]) == ("lockstep", True, True)
     assert Path(page).stat().st_size > 500
     code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--memory-limit", "0.5")
     assert (code, out) == (1, "")
@@ -207,8 +210,12 @@ def test_check_passes_and_fails(capsys, tmp_path):
         ([], "the following arguments are required: COMMAND"),
         (["auto", "-S", "4"], "the following arguments are required: -M/--microbatches"),
         (
+            ["auto", *SIZES, "--pattern", "unit"],
+            "auto chooses slots itself, and without pairs; leave out --pattern and --pair",
+        ),
+        (
             ["auto", *SIZES, "--partners"],
-            "auto chooses slots itself, for barriers and without pairs; leave out --pattern,",
+            "partners=True with clock='event': only lockstep ticks have slots that end in",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pipeline import ParallelConfig
@@ -38,6 +39,15 @@ def test_what_follows_is_filled_in(given: Any, found: Any) -> None:
     assert {name: getattr(config, name) for name in found} == found
 
 
+def test_sizes_may_be_integers_of_any_kind() -> None:
+    sizes = {"stage": 4, "tensor": 2, "num_processes": 2, "process_id": 1, "num_microbatches": 8}
+    config = make(axes={"expert": np.array(2)}, **{k: np.int32(v) for k, v in sizes.items()})
+    plain = make(axes={"expert": 2}, **sizes)
+    assert config == plain
+    assert json.dumps(config.to_dict()) == json.dumps(plain.to_dict())
+    assert config.checksum() == plain.checksum()
+
+
 MANY = (
     "data=2 stage=4 tensor=2, data=4 stage=2 tensor=2, data=4 stage=4 tensor=1, "
     "data=1 stage=4 tensor=4, data=1 stage=8 tensor=2, data=8 stage=1 tensor=2 (the nearest of 15)"
@@ -67,6 +77,17 @@ MANY = (
                     "that is not so close"
                 ),
                 "axis 'devices': there is an argument of that name already; use that",
+            ],
+        ),
+        (
+            {"stage": np.True_, "data": np.float32(2), "process_id": np.int8(-1)},
+            [
+                f"stage={np.True_!r}: must be an integer >= 1",
+                (
+                    f"data={np.float32(2)!r}: must be an integer >= 1, or None for what follows "
+                    "from the others"
+                ),
+                f"process_id={np.int8(-1)!r}: must be an integer >= 0, or None",
             ],
         ),
         (

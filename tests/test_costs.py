@@ -37,6 +37,14 @@ def test_what_is_no_duration_at_all(value):
     assert refusal(f=value) == f"{given}; give the measured time, in the same unit for all"
 
 
+@pytest.mark.parametrize("number", [np.int16, np.float32, np.array])
+def test_durations_of_any_kind_become_pythons(number):
+    given = Costs(f=number(2), i=[number(1), 2], comm=[[0, number(1)], [1, 0]], head=number(3))
+    assert given == Costs(f=2, i=(1, 2), comm=((0, 1), (1, 0)), head=3)
+    kept = (given.f, given.head, *given.i, *given.comm[0])
+    assert {type(value) for value in kept} <= {int, float}
+
+
 def test_messages_make_a_square():
     assert refusal(comm=[[0, 1], [1]]) == (
         "Costs(comm=[[0, 1], [1]]) has 2 rows of [1, 2] numbers: comm[source][target] is a square "

@@ -106,8 +106,11 @@ def test_any_trainer_may_differentiate_it(option):
     models.assert_matches(pipe, found, wanted(Hostile, 2))
 
 
-@pytest.mark.parametrize("option", ["zero1", "fsdp", "action"])
-def test_stages_that_are_not_alike(option):
+@pytest.mark.parametrize(
+    ("option", "bubbles"),
+    [("zero1", "skip"), ("fsdp", "skip"), ("action", "skip"), ("action", "masked")],
+)
+def test_stages_that_are_not_alike(option, bubbles):
     """Their shared storage is sharded over data as any array is."""
     kinds = [Hostile, models.Block]
     stages = [kind(nnx.Rngs(k)) for k, kind in enumerate(kinds)]
@@ -118,6 +121,7 @@ def test_stages_that_are_not_alike(option):
         schedule="1f1b",
         mesh=make_mesh(stage=2, data=2),
         loss_fn=models.cross_entropy,
+        bubbles=bubbles,
         **ends(),
         **OPTIONS[option],
     )
@@ -269,19 +273,28 @@ def test_an_optimizer_inherits_it_by_metadata():
 # --- what is sent ---
 
 
-def sent(option: str, *, family="1f1b", remat="stage", D=2, S=2) -> dict[str, list[float]]:
-    """[S] bytes that leave a rank over `data` in a step, by kind of collective; out of the HLO."""
+class AlsoWide(Wide):
+    """What is not alike to `Wide`, and as large."""
+
+
+def compiled(option: str, *, kinds=(Wide, Wide), D=2, **options) -> tuple[Pipeline, str]:
+    """A pipeline, and its step as HLO."""
     pipe = Pipeline(
-        [nnx.eval_shape(lambda: Wide(nnx.Rngs(0))) for _ in range(S)],
+        [nnx.eval_shape(lambda kind=kind: kind(nnx.Rngs(0))) for kind in kinds],
         M,
-        schedule=family,
-        mesh=make_mesh(stage=S, data=D),
+        mesh=make_mesh(stage=len(kinds), data=D),
         loss_fn=models.squares,
-        remat=remat,
+        **options,
         **OPTIONS[option],
     )
     x = jax.ShapeDtypeStruct((M * D * 16, WIDE), jnp.float32)
-    found = Sent(pipe.lower(x, x).compile().as_text(), pipe.plan.training, pipe.mesh)
+    return pipe, pipe.lower(x, x).compile().as_text()
+
+
+def sent(option: str, *, family="1f1b", remat="stage", D=2) -> dict[str, list[float]]:
+    """[S] bytes that leave a rank over `data` in a step, by kind of collective; out of the HLO."""
+    pipe, text = compiled(option, schedule=family, remat=remat, D=D)
+    found = Sent(text, pipe.plan.training, pipe.mesh)
     return {kind: sent.tolist() for (axes, kind), sent in found.bytes.items() if axes == ("data",)}
 
 
@@ -312,6 +325,19 @@ def test_bytes_sent_where_actions_gather(family, remat, gathers):
         "reduce-scatter": [part] * 2,
         "all-gather": [times * M * part for times in gathers],
     }
+
+
+@pytest.mark.parametrize("kinds", [(Wide, Wide), (Wide, AlsoWide)], ids=["alike", "unlike"])
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_no_masked_action_keeps_what_another_has_gathered(kinds, remat):
+    """Nothing but a barrier keeps XLA from gathering once before the loop, without conditionals."""
+    _, text = compiled("action", kinds=kinds, bubbles="masked", schedule="1f1b", remat=remat)
+    found = computations(text)
+
+    def gathers(lines) -> int:
+        return sum(opcode(line) in ("all-gather", "all-gather-start") for line in lines)
+
+    assert gathers(in_loops(found)) == sum(map(gathers, found.values())) > 0
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -7,6 +7,7 @@ import functools
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import schedules
@@ -317,10 +318,34 @@ def test_an_unknown_family_names_the_nearest():
     )
 
 
+class Index:
+    """What Python takes for an index, and nothing else."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
 @pytest.mark.parametrize("argument", ["num_ranks", "num_microbatches", "num_stages"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, True, "4", np.int32(0), np.float32(2), np.True_, np.arange(2), [2]]
+)
 def test_sizes_are_positive_integers(argument, value):
     assert refusal(**{argument: value}) == f"{argument}={value!r}: must be an integer >= 1"
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.array, Index])
+def test_sizes_may_be_integers_of_any_kind(number):
+    found = schedules.build(
+        "zb_v", num_ranks=number(2), num_microbatches=number(4), num_stages=number(4)
+    )
+    plain = schedules.build("zb_v", num_ranks=2, num_microbatches=4, num_stages=4)
+    assert found == plain
+    assert type(found.num_microbatches) is int
+    assert {type(number) for order in found.orders for a in order for number in a} == {int, str}
+    assert repr(schedules.check(found)) == repr(plain)
 
 
 def test_every_rank_holds_as_many_stages():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
@@ -78,12 +79,22 @@ def test_a_whole_tpu_slice_is_laid_out_along_its_links(monkeypatch: pytest.Monke
         ({"stage": 2, "data": -1}, "data=-1: must be an integer >= 1"),
         ({"stage": 2.0}, "stage=2.0: must be an integer >= 1"),
         ({"stage": True}, "stage=True: must be an integer >= 1"),
+        ({"stage": np.int8(0)}, f"stage={np.int8(0)!r}: must be an integer >= 1"),
+        ({"stage": np.True_}, f"stage={np.True_!r}: must be an integer >= 1"),
+        ({"stage": 2, "data": np.float64(2)}, f"data={np.float64(2)!r}: must be an integer >= 1"),
     ],
 )
 def test_bad_sizes(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         collectives.make_mesh(**sizes)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("number", [np.int32, np.array, jnp.array])
+def test_sizes_may_be_integers_of_any_kind(number: Any) -> None:
+    mesh = collectives.make_mesh(stage=number(2), data=None, tensor=number(2))
+    assert mesh == collectives.make_mesh(stage=2, data=None, tensor=2)
+    assert {type(size) for size in mesh.shape.values()} == {int}
 
 
 def test_a_mesh_without_a_stage_axis() -> None:

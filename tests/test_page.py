@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -394,6 +395,18 @@ def test_every_wait_says_why_and_for_whom(open_page):
             shown += 1
     assert shown > 6
     assert {wait.cause for row in ONE.explain().waits for wait in row} >= {"fill", "communication"}
+
+
+def test_what_ranks_share_is_a_box_of_all_of_them(open_page):
+    report = simulate(ONE.schedule, Costs(1, 1, 1, 0.5, head=2), shared=("head",))
+    page = open_page(report)
+    assert len(report.common) == 4
+    for rank, (start, end) in itertools.product((0, 1), report.common):
+        middle = (start + end) / 2
+        assert page.colour(middle, rank) == LIGHT.shared
+        lines = page.point(middle, rank)
+        assert lines[:2] == ["shared by all ranks", f"rank {rank}"]
+        assert lines[2] == f"{start:g} – {end:g}, takes {end - start:g}"
 
 
 def test_pointing_beside_the_rows_tells_nothing(open_page):

@@ -245,19 +245,3 @@ def test_of_two_ranks_each_is_the_other_s_partner(delayed, comm):
         simulate(schedule, costs, "lockstep", partners=p, **options) for p in (False, True)
     )
     assert one.makespan == pytest.approx(other.makespan)
-
-
-def test_only_lockstep_has_meetings():
-    with pytest.raises(ScheduleError) as caught:
-        simulate(TWO, shared=BOTH)
-    assert str(caught.value) == (
-        "shared=('embed', 'head') with clock='event': only in lockstep do all ranks meet to share "
-        "work; leave it out, or choose clock='lockstep'"
-    )
-    report = simulate(TWO, clock="lockstep", shared=("head",))
-    with pytest.raises(ScheduleError) as caught:
-        report.explain()
-    assert str(caught.value) == (
-        "explain() of a report with shared=('head',): what ranks do together is no action of "
-        "theirs, so their waiting cannot be told from it; simulate without shared="
-    )

@@ -16,13 +16,15 @@ function at(row, time) {
   if (n >= 0 && row.ends[n] >= time) return { row, type: "action", index: n, time };
   const w = firstAbove(row.waits.starts, time) - 1;
   if (w >= 0 && row.waits.ends[w] >= time) return { row, type: "wait", index: w, time };
+  const c = firstAbove(row.common.starts, time) - 1;
+  if (c >= 0 && row.common.ends[c] >= time) return { row, type: "common", index: c, time };
   return null;
 }
 
 /** When something begins and ends. */
 function timesOf({ row, type, index, time }) {
   if (type === "held") return [time, time];
-  const from = type === "wait" ? row.waits : row;
+  const from = { action: row, wait: row.waits, common: row.common }[type];
   return [from.starts[index], from.ends[index]];
 }
 
@@ -31,6 +33,7 @@ function beside(item, step) {
   const [start, end] = timesOf(item), { row } = item, all = [];
   for (let n = 0; n < row.starts.length; n++) all.push([row.starts[n], row.ends[n], "action", n]);
   row.waits.starts.forEach((begin, n) => all.push([begin, row.waits.ends[n], "wait", n]));
+  row.common.starts.forEach((begin, n) => all.push([begin, row.common.ends[n], "common", n]));
   all.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
   const here = all.findIndex(([a, b, type, n]) => a === start && b === end && type === item.type && n === item.index);
   const next = all[Math.max(0, Math.min(all.length - 1, here + step))];
@@ -54,6 +57,7 @@ function tell(panel, item) {
     if (row.joined.has(index - 1)) lines.push(`overlaps with ${nameOf(entry, row, index - 1)}`);
     return lines;
   }
+  if (type === "common") return ["shared", "by all ranks", `rank ${row.rank}`, when];
   const cause = CAUSES[row.waits.causes[index]], before = row.waits.before[index], behind = blamed(panel, item);
   const lines = [cause, "idle", `rank ${row.rank}: ${DATA.causes[cause]}`, when];
   if (behind) lines.push(`waits for ${nameOf(entry, behind.row, behind.index)} on rank ${behind.row.rank}`);

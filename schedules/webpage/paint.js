@@ -90,6 +90,7 @@ function paintRow(pen, row, y) {
   const from = Math.max(0, first - 1); // and what takes no time at the very edge
   if (stop - first > box.plot / DENSE) return paintDense(pen, row, y);
   paintWaits(pen, row.waits, y);
+  paintCommon(pen, row.common, y);
   for (let n = from; n < stop; n++) paintBox(pen, row, n, y);
   for (const n of row.joined) if (n + 1 >= from && n < stop) paintPair(pen, row, n, y);
 }
@@ -164,6 +165,15 @@ function paintWaits({ context, box, colours, x }, waits, y) {
     if (box.row < 13 || context.measureText(cause).width + 14 > right - left) continue;
     const middle = (left + right - 1) / 2;
     label(context, cause, { middle, y: y + box.row / 2 + 0.5, colour: colours.muted, rim: colours.idle });
+  }
+}
+
+/** What all ranks do together. */
+function paintCommon({ context, box, colours, x }, { starts, ends }, y) {
+  context.fillStyle = colours.shared;
+  const stop = firstAbove(starts, view.end);
+  for (let n = firstAbove(ends, view.start); n < stop; n++) {
+    context.fillRect(x(starts[n]), y, Math.max(0.8, x(ends[n]) - x(starts[n]) - 0.5), box.row);
   }
 }
 

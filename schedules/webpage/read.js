@@ -26,6 +26,8 @@ function ordersOf(entry) {
 
 /** The rows of a report: an order, its times, its waits and what it holds in memory. */
 function rowsOf(entry, report) {
+  const [starts = new Float64Array(), ends = new Float64Array()] = report.common.map(floats);
+  const common = { starts, ends };
   report.read ??= ordersOf(entry).map((order, rank) => {
     const starts = floats(report.starts[rank]), ends = floats(report.ends[rank]);
     const waits = report.waits[rank];
@@ -43,6 +45,7 @@ function rowsOf(entry, report) {
         behindRank: integers(waits.behind_rank),
         behind: integers(waits.behind),
       },
+      common,
       held: heldBy(order.kinds, starts, ends),
     };
   });
