@@ -137,7 +137,7 @@ def predict(
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body = find_shard_map(traced.jaxpr.jaxpr)
     returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=not used)
+    walk = Walk(body, returned=not used, products_fuse=plan.mesh.devices.flat[0].platform == "tpu")
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))

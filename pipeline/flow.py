@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from pipeline.primitives import CHEAP, LIGHT, callee, cost_of
+from pipeline.primitives import CHEAP, LIGHT, callee, cost_of, is_ref
 
 Slots = Sequence["Value | None"]  # None where an equation has a literal
 
@@ -77,6 +77,7 @@ class Node:
 
     Attributes:
       eqn: it.
+      operands: what it is given, None for literals.
       reads: its operands, but for literals.
       makes: its results.
       fuses: whether it computes its operands on the way.
@@ -86,12 +87,36 @@ class Node:
     """
 
     eqn: Any
+    operands: Slots
     reads: list[Value]
     makes: list[Value]
     fuses: bool
     given: list[Value] = field(default_factory=list)
     loop: bool = False
     inner: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it makes anything that has memory, or changes any."""
+        return any(v.held for v in self.makes) or bool(self.eqn.effects) or self.loop
+
+    @property
+    def writes(self) -> set[Value]:
+        """The refs that it may write to."""
+        if self.eqn.primitive.name == "get" or not self.eqn.effects:
+            return set()
+        pairs = zip(self.operands, self.eqn.invars, strict=False)
+        return {v for v, var in pairs if v is not None and is_ref(var.aval)}
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product."""
+        return bool(self.eqn.primitive.name == "dot_general")
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to a ref."""
+        return bool(self.eqn.primitive.name == "addupdate")
 
     @property
     def is_dear(self) -> bool:
@@ -104,14 +129,15 @@ class Flow:
 
     Args:
       enter: looks into an equation with a body, given its node and its operands.
+      products_fuse: whether matrix products compute their operands on the way.
 
     Attributes:
       nodes: the equations, in order.
       refs: the refs that are made, and the equations that make them.
     """
 
-    def __init__(self, enter: Callable[[Node, Slots], None]) -> None:
-        self._enter = enter
+    def __init__(self, enter: Callable[[Node, Slots], None], *, products_fuse: bool) -> None:
+        self._enter, self._products_fuse = enter, products_fuse
         self.nodes: list[Node] = []
         self.refs: dict[Value, Any] = {}
 
@@ -139,7 +165,7 @@ class Flow:
     def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
         name, makes = eqn.primitive.name, [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
         given = [v for v in reads if v is not None]
-        node = Node(eqn, given, makes, fuses=False)
+        node = Node(eqn, reads, given, makes, fuses=False)
         if name == "get" or (cost_of(eqn) in (CHEAP, LIGHT) and name not in _WHOLE):
             node.fuses = True
             node.given = given
@@ -151,7 +177,9 @@ class Flow:
             node.given = given
             self.refs[makes[0]] = eqn
         elif name == "dot_general":
-            node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
+            node.fuses = self._products_fuse
+            if not node.fuses:
+                node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
         elif name in _BODIES:
             self._enter(node, reads)
         self.nodes.append(node)
@@ -168,7 +196,7 @@ class Flow:
         if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
             return value
         turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
-        self.nodes.append(Node(eqn, [value], [turned], fuses=True, given=[value]))
+        self.nodes.append(Node(eqn, (), [value], [turned], fuses=True, given=[value]))
         return turned
 
 

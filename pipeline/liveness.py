@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline.flow import Flow, Node, Slots, Value, nbytes
+from pipeline.order import late_order
 from pipeline.primitives import callee, loop_sizes
 
 
@@ -44,8 +45,10 @@ class Walk:
         picked: Iterable[int] = (),
         written: Iterable[int] = (),
         returned: bool = False,
+        products_fuse: bool = False,
     ) -> None:
-        flow = Flow(_enter)
+        self._products_fuse = products_fuse
+        flow = Flow(self._enter, products_fuse=products_fuse)
         self.nodes, self.refs = flow.nodes, flow.refs
         own, parts = set(owned), set(picked)
         inputs = []
@@ -63,6 +66,40 @@ class Walk:
             for value in self.outs:
                 self._place(value)
         self.peak = self._sweep([*self.outs, *stored])
+
+    # --- equations with bodies ---
+
+    def _enter(self, node: Node, reads: Slots) -> None:
+        """Find out what an equation with a body holds inside."""
+        params, name = node.eqn.params, node.eqn.primitive.name
+        if name == "while":
+            consts, before = params["body_nconsts"], params["cond_nconsts"]
+            start, body, num_carry = before + consts, params["body_jaxpr"], len(node.makes)
+            self._loop(node, reads, body.jaxpr, start, consts, num_carry)
+        elif name == "scan":
+            num_consts, num_carry = loop_sizes(node.eqn)
+            self._loop(node, reads, params["jaxpr"].jaxpr, num_consts, num_consts, num_carry)
+        else:
+            peaks = [self._inside(branch.jaxpr).peak for branch in params["branches"]]
+            node.loop = True
+            node.inner = max(max(peaks) - sum(v.size for v in node.makes), 0)
+
+    def _loop(
+        self, node: Node, reads: Slots, body: Any, start: int, consts: int, num_carry: int
+    ) -> None:
+        """The carry is given to the body and comes back out of it."""
+        node.given = [v for v in reads[start : start + num_carry] if v is not None]
+        walk = self._inside(
+            body,
+            owned=range(consts, consts + num_carry),
+            picked=range(consts + num_carry, len(body.invars)),
+            written=range(num_carry, len(body.outvars)),
+        )
+        carried = sum(v.size for v in node.makes[:num_carry])
+        node.loop, node.inner = True, max(walk.peak - carried, 0)
+
+    def _inside(self, body: Any, **options: Any) -> Walk:
+        return Walk(body, products_fuse=self._products_fuse, **options)
 
     # --- what has memory of its own ---
 
@@ -92,10 +129,12 @@ class Walk:
             readers.update(set(node.reads))
             if not node.fuses:
                 whole.update(node.reads)
+        if self._products_fuse:
+            self._finish_products(readers, whole)
         for node in self.nodes:
             sources = frozenset().union(*(v.sources for v in node.reads))
             for value in node.makes:
-                dear = node.is_dear and readers[value] > 1
+                dear = node.is_dear and readers[value] > 1 and not self._products_fuse
                 if value.held or value in whole or dear:
                     value.hold()
                 else:
@@ -103,25 +142,43 @@ class Walk:
         for value in whole:
             value.hold()
 
+    def _finish_products(self, readers: Counter[Value], whole: set[Value]) -> None:
+        """Let arithmetic that alone reads a product's result be computed within the product."""
+        reader = {value: node for node in self.nodes for value in node.reads}
+        made = [v for node in self.nodes if node.is_product for v in node.makes]
+        while made:
+            value = made.pop()
+            if readers[value] != 1 or value in whole:
+                continue
+            node = reader[value]
+            if node.adds:
+                value.held = False
+            elif node.given and node.fuses and 0 < node.makes[0].size <= value.size:
+                value.held, node.makes[0].held = False, True
+                made.append(node.makes[0])
+
     # --- when ---
 
-    def _sweep(self, outs: Iterable[Value]) -> int:
+    def _sweep(self, outs: Sequence[Value]) -> int:
+        """The most bytes held at once, in that order of the nodes in which it is least."""
+        nodes = [node for node in self.nodes if node.counts]
+        return min(self._peak(order, outs) for order in (nodes, late_order(nodes, outs)))
+
+    def _peak(self, nodes: Sequence[Node], outs: Iterable[Value]) -> int:
         """The most bytes held at once."""
         last: dict[Value, int] = {}
-        for when, node in enumerate(self.nodes):
-            if any(v.held for v in node.makes) or node.eqn.effects or node.loop:
-                for value in node.reads:
-                    last.update(dict.fromkeys(value.sources, when))
-        end = len(self.nodes)
+        for when, node in enumerate(nodes):
+            for value in node.reads:
+                last.update(dict.fromkeys(value.sources, when))
         for value in outs:
-            last.update(dict.fromkeys(value.sources, end))
+            last.update(dict.fromkeys(value.sources, len(nodes)))
         ends: dict[int, list[Value]] = {}
         for value, when in last.items():
             ends.setdefault(when, []).append(value)
         live = {value for value in self.owned if value in last}
         peak = held = sum(v.size for v in self.owned)
         held = sum(v.size for v in live)
-        for when, node in enumerate(self.nodes):
+        for when, node in enumerate(nodes):
             dying = [v for v in ends.get(when, []) if v in live]
             makes = [v for v in node.makes if v.held and v in last and v not in live]
             passed = _passed(node, dying, makes)
@@ -143,45 +200,6 @@ def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[
             wanted[value.size] -= 1
             passed.append(value)
     return passed
-
-
-# --- equations with bodies ---
-
-
-def _while(node: Node, reads: Slots) -> None:
-    params = node.eqn.params
-    consts, before = params["body_nconsts"], params["cond_nconsts"]
-    _loop(node, reads, params["body_jaxpr"].jaxpr, before + consts, consts, len(node.makes))
-
-
-def _scan(node: Node, reads: Slots) -> None:
-    num_consts, num_carry = loop_sizes(node.eqn)
-    _loop(node, reads, node.eqn.params["jaxpr"].jaxpr, num_consts, num_consts, num_carry)
-
-
-def _loop(node: Node, reads: Slots, body: Any, start: int, consts: int, num_carry: int) -> None:
-    """The carry is given to the body and comes back out of it."""
-    node.given = [v for v in reads[start : start + num_carry] if v is not None]
-    walk = Walk(
-        body,
-        owned=range(consts, consts + num_carry),
-        picked=range(consts + num_carry, len(body.invars)),
-        written=range(num_carry, len(body.outvars)),
-    )
-    carried = sum(v.size for v in node.makes[:num_carry])
-    node.loop, node.inner = True, max(walk.peak - carried, 0)
-
-
-def _cond(node: Node, reads: Slots) -> None:
-    del reads
-    results = sum(v.size for v in node.makes)
-    peaks = [Walk(branch.jaxpr).peak for branch in node.eqn.params["branches"]]
-    node.loop, node.inner = True, max(max(peaks) - results, 0)
-
-
-def _enter(node: Node, reads: Slots) -> None:
-    """Find out what an equation with a body holds inside."""
-    {"while": _while, "scan": _scan, "cond": _cond}[node.eqn.primitive.name](node, reads)
 
 
 def find_shard_map(jaxpr: Any) -> Any:
