@@ -2,7 +2,8 @@
 
 A v5e 2x4 slice, S = 8, M = 32, a stage of 4 residual MLP layers of 4096 x 16384, 2048 rows a
 microbatch, weights and sums of gradients in bfloat16: 1 GiB of either on each rank. Gradients are
-results of the step and lie where those go, so they are no temporary. ``--help`` lists what can be
+results of the step and lie where those go, so they are no temporary. Beside the compiler's
+temporaries is what `pipe.describe` predicts of them. ``--help`` lists what can be
 asked for instead. Takes one to two minutes of CPU time for each schedule.
 """
 
@@ -21,10 +22,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from pipeline import Pipeline
+from pipeline.bytes import predict
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 4096, 16384, 2048
 GIB = 2**30
-HEADER = ["schedule", "M", "buffers", "temporaries", "arguments", "results", "CPU seconds"]
+HEADER = [
+    "schedule",
+    "M",
+    "buffers",
+    "temporaries",
+    "predicted",
+    "arguments",
+    "results",
+    "CPU seconds",
+]
 
 
 def matrix(*shape: int) -> nnx.Param:
@@ -98,6 +109,7 @@ def row(mesh: Mesh, schedule: str, num_microbatches: int, args: argparse.Namespa
     sizes = compiled.memory_analysis()
     columns = (
         sizes.temp_size_in_bytes,
+        predict(pipe.plan, *pipe.plan.seen[0]).temporaries,
         sizes.argument_size_in_bytes,
         sizes.output_size_in_bytes,
     )
@@ -113,7 +125,7 @@ def row(mesh: Mesh, schedule: str, num_microbatches: int, args: argparse.Namespa
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("schedules", nargs="*", default=["eager_1f1b", "1f1b"])
+    parser.add_argument("schedules", nargs="*", default=["1f1b", "eager_1f1b", "zb_h1", "gpipe"])
     parser.add_argument("--microbatches", nargs="*", type=int, default=[32])
     parser.add_argument("--stage", choices=sorted(STAGES), default="loop")
     parser.add_argument("--loss", choices=sorted(LOSSES), default="mean")

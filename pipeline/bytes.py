@@ -4,7 +4,8 @@ Letters: S ranks, D data shards. One program runs on all ranks, so every rank al
 the most that any of them needs. The prediction is read off the traced step itself, the one that is
 compiled: what its refs take (messages, stashes, crossings, gradients), and beside them the most
 that is live at any moment within an action (`pipeline.liveness`). With ``remat="stage"`` that is
-mainly the residuals of one stage, which its backward computes again.
+mainly the residuals of one stage, which its backward computes again. What is live depends on what
+the compiler fuses, so on the platform of the mesh.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Node:
     @property
     def writes(self) -> set[Value]:
         """The refs that it may write to."""
-        if self.eqn.primitive.name == "get" or not self.eqn.effects:
+        if self.eqn.primitive.name == "get":
             return set()
         pairs = zip(self.operands, self.eqn.invars, strict=False)
         return {v for v, var in pairs if v is not None and is_ref(var.aval)}

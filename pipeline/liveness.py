@@ -1,6 +1,6 @@
 """How many bytes a computation holds at its worst moment, from its jaxpr.
 
-This is what a compiler that fuses well needs, in the order in which the jaxpr is written:
+This is what a compiler that fuses well needs, in a good order (`pipeline.order`):
 
 * arithmetic and picks of parts are computed within what reads them; their results exist only where
   something reads them that takes whole arrays (a matrix product, a loop, an exchange), or where
@@ -8,6 +8,11 @@ This is what a compiler that fuses well needs, in the order in which the jaxpr i
 * a result takes the place of an operand of its size that nobody needs any more;
 * what a loop carries is one buffer, from its start to its result; a ref is one too, written in
   place.
+
+The TPU compiler fuses further, as its optimised HLO shows: a matrix product there computes its
+operands on the way, exponentials too, and arithmetic that alone reads its result within it, adding
+to a ref included. Of an MLP layer it keeps the first product's result alone, where XLA for CPU also
+keeps what follows from it: the activation function's inside and the second product's operand.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ class Walk:
       written: indices of outputs that go into something larger.
       returned: whether its outputs are those of the program, which have memory elsewhere. So has
         a ref whose final value is such an output and takes as many bytes.
+      products_fuse: whether matrix products compute their operands on the way, and what follows.
 
     Attributes:
       peak: the most bytes it holds at once, owned inputs and all outputs included.
