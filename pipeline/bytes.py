@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from pipeline import runtime
-from pipeline.flow import nbytes
+from pipeline.flow import Compiler, nbytes
 from pipeline.hoist import cast_once
-from pipeline.liveness import Walk, find_shard_map
+from pipeline.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.tree import Tree
@@ -138,7 +139,7 @@ def predict(
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     body = find_shard_map(traced.jaxpr.jaxpr)
     returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=not used, products_fuse=plan.mesh.devices.flat[0].platform == "tpu")
+    walk = Walk(body, returned=not used, compiler=compiler_of(plan.mesh))
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
@@ -161,6 +162,14 @@ def predict(
         workspace=max(0, walk.peak - held),
         casts=cast_once(body) if plan.mesh.devices.flat[0].platform == "tpu" else 0,
     )
+
+
+def compiler_of(mesh: Mesh) -> Compiler:
+    """What is known of the compiler for a mesh's devices; all but TPUs are taken for CPUs."""
+    if mesh.devices.flat[0].platform != "tpu":
+        return XLA_FOR_CPU
+    lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
+    return Compiler(products_fuse=True, lone=lone)
 
 
 def _name(eqn: Any) -> str:

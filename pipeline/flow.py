@@ -43,6 +43,7 @@ _WHOLE = frozenset(
 )
 # fmt: on
 _WRITES = frozenset(("swap", "addupdate"))
+_SUMS = frozenset(("psum", "psum_invariant"))
 _BODIES = frozenset(("while", "scan", "cond"))
 
 
@@ -50,6 +51,22 @@ def nbytes(aval: Any) -> int:
     """The size of an array, or of the array that a ref holds."""
     aval = getattr(aval, "inner_aval", aval)
     return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What a platform's compiler makes of a jaxpr.
+
+    Attributes:
+      products_fuse: matrix products compute their operands on the way, exponentials too, and
+        within them what alone reads their results, an addition to a ref included. So the TPU
+        compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
+      lone: mesh axes of one device. The TPU compiler drops sums over them; XLA for CPU makes new
+        arrays.
+    """
+
+    products_fuse: bool = False
+    lone: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -129,15 +146,15 @@ class Flow:
 
     Args:
       enter: looks into an equation with a body, given its node and its operands.
-      products_fuse: whether matrix products compute their operands on the way.
+      compiler: whose memory is meant.
 
     Attributes:
       nodes: the equations, in order.
       refs: the refs that are made, and the equations that make them.
     """
 
-    def __init__(self, enter: Callable[[Node, Slots], None], *, products_fuse: bool) -> None:
-        self._enter, self._products_fuse = enter, products_fuse
+    def __init__(self, enter: Callable[[Node, Slots], None], compiler: Compiler) -> None:
+        self._enter, self._compiler = enter, compiler
         self.nodes: list[Node] = []
         self.refs: dict[Value, Any] = {}
 
@@ -155,12 +172,17 @@ class Flow:
             body, _ = callee(eqn)
             if body is not None:
                 found = self.read(getattr(body, "jaxpr", body), reads)
-            elif eqn.primitive.name in _VIEWS or _keeps(eqn):
+            elif eqn.primitive.name in _VIEWS or _keeps(eqn) or self._drops(eqn):
                 found = reads[: len(eqn.outvars)]
             else:
                 found = self._node(eqn, reads)
             env.update(zip(eqn.outvars, found, strict=True))
         return list(map(look_up, jaxpr.outvars))
+
+    def _drops(self, eqn: Any) -> bool:
+        """Whether it is a sum over one device that is left out."""
+        name, lone = eqn.primitive.name, self._compiler.lone
+        return name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
 
     def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
         name, makes = eqn.primitive.name, [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
@@ -177,7 +199,7 @@ class Flow:
             node.given = given
             self.refs[makes[0]] = eqn
         elif name == "dot_general":
-            node.fuses = self._products_fuse
+            node.fuses = self._compiler.products_fuse
             if not node.fuses:
                 node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
         elif name in _BODIES:

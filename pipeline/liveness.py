@@ -9,10 +9,9 @@ This is what a compiler that fuses well needs, in a good order (`pipeline.order`
 * what a loop carries is one buffer, from its start to its result; a ref is one too, written in
   place.
 
-The TPU compiler fuses further, as its optimised HLO shows: a matrix product there computes its
-operands on the way, exponentials too, and arithmetic that alone reads its result within it, adding
-to a ref included. Of an MLP layer it keeps the first product's result alone, where XLA for CPU also
-keeps what follows from it: the activation function's inside and the second product's operand.
+The TPU compiler fuses further (`pipeline.flow.Compiler`). Of an MLP layer it keeps the first
+product's result alone, where XLA for CPU also keeps what follows from it: the activation function's
+inside and the second product's operand.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.flow import Flow, Node, Slots, Value, nbytes
+from pipeline.flow import Compiler, Flow, Node, Slots, Value, nbytes
 from pipeline.order import late_order
 from pipeline.primitives import callee, loop_sizes
+
+XLA_FOR_CPU = Compiler()
 
 
 class Walk:
@@ -36,7 +37,7 @@ class Walk:
       written: indices of outputs that go into something larger.
       returned: whether its outputs are those of the program, which have memory elsewhere. So has
         a ref whose final value is such an output and takes as many bytes.
-      products_fuse: whether matrix products compute their operands on the way, and what follows.
+      compiler: whose memory is meant.
 
     Attributes:
       peak: the most bytes it holds at once, owned inputs and all outputs included.
@@ -51,10 +52,10 @@ class Walk:
         picked: Iterable[int] = (),
         written: Iterable[int] = (),
         returned: bool = False,
-        products_fuse: bool = False,
+        compiler: Compiler = XLA_FOR_CPU,
     ) -> None:
-        self._products_fuse = products_fuse
-        flow = Flow(self._enter, products_fuse=products_fuse)
+        self._compiler = compiler
+        flow = Flow(self._enter, compiler)
         self.nodes, self.refs = flow.nodes, flow.refs
         own, parts = set(owned), set(picked)
         inputs = []
@@ -105,7 +106,7 @@ class Walk:
         node.loop, node.inner = True, max(walk.peak - carried, 0)
 
     def _inside(self, body: Any, **options: Any) -> Walk:
-        return Walk(body, products_fuse=self._products_fuse, **options)
+        return Walk(body, compiler=self._compiler, **options)
 
     # --- what has memory of its own ---
 
@@ -135,12 +136,12 @@ class Walk:
             readers.update(set(node.reads))
             if not node.fuses:
                 whole.update(node.reads)
-        if self._products_fuse:
+        if fuse := self._compiler.products_fuse:
             self._finish_products(readers, whole)
         for node in self.nodes:
             sources = frozenset().union(*(v.sources for v in node.reads))
             for value in node.makes:
-                dear = node.is_dear and readers[value] > 1 and not self._products_fuse
+                dear = node.is_dear and readers[value] > 1 and not fuse
                 if value.held or value in whole or dear:
                     value.hold()
                 else:
