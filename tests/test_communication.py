@@ -24,11 +24,8 @@ from pipeline.placement import APART
 from pipeline.ticks import segments
 from pipeline.turns import needed
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
-from schedules import build as schedule
-from schedules import lower, names
 from schedules.program import Program
 from tests.hlo import Sent
-from tests.sizes import CHUNKS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import LlamaConfig, build, loss_fn
@@ -303,29 +300,3 @@ def test_bits_of_gradients(bits):
     wanted = [value(cell, known) for cell in row[:2]]
     assert found.over("data").tolist() == [wanted[0]] * 2
     assert found.over("data", "stage").tolist() == [wanted[1]] * 2
-
-
-# --- messages ---
-
-
-@pytest.mark.parametrize("row", table("schedule").items(), ids=lambda row: row[0])
-def test_messages_of_a_schedule(row):
-    label, (V, *cells) = row
-    family, *said = label.replace("`", "").split(", ")
-    options = {"pattern": "partner"} if 'pattern="partner"' in said else {}
-    if "delayed=True" in said:
-        options = {"delayed": True}
-    S = 4
-    timetable = schedule(family, num_ranks=S, num_microbatches=16, num_stages=S * int(V))
-    program = lower(timetable, **options)
-    X, T, read = exchanges(program)[1], program.num_ticks, traffic.messages_read(program)
-    less = 2 if timetable.placement[-1] == 0 else 1
-    assert read.tolist() == [(2 * int(V) - n) * 16 for n in (less, 0, 0, less)]
-    assert cells == [" + ".join(program.pattern), *map(str, (T, X // T, X, read[1]))]
-    assert X % T == 0
-
-
-def test_all_schedules_are_there():
-    found = {label.strip("`"): int(row[0]) for label, row in table("schedule").items()}
-    assert {name for name in found if "," not in name} == set(names())
-    assert {name: V for name, V in found.items() if name in CHUNKS} == CHUNKS
