@@ -129,8 +129,11 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
             return total / weight
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
-        # Only the last rank has written results; all others hold zeros.
-        return jax.tree.map(_unsplit, sum_over(actions.results.all(), STAGE))
+        # Only the last rank has written results; all others hold zeros. A sum counts flags.
+        found = actions.results.all()
+        return jax.tree.map(
+            lambda total, like: _unsplit(total.astype(like.dtype)), sum_over(found, STAGE), found
+        )
 
     data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
     if shares_head and not take_loss:
