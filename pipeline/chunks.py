@@ -147,6 +147,9 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
     if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
         return _stack_keys(leaves, sharding)
 
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
+        return jax.lax.with_sharding_constraint(jax.numpy.stack(leaves), sharding)
+
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
 

@@ -203,7 +203,11 @@ class Pipeline(nnx.Module):
         )
         advance(self)
         see_that_it_fits(self.plan, *operands)
-        value, grads, _ = runtime.train(self.plan, *operands)
+        with differentiable.refusing_twice(
+            "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
+            "loss(), or call value_and_grad() alone"
+        ):
+            value, grads, _ = runtime.train(self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 

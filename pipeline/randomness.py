@@ -62,9 +62,8 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
         if isinstance(variable, nnx.RngKey):
             numbers = [flat[(*path[:-1], "count")].get_value(), microbatch]
             data = (DATA,) if DATA in axes else ()
-            for axis in (*data, *(() if variable.get_metadata(ALIKE, None) else own)):
-                numbers.append(jax.lax.axis_index(axis))
-            value = _folded(value, numbers)
+            apart = (*data, *(() if variable.get_metadata(ALIKE, None) else own))
+            value = _folded(value, [*numbers, *map(jax.lax.axis_index, apart)])
         else:
             value = jnp.zeros_like(value)
         folded.append((path, variable.replace(value)))

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from collectives import STAGE
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
-from pipeline.tree import Tree, is_abstract
+from pipeline.tree import Tree, is_abstract, zeros
 from pipeline.variables import metadata, raw
 
 Path = tuple[Any, ...]
@@ -226,6 +226,9 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):
         return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
+    if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
+        filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
+        return label(jax.lax.with_sharding_constraint(filled, sharding))  # made under jit
     is_key = jax.numpy.issubdtype(first.dtype, jax.dtypes.prng_key)
     plain: Any = jax.random.key_data if is_key else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
@@ -243,6 +246,14 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     if is_key:
         values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
     return label(values)
+
+
+def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
+    """What one rank has in a cell."""
+    found = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
+    for variable, spot in held:
+        found = spot.fill(found, raw(variable))
+    return found
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
