@@ -69,7 +69,8 @@ def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:
     floats, _ = partition(outputs)
     total = jnp.zeros(())
     for y, ct in zip(floats, cotangents, strict=True):
-        wide = jnp.promote_types(y.dtype, real())
+        is_complex = jnp.issubdtype(y.dtype, jnp.complexfloating)
+        wide = jnp.result_type(complex) if is_complex else real()
         total += jnp.sum(jnp.real(y.astype(wide) * ct.astype(wide)))
     return total, jnp.zeros(())
 
