@@ -24,6 +24,7 @@ from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
 from pipeline.tree import row_of
 from pipeline.unlike import Overlaid
+from pipeline.variables import raw
 from schedules.shared import Shared
 
 
@@ -80,7 +81,7 @@ def _stacked(
         sharding = NamedSharding(placement.mesh, spread.stored)
         leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
         stacks = [_stack(list(leaf), sharding) for leaf in leaves]
-        value = jax.tree.unflatten(jax.tree.structure(first), stacks).get_raw_value()
+        value = raw(jax.tree.unflatten(jax.tree.structure(first), stacks))
         flat.append((path, placement.label(first, value, spread, lead)))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
@@ -104,7 +105,7 @@ def make_ends(embed: Any, head: Any, placement: Placement, shared: Shared = ()) 
             continue
         spread = placement.spread(".".join(map(str, path)), variable)
         placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
-        flat.append((path, placement.label(variable, placed.get_raw_value(), spread, ())))
+        flat.append((path, placement.label(variable, raw(placed), spread, ())))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
@@ -145,6 +146,9 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
     if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
         return _stack_keys(leaves, sharding)
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
+        return jax.lax.with_sharding_constraint(jax.numpy.stack(leaves), sharding)
 
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])

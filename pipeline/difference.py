@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.tree import Tree, shape_text
+from pipeline.tree import Tree
+from pipeline.variables import type_text
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:
@@ -29,8 +30,7 @@ def difference(first: nnx.Module, other: nnx.Module) -> str:
 def _types(state: Tree) -> Mapping[str, str]:
     """Path to ``Param float32[4,8]`` for every variable."""
     return {
-        ".".join(map(str, path)): f"{type(variable).__name__} {shape_text(variable)}"
-        for path, variable in nnx.to_flat_state(state)
+        ".".join(map(str, path)): type_text(variable) for path, variable in nnx.to_flat_state(state)
     }
 
 

@@ -7,8 +7,10 @@ differentiated by running the timetable on the pairing with their cotangent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +24,14 @@ from pipeline.plan import Plan
 from pipeline.runtime import infer, train
 from pipeline.tree import Tree, combine, partition, times
 
+# jax 0.10 cannot discharge the refs of what is whole to it.
+_HAS_WHOLE = jax.__version_info__ >= (0, 12)
+_SIGNS = "AbstractRef", "Linearization failed"  # of a backward pass that is differentiated
+_TWICE = (
+    "a pipeline was differentiated twice by reverse mode, and its backward pass has no such "
+    "derivative; for products with a Hessian take jax.jvp of jax.grad"
+)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
@@ -33,7 +43,9 @@ def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[j
     want_inputs = _wants_inputs(weights, batch)
     weights, batch = _values(weights), _values(batch)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
-    value, grads, inputs = train(plan, model, weights, batch, want_inputs=want_inputs)
+    run = _as_one(functools.partial(train, plan, model, want_inputs=want_inputs))
+    with refusing_twice(_TWICE):
+        value, grads, inputs = run(weights, batch)
     return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
 
 
@@ -58,7 +70,9 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
 def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
     want_inputs = _wants_inputs(weights, batch)
     weights, batch = _values(weights), _values(batch)
-    return infer(plan, model, weights, batch, take_loss=False), (weights, batch, want_inputs)
+    run = _as_one(functools.partial(infer, plan, model, take_loss=False))
+    with refusing_twice(_TWICE):
+        return run(weights, batch), (weights, batch, want_inputs)
 
 
 def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
@@ -67,14 +81,36 @@ def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[An
     model = dataclasses.replace(model, loss_fn=pairing)
     batch = dataclasses.replace(batch, targets=cotangents)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
-    _, (chunks, ends), inputs = train(
-        plan, model, weights, batch, want_inputs=want_inputs, normalise=False
-    )
+    with refusing_twice(_TWICE):
+        _, (chunks, ends), inputs = train(
+            plan, model, weights, batch, want_inputs=want_inputs, normalise=False
+        )
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), Batch(found, None, None)
 
 
 outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
+
+
+def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as something that JAX does not take apart.
+
+    Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
+    inputs is taken out of it, and the kernel's refs would be torn apart.
+    """
+    whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
+    return whole if _HAS_WHOLE else run
+
+
+@contextlib.contextmanager
+def refusing_twice(what: str) -> Iterator[None]:
+    """Say what was differentiated that has no derivative, where JAX would speak of its refs."""
+    try:
+        yield
+    except (AttributeError, ValueError) as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise ValueError(what) from error
 
 
 def _wants_inputs(weights: Any, batch: Any) -> bool:

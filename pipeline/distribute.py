@@ -16,6 +16,8 @@ def distribute(x: Any, sharding: Sharding) -> jax.Array:
       x: any array, a typed key too; with several processes, the same on each.
       sharding: whose specification names no axis behind those of ``x``.
     """
+    if isinstance(x, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(x, sharding)
     if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):

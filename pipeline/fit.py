@@ -61,7 +61,8 @@ def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[A
 
 
 def _variables(state: Any) -> list[Any]:
-    return [variable for _, variable in nnx.to_flat_state(state)]
+    """Those of a state; plain arrays, which say nothing, are none."""
+    return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
 
 
 def _is_shared(variable: Any) -> bool:

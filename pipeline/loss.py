@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.primitives import varying_in
-from pipeline.tree import partition, shape_text
+from pipeline.tree import partition, real, shape_text
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -28,7 +28,7 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
             f"loss_fn returned {_describe(result)}; it returns a float scalar, the mean over the "
             f"microbatch, or a pair of scalars (sum, weight): reduce it, for example with .mean()"
         )
-    total, weight = (jnp.asarray(x).astype(jnp.float32) for x in pair)
+    total, weight = (jnp.asarray(x).astype(real()) for x in pair)
     return total, jax.lax.stop_gradient(weight)
 
 
@@ -69,7 +69,9 @@ def pairing(outputs: Any, cotangents: list[Any]) -> tuple[jax.Array, jax.Array]:
     floats, _ = partition(outputs)
     total = jnp.zeros(())
     for y, ct in zip(floats, cotangents, strict=True):
-        total += jnp.sum(y.astype(jnp.float32) * ct.astype(jnp.float32))
+        is_complex = jnp.issubdtype(y.dtype, jnp.complexfloating)
+        wide = jnp.result_type(complex) if is_complex else real()
+        total += jnp.sum(jnp.real(y.astype(wide) * ct.astype(wide)))
     return total, jnp.zeros(())
 
 

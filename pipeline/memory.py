@@ -58,7 +58,7 @@ class Total:
     def add(self, values: Leaves) -> None:
         """Add one value to each."""
         for ref, value in zip(self.refs, values, strict=True):
-            ref[...] += value
+            ref[...] += value.astype(ref.dtype)
 
     def all(self) -> Leaves:
         """The totals."""

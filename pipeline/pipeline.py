@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from pipeline import differentiable, runtime
 from pipeline.ahead import check_kinds, lower_step, require_arrays
+from pipeline.apart import apart
 from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
@@ -138,6 +139,7 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
         )
+        stages, embed, head = apart(stages, embed, head)
         given = [*([stages] if is_stacked(stages) else stages), embed, head]
         see_that_layers_fit(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
@@ -201,7 +203,11 @@ class Pipeline(nnx.Module):
         )
         advance(self)
         see_that_it_fits(self.plan, *operands)
-        value, grads, _ = runtime.train(self.plan, *operands)
+        with differentiable.refusing_twice(
+            "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
+            "loss(), or call value_and_grad() alone"
+        ):
+            value, grads, _ = runtime.train(self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 

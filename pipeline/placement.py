@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives import DATA, STAGE
 from pipeline.distribute import distribute
 from pipeline.tree import Tree
+from pipeline.variables import metadata, raw, remade, with_value
 
 DataParallel = Literal["replicated", "zero1", "fsdp"]
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
@@ -116,17 +117,19 @@ class Placement:
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """The variable with a value that lies there, and metadata that say so."""
         plain = PartitionSpec(*lead)
-        metadata = dict(variable.get_metadata())
-        if "out_sharding" not in metadata and (spread.stored, spread.gradient) == (plain, plain):
-            return variable.replace(value)
-        own = tuple((key, metadata.pop(key)) for key in _KEYS if key in metadata)
-        metadata |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
+        said = dict(metadata(variable))
+        if "out_sharding" not in said and (spread.stored, spread.gradient) == (plain, plain):
+            return with_value(variable, value)
+        own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
+        said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
         if spread.gradient != spread.stored:
-            metadata["optimizer_sharding"] = tuple(spread.gradient)
-        return type(variable).from_metadata(value, metadata)
+            said["optimizer_sharding"] = tuple(spread.gradient)
+        return remade(variable, value, said)
 
     def _names(self, path: str, variable: Any, shape: tuple[int, ...], stacked: int) -> Names:
         """The mesh axes of a variable's own dims, checked."""
+        if not isinstance(variable, nnx.Variable):
+            return ()
         said = self.sharding(path, variable) if self.sharding is not None else None
         where = "sharding" if said is not None else "its metadata out_sharding"
         names = tuple(said) if said is not None else own_names(variable)
@@ -183,7 +186,7 @@ class Placement:
 
 def own_names(variable: Any) -> Names:
     """What a variable's metadata says of its dims, by the rules for logical names in force."""
-    said = variable.get_metadata().get("out_sharding")
+    said = metadata(variable).get("out_sharding")
     said = getattr(said, "sharding", said)  # of a `Format`
     if isinstance(said, NamedSharding):
         return tuple(said.spec)
@@ -192,18 +195,18 @@ def own_names(variable: Any) -> Names:
 
 def unnamed(variable: Any) -> Any:
     """The variable without any word about its sharding."""
-    metadata = {k: v for k, v in variable.get_metadata().items() if k not in _KEYS}
-    return type(variable).from_metadata(variable.get_raw_value(), metadata)
+    said = {k: v for k, v in metadata(variable).items() if k not in _KEYS}
+    return remade(variable, raw(variable), said)
 
 
 def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
     """Where a variable of a pipeline lies, by its metadata."""
-    metadata = variable.get_metadata()
-    apart = axes_in(metadata.get(APART))
-    if _OWN not in metadata:
+    said = metadata(variable)
+    apart = axes_in(said.get(APART))
+    if _OWN not in said:
         return Spread(PartitionSpec(*lead), PartitionSpec(*lead), apart)
-    stored = metadata["out_sharding"]
-    gradient = metadata.get("optimizer_sharding", stored)
+    stored = said["out_sharding"]
+    gradient = said.get("optimizer_sharding", stored)
     return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), apart)
 
 
@@ -219,18 +222,18 @@ def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
 def as_before(state: Tree) -> Tree:
     """The state with the metadata its variables had before they were placed."""
     flat = nnx.to_flat_state(state)
-    if not any(_OWN in variable.get_metadata() for _, variable in flat):
+    if not any(_OWN in metadata(variable) for _, variable in flat):
         return state
     return nnx.from_flat_state([(path, _as_before(variable)) for path, variable in flat])
 
 
 def _as_before(variable: Any) -> Any:
-    metadata = dict(variable.get_metadata())
-    if _OWN not in metadata:
+    said = dict(metadata(variable))
+    if _OWN not in said:
         return variable
-    own = metadata.pop(_OWN)
-    kept = {key: value for key, value in metadata.items() if key not in _KEYS}
-    return type(variable).from_metadata(variable.get_raw_value(), kept | dict(own))
+    own = said.pop(_OWN)
+    kept = {key: value for key, value in said.items() if key not in _KEYS}
+    return remade(variable, raw(variable), kept | dict(own))
 
 
 def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
@@ -247,4 +250,4 @@ def axes_in(entry: Any) -> tuple[str, ...]:
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
-    return tuple(getattr(variable.get_raw_value(), "shape", ()))
+    return tuple(getattr(raw(variable), "shape", ()))

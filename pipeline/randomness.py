@@ -26,7 +26,14 @@ from pipeline.tree import Tree, is_float
 
 def split_streams(rest: Tree) -> tuple[Tree, Tree]:
     """The random streams in a module's non-parameter state, and everything else in it."""
-    streams, others = nnx.filter_state(rest, nnx.RngState, ...)
+    flat = dict(nnx.to_flat_state(rest))
+
+    def is_stream(path: Any, variable: Any) -> bool:
+        # A key that counts no uses is a constant.
+        pair = ((*path[:-1], name) for name in ("key", "count"))
+        return isinstance(variable, nnx.RngState) and all(name in flat for name in pair)
+
+    streams, others = nnx.filter_state(rest, is_stream, ...)
     return streams, others
 
 
@@ -53,15 +60,24 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
     for path, variable in flat.items():
         value = variable.get_value()
         if isinstance(variable, nnx.RngKey):
-            count = flat[(*path[:-1], "count")].get_value()
-            value = jax.random.fold_in(jax.random.fold_in(value, count), microbatch)
+            numbers = [flat[(*path[:-1], "count")].get_value(), microbatch]
             data = (DATA,) if DATA in axes else ()
-            for axis in (*data, *(() if variable.get_metadata(ALIKE, None) else own)):
-                value = jax.random.fold_in(value, jax.lax.axis_index(axis))
+            apart = (*data, *(() if variable.get_metadata(ALIKE, None) else own))
+            value = _folded(value, [*numbers, *map(jax.lax.axis_index, apart)])
         else:
             value = jnp.zeros_like(value)
         folded.append((path, variable.replace(value)))
     return nnx.from_flat_state(folded)
+
+
+def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
+    """A key, or keys of any shape (of layers that a scan runs), with numbers folded in."""
+    for number in numbers:
+        fold_in = jax.random.fold_in
+        for _ in keys.shape:
+            fold_in = jax.vmap(fold_in)
+        keys = fold_in(keys, jnp.broadcast_to(number, keys.shape))
+    return keys
 
 
 def advance(module: nnx.Module) -> None:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import DATA, STAGE, sum_over
 from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
+from pipeline.effects import see_that_effects_happen_once
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -104,6 +105,8 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
         step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
         step.run()
         return step
+    masked = plan.bubbles == "masked"
+    see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
     actions = _actions(cell)(
         cell,
         plan.training,
@@ -122,6 +125,7 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
         cell = _cell(plan, model, weights, batch)
+        see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
@@ -129,8 +133,11 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
             return total / weight
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
-        # Only the last rank has written results; all others hold zeros.
-        return jax.tree.map(_unsplit, sum_over(actions.results.all(), STAGE))
+        # Only the last rank has written results; all others hold zeros. A sum counts flags.
+        found = actions.results.all()
+        return jax.tree.map(
+            lambda total, like: _unsplit(total.astype(like.dtype)), sum_over(found, STAGE), found
+        )
 
     data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
     if shares_head and not take_loss:

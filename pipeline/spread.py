@@ -85,7 +85,7 @@ def reduce_gradients(
         g if dim is None else _scattered(g, dim - lead) for g, dim in zip(leaves, dims, strict=True)
     ]
     # Of a table that ranks share, each keeps the gradient of its part.
-    rows = [STAGE in tuple(spread.gradient) for spread in spreads]
+    rows = [_dim_over(STAGE, spread.gradient) is not None for spread in spreads]
     over = [
         tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
         + _apart(spread)
@@ -120,8 +120,13 @@ def _scattered(gradient: Any, dim: int) -> Any:
 
 def data_dim(spec: PartitionSpec) -> int | None:
     """The dim that is sharded over ``data``, if any is."""
+    return _dim_over(DATA, spec)
+
+
+def _dim_over(axis: str, spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over an axis, perhaps among others."""
     for dim, entry in enumerate(spec):
-        if entry == DATA or (isinstance(entry, tuple) and DATA in entry):
+        if entry == axis or (isinstance(entry, tuple) and axis in entry):
             return dim
     return None
 

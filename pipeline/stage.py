@@ -7,6 +7,7 @@ Where the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from flax import nnx
 
 from pipeline.placement import as_before
 from pipeline.tree import Tree, row_of
-from pipeline.unlike import Overlaid, Views
+from pipeline.unlike import Overlaid, Views, with_arrays
+from pipeline.variables import kind_text, raw
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,40 @@ class Definition:
         """Merge the module and apply ``method`` to it.
 
         Raises:
-          ValueError: the module wrote to its own state.
+          ValueError: the module wrote to its own state, or made some.
         """
-        module = nnx.merge(self.graphdef, params, rest, copy=True)
+        module = with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
         result = method(module)
-        now = dict(nnx.to_flat_state(nnx.state(module)))
-        for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest)):
+        self._see_that_nothing_is_written((params, rest), nnx.state(module))
+        return result
+
+    def _see_that_nothing_is_written(self, before: Sequence[Tree], after: Tree) -> None:
+        had = {path: variable for part in before for path, variable in nnx.to_flat_state(part)}
+        now = dict(nnx.to_flat_state(after))
+        for path, variable in had.items():
             if isinstance(variable, nnx.RngState):
                 continue
-            if now[path].get_raw_value() is not variable.get_raw_value():
+            if path not in now or not _same(now[path], variable):
                 raise ValueError(
-                    f"{self.label} writes to its {type(variable).__name__} "
-                    f"{'.'.join(map(str, path))}: a pipeline runs a stage many times per step and "
-                    f"keeps no such state; use a stateless layer (LayerNorm for BatchNorm), or "
-                    f"freeze it"
+                    f"{self.label} writes to its {kind_text(variable)} "
+                    f"{'.'.join(map(str, path))}: {_NOT_KEPT}; use a stateless layer (LayerNorm "
+                    f"for BatchNorm), or freeze it"
                 )
-        return result
+        for path, variable in now.items():
+            if path not in had:
+                raise ValueError(
+                    f"{self.label} makes the {kind_text(variable)} {'.'.join(map(str, path))} when "
+                    f"it is called: {_NOT_KEPT}; let it return what is needed as a part of its "
+                    f"activation, or leave it out"
+                )
+
+
+_NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
+
+
+def _same(now: Any, before: Any) -> bool:
+    leaves = [jax.tree.leaves(variable) for variable in (now, before)]
+    return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
 
 
 @dataclass(frozen=True)
@@ -131,8 +151,9 @@ def is_stacked(stages: Any) -> bool:
 def _stacked_length(stages: nnx.Module) -> int:
     """The length of the leading axis that all leaves of a module share."""
     shapes = {
-        ".".join(map(str, path)): variable.shape
+        ".".join(map(str, path)) + jax.tree_util.keystr(within): leaf.shape
         for path, variable in nnx.to_flat_state(nnx.state(stages))
+        for within, leaf in jax.tree_util.tree_leaves_with_path(raw(variable))
     }
     if not shapes:
         raise ValueError(

@@ -98,7 +98,7 @@ class Together:
         total[...] = total[...].at[local].add(part)
 
     def _ids(self, microbatch: Any) -> jax.Array:
-        return _only(at(self.cell.batch.inputs, microbatch))
+        return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
 
     def _mine(self, ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Words, their rows on this rank, and whether they are there."""
@@ -149,7 +149,7 @@ class Together:
         z, words, each = logits(h, table), self.tables.head_words, table.shape[0]
         if axis_size(STAGE) * each == words:
             return z
-        is_word = self.rank * each + jnp.arange(each) < words
+        is_word = self.rank * each + jnp.arange(each, dtype=jnp.int32) < words
         return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -33,6 +33,11 @@ def row_of(leaf: Any, index: int) -> Any:
     return leaf[index]
 
 
+def real() -> Any:
+    """The dtype of losses: float32, or float64 where JAX is told to have it (jax_enable_x64)."""
+    return jnp.result_type(float)
+
+
 def partition(tree: Tree) -> tuple[Leaves, Leaves]:
     """The leaves that carry gradients, and the others."""
     leaves = jax.tree.leaves(tree)

@@ -31,7 +31,8 @@ from jax.sharding import NamedSharding
 from collectives import STAGE
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
-from pipeline.tree import Tree, is_abstract
+from pipeline.tree import Tree, is_abstract, zeros
+from pipeline.variables import metadata, raw
 
 Path = tuple[Any, ...]
 Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
@@ -39,6 +40,23 @@ Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
 
 class Hollow(nnx.Variable[Any]):
     """Stands for a variable whose value lies in the cells."""
+
+
+def with_arrays(module: Any) -> Any:
+    """The module with its plain arrays, for each of which a hollow variable stood."""
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, Hollow):
+            name: Any = path[-1]
+            parent: Any = functools.reduce(_member, path[:-1], module)
+            if isinstance(parent, nnx.List):
+                parent[name] = node.get_raw_value()
+            else:
+                setattr(parent, name, node.get_raw_value())
+    return module
+
+
+def _member(parent: Any, name: Any) -> Any:
+    return parent[name] if isinstance(parent, nnx.List) else getattr(parent, name)
 
 
 class Group(nnx.Module):
@@ -77,7 +95,7 @@ class Overlaid(nnx.Module):
         self.named, self.packed = Group(), Group()
         self.stages = nnx.List([_hollow(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
-        lists = [[_leaf(*item, placement) for item in flat.items()] for flat in flats]
+        lists = [[_leaf(*item, placement, why) for item in flat.items()] for flat in flats]
         cells, spots = overlay(lists)
         _check_sharded(lists, cells, spots, why)
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
@@ -106,12 +124,20 @@ class Overlaid(nnx.Module):
 
         held = [jax.tree.leaves(half) for half in _halve(self)]
         found = jax.eval_shape(halves, *held) if is_abstract(held) else halves(*held)
-        return nnx.merge(graphdef, *found)
+        return with_arrays(nnx.merge(graphdef, *found))
 
 
-def _leaf(path: Path, variable: Any, placement: Placement) -> Leaf:
+def _leaf(path: Path, variable: Any, placement: Placement, why: str) -> Leaf:
     """What a variable may share: with the same path a column, with the same type a flat cell."""
-    kind, apart = type(variable), variable.get_metadata(APART, None)
+    if not hasattr(raw(variable), "shape"):
+        raise ValueError(
+            f"{'.'.join(map(str, path))} is a {type(variable).__name__} of "
+            f"{type(raw(variable)).__name__}, but {why}: stages that are not alike share their "
+            f"storage array by array; give each array a variable of its own, or make the stages "
+            f"of a chunk alike"
+        )
+    kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.Variable
+    apart = metadata(variable).get(APART)
     is_matrix = kind is nnx.Param and len(variable.shape) > 1
     name = (*map(str, path),)
     axes = placement.names_of(".".join(name), variable)
@@ -190,7 +216,9 @@ def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) ->
 def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) -> Any:
     """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
     like = next(variable for held in ranks for variable, _ in held)
-    first = like.get_value()
+    first = raw(like)
+    if not isinstance(like, nnx.Variable):  # a plain array
+        like = nnx.Variable(first)
     shape = len(ranks), *cell.shape
     types = unnamed(like.replace(jax.ShapeDtypeStruct(cell.shape, first.dtype)))
     spread = placement.spread_as(cell.group[-1], types, (STAGE,))
@@ -198,6 +226,9 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):
         return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
+    if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
+        filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
+        return label(jax.lax.with_sharding_constraint(filled, sharding))  # made under jit
     is_key = jax.numpy.issubdtype(first.dtype, jax.dtypes.prng_key)
     plain: Any = jax.random.key_data if is_key else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
@@ -208,13 +239,21 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
         for row, held in enumerate(mine):
             for variable, spot in held:
                 part = (row,) if spot.part is None else (row, slice(*spot.part))
-                out[part] = np.reshape(plain(variable.get_value()), out[part].shape)
+                out[part] = np.reshape(plain(raw(variable)), out[part].shape)
         return out[(slice(None), *index[1:])]
 
     values = jax.make_array_from_callback((*shape, *tail), sharding, rows)
     if is_key:
         values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
     return label(values)
+
+
+def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
+    """What one rank has in a cell."""
+    found = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
+    for variable, spot in held:
+        found = spot.fill(found, raw(variable))
+    return found
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:

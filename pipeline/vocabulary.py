@@ -49,6 +49,7 @@ class VocabularyEmbedding(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Look the words up."""
+        ids = ids.astype(jnp.int32)  # few bits may not hold N
         table, is_word = self.table[...], (ids >= 0) & (ids < self.words)
         rows = jnp.take(table, jnp.where(is_word, ids, 0), axis=0, mode="clip")
         return jnp.where(is_word[..., None], rows, jnp.nan).astype(self.dtype or table.dtype)
@@ -140,7 +141,9 @@ class CrossEntropy:
                 f"targets of CrossEntropy are {given}; give an array of integers, words or below "
                 f"0 for what does not count, or a pair (words, weights) of equal shapes"
             )
-        counts = jnp.ones(ids.shape) if weights is None else weights.astype(jnp.float32)
+        ids = ids.astype(jnp.int32)  # few bits may not hold N
+        weights = jnp.ones((), jnp.bool_) if weights is None else weights
+        counts = jnp.broadcast_to(weights.astype(jnp.float32), ids.shape)
         return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
 
     def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:

@@ -198,7 +198,7 @@ def reference(
 
     def f(params, inputs):
         merged = [
-            nnx.merge(graphdef, p, rest)
+            nnx.merge(graphdef, p, rest, copy=True)
             for (graphdef, _, rest), p in zip(split, params, strict=True)
         ]
         ends = merged[-1]

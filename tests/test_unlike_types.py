@@ -17,7 +17,8 @@ X = models.rows(4)
 
 def make(*stages, **options) -> Pipeline:
     options.setdefault("loss_fn", models.squares)
-    return Pipeline(list(stages), 2, mesh=make_mesh(stage=len(stages)), **options)
+    mesh, stages = make_mesh(stage=len(stages)), map(nnx.clone, stages)  # cases share variables
+    return Pipeline(list(stages), 2, mesh=mesh, **options)
 
 
 class Stage(nnx.Module):

@@ -481,3 +481,12 @@ def test_activations_that_are_no_message():
         "microbatch and data shard); with it all activations have one type: change the stages, or "
         "use vocabulary='ends'"
     )
+
+
+@pytest.mark.parametrize("option", ["zero1", "fsdp"])
+def test_rows_over_ranks_and_data_shards(option):
+    """Three shards cannot share a width of 8, so they share each rank's rows, once."""
+    pipe = pipeline(2, 1, 2, "1f1b", "stage", "skip", True, data=3, data_parallel=option)
+    (table,) = (g for g in jax.tree.leaves(pipe.value_and_grad(*batch())[1]["ends"]) if len(g) > 8)
+    assert table.sharding.spec == jax.sharding.PartitionSpec(("stage", "data"))
+    check(pipe, True)

@@ -97,6 +97,8 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
     """
     wrong: dict[str, None] = {}
     for _, variable in nnx.to_flat_state(nnx.state(module)):
+        if not isinstance(variable, nnx.Variable):
+            continue
         pieces = variable.get_metadata("pieces", None)
         if pieces is None or axis not in variable.get_metadata("out_sharding", ()):
             continue

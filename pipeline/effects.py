@@ -1,0 +1,44 @@
+"""What a stage does beside computing, which has to happen once for each microbatch.
+
+A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
+writes must not, and nobody would notice that it is.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pipeline.cell import Cell
+from pipeline.seen import seen_by
+from pipeline.tree import blank
+
+_ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
+
+
+def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> None:
+    """Refuse a stage with side effects where it runs more often than its microbatches say.
+
+    Args:
+      cell: a rank's.
+      again: whether a backward runs a stage's forward again.
+      masked: whether a stage runs in bubbles too.
+
+    Raises:
+      ValueError: it calls back to the host.
+    """
+    if not (again or masked):
+        return
+    for view in [seen_by(cell, lane.seat, lane.x, lane.y) for lane in cell.lanes] or [cell]:
+        arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
+        effects = jax.make_jaxpr(view.stage)(*arguments).effects
+        if any(type(effect).__name__ in _ONCE for effect in effects):
+            what = 'with remat="stage" a backward runs its forward again'
+            remedy = "remat=None"
+            if masked:
+                what = 'with bubbles="masked" it also runs in bubbles, on no data'
+                remedy = 'bubbles="skip" and remat=None'
+            raise ValueError(
+                f"a stage has a side effect (io_callback), and {what}: it would happen more often "
+                f"than once per microbatch; use {remedy}, or jax.debug.callback for what may be "
+                f"repeated"
+            )
