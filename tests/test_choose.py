@@ -144,13 +144,18 @@ def test_no_such_pattern():
 
 CASES = [
     (2, "1f1b", "partner", None, "skip"),
-    (4, "1f1b", "partner", "stage", "skip"),
     (4, "1f1b", "single", "stage", "skip"),
     (2, "zb_h1", "unit", "stage", "skip"),
-    (4, "zb_h1", "unit", None, "skip"),
     (2, "zb_h1", "partner", "stage", "skip"),
     (2, "1f1b", "partner", "stage", "masked"),
-    (2, "zb_h1", "unit", None, "masked"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (4, "1f1b", "partner", "stage", "skip"),
+            (4, "zb_h1", "unit", None, "skip"),
+            (2, "zb_h1", "unit", None, "masked"),
+        )
+    ),
 ]
 
 

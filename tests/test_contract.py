@@ -47,8 +47,15 @@ def trees_equal(a, b) -> bool:
 # --- the three calls ---
 
 
-@pytest.mark.parametrize("bubbles", ["skip", "masked"])
-@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize(
+    ("D", "bubbles"),
+    [
+        (1, "masked"),
+        (2, "skip"),
+        pytest.param(1, "skip", marks=pytest.mark.slow),
+        pytest.param(2, "masked", marks=pytest.mark.slow),
+    ],
+)
 def test_outputs(D, bubbles):
     head = Readout(nnx.Rngs(7))
     pipe = make(D=D, head=head, bubbles=bubbles)
@@ -103,7 +110,9 @@ def test_the_gradient_of_a_scaled_loss_is_scaled():
     assert distance(thrice, jax.tree.map(lambda g: 3.0 * g, once)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("D", "remat"), [(1, None), (2, "stage")])
+@pytest.mark.parametrize(
+    ("D", "remat"), [(2, "stage"), pytest.param(1, None, marks=pytest.mark.slow)]
+)
 def test_the_gradient_of_outputs(D, remat):
     """Of any function of what `pipe(x)` returns: for parameters and for float inputs."""
     head = Readout(nnx.Rngs(6))
@@ -122,7 +131,12 @@ def test_the_gradient_of_outputs(D, remat):
 
 @pytest.mark.parametrize(
     ("D", "bubbles", "with_embed"),
-    [(1, "skip", False), (2, "skip", True), (1, "masked", True), (2, "masked", False)],
+    [
+        (2, "skip", True),
+        (2, "masked", False),
+        pytest.param(1, "skip", False, marks=pytest.mark.slow),
+        pytest.param(1, "masked", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_gradient_of_the_loss_for_float_inputs(D, bubbles, with_embed):
     embed = Block(nnx.Rngs(8)) if with_embed else None
@@ -227,7 +241,12 @@ def weighted(y, t):
 
 @pytest.mark.parametrize(
     ("S", "D", "M", "bubbles"),
-    [(2, 2, 3, "skip"), (4, 1, 12, "masked"), (1, 4, 3, "skip"), (2, 4, 1, "masked")],
+    [
+        (2, 2, 3, "skip"),
+        (2, 4, 1, "masked"),
+        pytest.param(4, 1, 12, "masked", marks=pytest.mark.slow),
+        pytest.param(1, 4, 3, "skip", marks=pytest.mark.slow),
+    ],
 )
 def test_a_weighted_loss_is_exact(S, D, M, bubbles):
     weight = jnp.array([0.0, 3, 1, 0, 0, 0, 2, 1, 1, 0, 5, 0])  # whole microbatches have none
@@ -247,7 +266,7 @@ def test_the_weight_of_a_loss_may_be_an_integer():
     models.assert_matches(pipe, pipe.value_and_grad(X, T), want)
 
 
-@pytest.mark.parametrize("D", [1, 4])
+@pytest.mark.parametrize("D", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_loss_is_one_number_on_every_device(D):
     pipe = make(D=D)
     direct = pipe.value_and_grad(X, T)[0]
@@ -263,7 +282,10 @@ def test_the_loss_is_one_number_on_every_device(D):
 SIDES = {"mask": models.rows(ROWS, seed=8)[:, :1] > 0, "positions": jnp.arange(float(ROWS)) % 5}
 
 
-@pytest.mark.parametrize(("remat", "bubbles"), [("stage", "masked"), (None, "skip")])
+@pytest.mark.parametrize(
+    ("remat", "bubbles"),
+    [(None, "skip"), pytest.param("stage", "masked", marks=pytest.mark.slow)],
+)
 def test_extras_in_every_call(remat, bubbles):
     pipe = make(Sided, D=2, remat=remat, bubbles=bubbles)
     stages = models.build(Sided, 2)
@@ -310,7 +332,12 @@ TAKES = {
 
 
 @pytest.mark.parametrize(
-    ("take", "jit"), [("value_and_grad", True), ("value_and_grad", False), ("loss", True)]
+    ("take", "jit"),
+    [
+        ("value_and_grad", True),
+        pytest.param("value_and_grad", False, marks=pytest.mark.slow),
+        pytest.param("loss", True, marks=pytest.mark.slow),
+    ],
 )
 def test_five_steps_of_training(take, jit):
     def head(seed):
@@ -535,7 +562,7 @@ def fixed_masks(stages, x, *, call: int, M: int, D: int = 1):
     return jnp.concatenate(shards)
 
 
-@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize("D", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dropout_keys_fold_call_microbatch_and_shard(D):
     stages = models.build(Noisy, 2)
     first = int(stages[0].dropout.rngs.count.get_value())
@@ -552,9 +579,9 @@ def test_dropout_does_not_depend_on_how_it_is_run():
         {"schedule": "1f1b"},
         {"schedule": "gpipe", "remat": None},
         {"schedule": "eager_1f1b", "bubbles": "masked"},
-        {"schedule": "1f1b", "S": 4},
+        {"schedule": "1f1b", "S": 1},
     ):
-        pipe = make(Noisy, 4, **options)
+        pipe = make(Noisy, **options)
         loss, grads = pipe.value_and_grad(X, T)
         found.append((loss, by_stage(pipe, grads)))
     for other in found[1:]:
@@ -578,7 +605,7 @@ def test_gradients_under_dropout(remat):
 
 
 def test_every_call_draws_new_masks():
-    pipe = make(Noisy)
+    pipe = make(Noisy, 1, S=1)
     calls = [
         lambda: pipe.loss(X, T),
         lambda: pipe.value_and_grad(X, T)[0],
@@ -614,7 +641,12 @@ def relative(a, b) -> float:
 
 
 @pytest.mark.parametrize(
-    ("remat", "bubbles"), [("stage", "skip"), (None, "skip"), ("stage", "masked")]
+    ("remat", "bubbles"),
+    [
+        ("stage", "skip"),
+        (None, "skip"),
+        pytest.param("stage", "masked", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(remat, bubbles):
     M = 64

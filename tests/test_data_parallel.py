@@ -80,10 +80,10 @@ slow = pytest.mark.slow
     [
         ("zero1", 2, 2, 1, "1f1b", "stage", "skip"),
         ("fsdp", 2, 4, 1, "zb_h1", None, "skip"),
-        ("action", 2, 2, 2, "zb_v", "stage", "masked"),
+        ("action", 2, 2, 1, "zb_h1", None, "skip"),
         pytest.param("action", 4, 2, 1, "gpipe", None, "skip", marks=slow),
         pytest.param("action", 2, 2, 2, "interleaved_1f1b", None, "skip", marks=slow),
-        pytest.param("action", 2, 2, 1, "zb_h1", None, "skip", marks=slow),
+        pytest.param("action", 2, 2, 2, "zb_v", "stage", "masked", marks=slow),
         pytest.param("zero1", 2, 4, 2, "zb_v", None, "masked", marks=slow),
         pytest.param("zero1", 1, 8, 1, "gpipe", "stage", "skip", marks=slow),
         pytest.param("fsdp", 4, 2, 1, "eager_1f1b", "stage", "masked", marks=slow),
@@ -96,7 +96,7 @@ def test_loss_and_gradients(option, S, D, V, family, remat, bubbles):
     models.assert_matches(pipe, found, wanted(Hostile, V * S))
 
 
-@pytest.mark.parametrize("option", ["zero1", "action"])
+@pytest.mark.parametrize("option", [pytest.param("zero1", marks=slow), "action"])
 def test_any_trainer_may_differentiate_it(option):
     x, t = batch()
     pipe = pipeline(option)
@@ -108,7 +108,13 @@ def test_any_trainer_may_differentiate_it(option):
 
 @pytest.mark.parametrize(
     ("option", "bubbles"),
-    [("zero1", "skip"), ("fsdp", "skip"), ("action", "skip"), ("action", "masked")],
+    [
+        ("action", "skip"),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (("zero1", "skip"), ("fsdp", "skip"), ("action", "masked"))
+        ),
+    ],
 )
 def test_stages_that_are_not_alike(option, bubbles):
     """Their shared storage is sharded over data as any array is."""
@@ -227,7 +233,7 @@ def unpipelined() -> list[float]:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("option", ["zero1", "fsdp"])
+@pytest.mark.parametrize("option", ["zero1", pytest.param("fsdp", marks=slow)])
 def test_training_with_sharded_optimizer_state(option):
     """Five steps as the plain model's; a D-th of the state; nothing moves between steps."""
     D = 4
@@ -249,6 +255,7 @@ def test_training_with_sharded_optimizer_state(option):
     assert per_device(nnx.state(pipe, nnx.Param)) == (own // D if option == "fsdp" else own)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_eager_updates_and_plain_optax():
     """Without jit, and with optax alone."""
@@ -301,7 +308,7 @@ def sent(option: str, *, family="1f1b", remat="stage", D=2) -> dict[str, list[fl
 G = 4 * 2 * WIDE * HIDDEN  # bytes of a rank's weights, and of its gradients
 
 
-@pytest.mark.parametrize("D", [2, 4])
+@pytest.mark.parametrize("D", [pytest.param(2, marks=slow), 4])
 def test_bytes_sent_over_data(D):
     part = G * (D - 1) / D
     assert sent("replicated", D=D) == {"all-reduce": [2 * part] * 2}

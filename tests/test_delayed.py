@@ -130,7 +130,7 @@ def test_outputs(S, V):
 @pytest.mark.parametrize(
     ("model", "schedule", "remat", "bubbles"),
     [
-        ("trees", "eager_1f1b", "stage", "skip"),
+        pytest.param("trees", "eager_1f1b", "stage", "skip", marks=pytest.mark.slow),
         pytest.param("images in 4", "zb_h1", None, "skip", marks=pytest.mark.slow),
         pytest.param("images in 8", "zb_v", "stage", "skip", marks=pytest.mark.slow),
         pytest.param("trees", "eager_1f1b", None, "masked", marks=pytest.mark.slow),

@@ -288,7 +288,10 @@ def test_programs_of_many_sizes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "V"), CASES)
+@pytest.mark.parametrize(
+    ("name", "V"),
+    [pytest.param(*case, marks=pytest.mark.exhaustive if case[1] > 2 else ()) for case in CASES],
+)
 def test_every_program(name, V):
     """Every legal size in every pattern, keeping what the sizes next to it do not keep."""
     for S, M in sizes(name, V):

@@ -116,8 +116,17 @@ def test_gradients_are_returned_in_the_dtype_of_their_weight(dtype, grad_dtype):
 # --- what they are ---
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("grad_dtype", ["weights", jnp.float32, None])
+@pytest.mark.parametrize(
+    ("family", "grad_dtype"),
+    [
+        ("1f1b", "weights"),
+        ("zb_h1", jnp.float32),
+        ("1f1b", None),
+        pytest.param("zb_h1", "weights", marks=pytest.mark.slow),
+        pytest.param("1f1b", jnp.float32, marks=pytest.mark.slow),
+        pytest.param("zb_h1", None, marks=pytest.mark.slow),
+    ],
+)
 def test_in_float32_nothing_changes(family, grad_dtype):
     stages, embed, head = build(Block, 2), Words(nnx.Rngs(1)), Readout(nnx.Rngs(2))
     x, t = models.words(M * ROWS), models.words(M * ROWS, most=models.CLASSES)
@@ -135,7 +144,10 @@ def test_in_float32_nothing_changes(family, grad_dtype):
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
-@pytest.mark.parametrize(("family", "remat", "bubbles"), VARIANTS[:1] + VARIANTS[-1:])
+@pytest.mark.parametrize(
+    ("family", "remat", "bubbles"),
+    [VARIANTS[0], pytest.param(*VARIANTS[-1], marks=pytest.mark.slow)],
+)
 def test_sums_in_bfloat16_are_right_to_its_precision(family, remat, bubbles):
     options = {"schedule": family, "remat": remat, "bubbles": bubbles}
     pipe, x, t = make(grad_dtype="weights", **options)

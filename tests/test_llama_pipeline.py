@@ -29,10 +29,9 @@ ASKED = [name for name in OPTIONS if name != "replicated"]
 GRID = list(itertools.product(MESHES, FAMILIES, ASKED))
 FAST = [
     ("2x2x2", "1f1b", "sequence, tied, zero1"),
-    ("1x4x2", "zb_v", "plain"),
     ("2x4x1", "eager_1f1b", "words, tied, fsdp"),
 ]
-SLOW = covering(GRID, FAST)
+SLOW = [("1x4x2", "zb_v", "plain"), *covering(GRID, FAST)]
 LARGE = list(itertools.product(("2x2x4", "2x4x2"), FAMILIES, OPTIONS))
 LARGE_SLOW = [
     ("2x4x2", "interleaved_1f1b", "sequence, fsdp"),
@@ -44,7 +43,7 @@ def cases() -> list[Any]:
     def marks(case: tuple[str, ...]) -> list[pytest.MarkDecorator]:
         if case in FAST:
             return []
-        of_ci = case in SLOW and case[0] == "2x2x2"
+        of_ci = case == SLOW[0] or (case in SLOW and case[0] == "2x2x2")
         return [pytest.mark.slow] if of_ci else [pytest.mark.slow, pytest.mark.exhaustive]
 
     return [pytest.param(*case, marks=marks(case)) for case in GRID]

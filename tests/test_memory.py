@@ -61,8 +61,8 @@ def temporary(family, M, **options):
     [
         ("1f1b", "stage", "skip"),
         ("1f1b", None, "skip"),
-        ("eager_1f1b", "stage", "skip"),
-        ("1f1b", "stage", "masked"),
+        pytest.param("eager_1f1b", "stage", "skip", marks=pytest.mark.slow),
+        pytest.param("1f1b", "stage", "masked", marks=pytest.mark.slow),
     ],
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(family, remat, bubbles):

@@ -153,7 +153,7 @@ PRODUCTS = {"forward": 6, "for x": 4 + 4, "for weights": 4}
         (gpt.Stage, "residuals", 0),
         (gpt.Stage, "input", 2 * PRODUCTS["forward"] - 1),
         (Scanned, "residuals", 0),
-        (Scanned, "input", 2 * PRODUCTS["forward"]),
+        pytest.param(Scanned, "input", 2 * PRODUCTS["forward"], marks=pytest.mark.slow),
         (functools.partial(Scanned, remat=True), "residuals", 2 * (PRODUCTS["forward"] - 1)),
     ],
     ids=["blocks", "blocks-input", "scanned", "scanned-input", "scanned-remat"],

@@ -25,8 +25,22 @@ def pipeline(stages: list, M: int = 4, **options) -> Pipeline:
     return Pipeline(stages, M, **{"mesh": make_mesh(stage=1), "loss_fn": models.squares, **options})
 
 
-@pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("remat", [None, "stage", jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    ("K", "remat"),
+    [
+        (3, None),
+        (1, "stage"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, None),
+                (3, "stage"),
+                (1, jax.checkpoint_policies.dots_saveable),
+                (3, jax.checkpoint_policies.dots_saveable),
+            )
+        ),
+    ],
+)
 def test_it_computes_what_the_model_does(K, remat):
     data = models.words(ROWS), models.words(ROWS, most=models.CLASSES, seed=4)
     ends = {"embed": Words(nnx.Rngs(501)), "head": Readout(nnx.Rngs(502))}
@@ -57,7 +71,7 @@ def test_a_timetable_of_the_same_order_is_run_like_it():
         )
 
 
-@pytest.mark.parametrize("remat", [None, "stage"])
+@pytest.mark.parametrize("remat", [None, pytest.param("stage", marks=pytest.mark.slow)])
 def test_side_inputs_trees_keys_and_gradients_for_inputs(remat):
     x, y = models.rows(ROWS), models.rows(ROWS, seed=1)
     extras = {
@@ -82,7 +96,7 @@ def test_side_inputs_trees_keys_and_gradients_for_inputs(remat):
     models.assert_matches(pipe, pipe.value_and_grad(tree, y), want)
 
 
-@pytest.mark.parametrize("remat", [None, "stage"])
+@pytest.mark.parametrize("remat", [None, pytest.param("stage", marks=pytest.mark.slow)])
 def test_dropout_falls_as_on_any_rank(remat):
     data = models.rows(ROWS), models.rows(ROWS, seed=1)
     one, two = (

@@ -34,7 +34,6 @@ GRID = list(itertools.product(MESHES, FAMILIES, KINDS, REMATS, BUBBLES))
 FAST = (
     ((2, 2, 2), "1f1b", Sequence, "stage", "skip"),
     ((1, 4, 2), "zb_h1", Parallel, None, "skip"),
-    ((2, 2, 2), "zb_v", Sequence, None, "masked"),
 )
 
 
@@ -98,11 +97,13 @@ def test_the_grid(shape, family, kind, remat, bubbles):
     check(pipeline(kind, shape=shape, family=family, V=V, remat=remat, bubbles=bubbles), kind)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_policy():
     policy = jax.checkpoint_policies.dots_saveable
     check(pipeline(Sequence, family="zb_h1", remat=policy), Sequence)
 
 
+@pytest.mark.slow
 def test_any_trainer_may_differentiate_it():
     """`pipe.loss` and `pipe(inputs)` under `nnx.value_and_grad`."""
     x, t = batch()
@@ -112,7 +113,7 @@ def test_any_trainer_may_differentiate_it():
     np.testing.assert_allclose(pipe.loss(x, t), wanted(Parallel, 2)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("data_parallel", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
 def test_with_weights_or_gradients_sharded_over_data(data_parallel):
     pipe = pipeline(Sequence, data_parallel=data_parallel)
     loss, grads = pipe.value_and_grad(*batch())
@@ -291,7 +292,7 @@ class Mean(nnx.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("family", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
 def test_the_first_stage_may_start_what_the_others_go_on_with(family):
     """Embed gives all ranks the same, every stage returns what differs: one kind of message."""
     ends = tensor_stages.ends(Parallel)
@@ -388,9 +389,9 @@ def automatic(**options) -> Pipeline:
     "options",
     [
         {},
-        {"schedule": "zb_h1", "remat": None},
+        pytest.param({"schedule": "zb_h1", "remat": None}, marks=pytest.mark.slow),
         {"data_parallel": "fsdp"},
-        {"bubbles": "masked", "data_parallel": "zero1"},
+        pytest.param({"bubbles": "masked", "data_parallel": "zero1"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -472,8 +473,15 @@ def test_exchanges_of_the_compiler_stand_in_no_branch():
 MEETING = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(-start)?\(")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bubbles", BUBBLES)
+@pytest.mark.parametrize(
+    ("kind", "bubbles"),
+    [
+        (Parallel, "skip"),
+        (Sequence, "masked"),
+        pytest.param(Parallel, "masked", marks=pytest.mark.slow),
+        pytest.param(Sequence, "skip", marks=pytest.mark.slow),
+    ],
+)
 def test_who_meets_in_a_collective(kind, bubbles):
     """In the loop over ticks only ranks of one stage and one data shard; over data once, after."""
     D, S, T = 2, 2, 2

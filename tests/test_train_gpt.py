@@ -81,7 +81,7 @@ def plain_losses() -> np.ndarray:
     return losses([*TINY, *TWO_STAGES, "--plain"])
 
 
-@pytest.mark.parametrize(("schedule", "data"), [("gpipe", 1), ("1f1b", 2), ("eager_1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "data"), [("gpipe", 1), ("eager_1f1b", 2)])
 def test_the_first_losses_equal_those_of_the_plain_model(
     schedule: str, data: int, plain_losses: np.ndarray
 ) -> None:
@@ -90,7 +90,7 @@ def test_the_first_losses_equal_those_of_the_plain_model(
 
 
 FIFTY = ("--steps", "50", "--batch-size", "32")
-LONG_RUNS = {("gpipe", "2"), ("1f1b", "1"), ("eager_1f1b", "2")}  # in CI; the others by hand
+LONG_RUNS = {("1f1b", "1"), ("eager_1f1b", "2")}  # in CI; the others by hand
 
 
 @functools.cache

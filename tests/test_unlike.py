@@ -55,7 +55,10 @@ def test_a_rank_stores_no_more_than_its_largest_stages(name, S):
     assert sum(sizes) > 1.1 * largest  # so this is not the union of all
 
 
-@pytest.mark.parametrize("name", ["images in 4", "10 layers", "scanned", "trees"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("images in 4", marks=pytest.mark.slow), "10 layers", "scanned", "trees"],
+)
 def test_the_stages_are_the_modules_with_their_weights(name):
     stages = mixed.build(name)
     inputs, _ = mixed.batch(name)
