@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -84,15 +85,18 @@ def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int
     that compile time would suffer. Where sends are delayed a message may arrive in a slot that
     nobody works in.
     """
-    every, turning = tuple(WORK if s.ops else WAIT for s in program.slots), turns(program)
-    few = turning if len(turning) < MOST_SEGMENTS else []
-    whole = [(a, b, every) for a, b in itertools.pairwise([0, *few, program.num_ticks])]
-    if not split:
-        return whole
     waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
+    turning = turns(program)
+    few = turning if len(turning) < MOST_SEGMENTS else []
+
+    def runs(cuts: Iterable[int]) -> list[tuple[int, int, tuple[int, ...]]]:
+        pairs = itertools.pairwise([0, *cuts, program.num_ticks])
+        return [(a, b, tuple(uses[a:b].max(axis=0).tolist())) for a, b in pairs]
+
+    if not split:
+        return runs(few)
     works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
-    changed = np.flatnonzero((works[1:] != works[:-1]).any(axis=1)) + 1
-    changes = sorted({0, *changed.tolist(), *few, program.num_ticks})
-    runs = [(int(a), int(b), tuple(uses[a].tolist())) for a, b in itertools.pairwise(changes)]
-    return runs if len(runs) <= MOST_SEGMENTS else whole
+    changed = 1 + np.flatnonzero((works[1:] != works[:-1]).any(axis=1))
+    changes = sorted({*changed.tolist(), *few})
+    return runs(changes if len(changes) < MOST_SEGMENTS else few)

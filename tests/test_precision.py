@@ -114,7 +114,10 @@ def test_parameters_are_cast_where_they_lie() -> None:
     up = pipe.chunks[0].up.get_value()
     assert (up.dtype, up.sharding.spec) == (jnp.float16, P("stage", "data", "tensor"))
     types = nnx.eval_shape(lambda: nnx.List(models.build(Block, 2)))
-    chunk = pipeline(list(types), param_dtype="float16", mesh=mesh).chunks[0]
+    ends = dict(
+        nnx.eval_shape(lambda: nnx.Dict(embed=Words(nnx.Rngs(50)), head=Readout(nnx.Rngs(51))))
+    )
+    chunk = pipeline(list(types), param_dtype="float16", mesh=mesh, **ends).chunks[0]
     assert (chunk.up.get_value().dtype, chunk.up.get_value().sharding.spec) == (
         jnp.float16,
         P("stage"),
