@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from pipeline.precision import floating
 from pipeline.tree import Leaves
 
 GradDtype = Any  # None, "weights" or a floating dtype
@@ -57,22 +58,9 @@ def check_grad_dtype(grad_dtype: Any) -> GradDtype:
     """
     if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
         return grad_dtype
-    try:
-        dtype = jnp.dtype(grad_dtype)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(
-            f"grad_dtype={grad_dtype!r}: must be None (each weight's dtype, at least float32), "
-            f"'weights' (each weight's dtype), or a floating dtype of 16 bits or more, such as "
-            f"jnp.bfloat16"
-        )
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"grad_dtype={grad_dtype!r}: JAX has no {dtype.name} unless jax_enable_x64 is set; "
-            f"set it, or use jnp.float32"
-        )
-    return dtype
+    others = "None (each weight's dtype, at least float32), 'weights' (each weight's dtype)"
+    found: GradDtype = floating("grad_dtype", grad_dtype, others)
+    return found
 
 
 @dataclass(frozen=True)

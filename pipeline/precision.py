@@ -23,16 +23,28 @@ def check_dtype(name: str, dtype: Any) -> Any:
     Raises:
       ValueError: no dtype in which a model can be kept or computed.
     """
-    if dtype is None:
-        return None
+    return None if dtype is None else floating(name, dtype, "None, for what the model has")
+
+
+def floating(name: str, dtype: Any, others: str) -> Any:
+    """A dtype to compute in, in its canonical form.
+
+    Args:
+      name: of the option.
+      dtype: what was given.
+      others: in words, what else the option may be.
+
+    Raises:
+      ValueError: not a float of 16 bits or more, or one that JAX does not have now.
+    """
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise ValueError(
-            f"{name}={dtype!r}: must be None, for what the model has, or a floating dtype of 16 "
-            f"bits or more, such as jnp.bfloat16"
+            f"{name}={dtype!r}: must be {others}, or a floating dtype of 16 bits or more, such as "
+            f"jnp.bfloat16"
         )
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(
