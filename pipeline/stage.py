@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.hollow import with_arrays
 from pipeline.placement import as_before
 from pipeline.tree import Tree, row_of
-from pipeline.unlike import Overlaid, Views, with_arrays
+from pipeline.unlike import Overlaid, Views
 from pipeline.variables import kind_text, raw
 
 

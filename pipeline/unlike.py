@@ -29,6 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
+from pipeline.hollow import Hollow, hollow, with_arrays
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
 from pipeline.tree import Tree, is_abstract, zeros
@@ -36,27 +37,6 @@ from pipeline.variables import metadata, raw
 
 Path = tuple[Any, ...]
 Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
-
-
-class Hollow(nnx.Variable[Any]):
-    """Stands for a variable whose value lies in the cells."""
-
-
-def with_arrays(module: Any) -> Any:
-    """The module with its plain arrays, for each of which a hollow variable stood."""
-    for path, node in list(nnx.iter_graph(module)):
-        if isinstance(node, Hollow):
-            name: Any = path[-1]
-            parent: Any = functools.reduce(_member, path[:-1], module)
-            if isinstance(parent, nnx.List):
-                parent[name] = node.get_raw_value()
-            else:
-                setattr(parent, name, node.get_raw_value())
-    return module
-
-
-def _member(parent: Any, name: Any) -> Any:
-    return parent[name] if isinstance(parent, nnx.List) else getattr(parent, name)
 
 
 class Group(nnx.Module):
@@ -93,7 +73,7 @@ class Overlaid(nnx.Module):
 
     def __init__(self, stages: Sequence[nnx.Module], placement: Placement, why: str) -> None:
         self.named, self.packed = Group(), Group()
-        self.stages = nnx.List([_hollow(stage) for stage in stages])
+        self.stages = nnx.List([hollow(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
         lists = [[_leaf(*item, placement, why) for item in flat.items()] for flat in flats]
         cells, spots = overlay(lists)
@@ -190,12 +170,6 @@ def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
         name += "_"
     setattr(module, name, variable)
     return *groups, name
-
-
-def _hollow(stage: nnx.Module) -> nnx.Module:
-    graphdef, state = nnx.split(stage)
-    hollow = [(path, Hollow(None)) for path, _ in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(hollow))
 
 
 def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
