@@ -78,7 +78,14 @@ def train(options: argparse.Namespace) -> Iterator[float]:
     """The loss of every step."""
     sizes = gpt.Sizes(options.stages, options.width, heads=2, context=32)
     stages, embed, head = gpt.build(sizes, options.stages, seed=0)
-    ranks = max(s for s in range(1, len(jax.devices()) // options.data + 1) if fits(options, s))
+    devices = len(jax.devices())
+    if not 1 <= options.data <= devices:
+        raise SystemExit(
+            f"--data {options.data}: must be between 1 and the number of devices, {devices}; "
+            f"virtual CPU devices are made by XLA_FLAGS=--xla_force_host_platform_device_count=8, "
+            f"or by python -m pipeline launch --devices-per-process 8"
+        )
+    ranks = max(s for s in range(1, devices // options.data + 1) if fits(options, s))
     config = ParallelConfig(
         stage=ranks,
         data=options.data,

@@ -86,6 +86,17 @@ def test_the_example_gives_the_losses_of_one_process(tmp_path: Path) -> None:
     assert found[2] == found[0]
 
 
+def test_the_example_says_how_many_data_shards_there_can_be() -> None:
+    err = io.BytesIO()
+    command = [sys.executable, str(ROOT / "examples" / "train_processes.py"), "--data=9"]
+    assert run(Job(command, 1, 8), io.BytesIO(), err) == 1
+    assert (
+        "--data 9: must be between 1 and the number of devices, 8; virtual CPU devices are made by "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8, or by python -m pipeline launch "
+        "--devices-per-process 8"
+    ) in err.getvalue().decode()
+
+
 @pytest.mark.slow
 def test_unlike_stages_with_dropout_and_the_whole_batch_everywhere(tmp_path: Path) -> None:
     for processes in (1, 2):
