@@ -17,17 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
+from pipeline.in_place import can_be_added_in_place
 from pipeline.precision import floating
 from pipeline.tree import Leaves
 
 GradDtype = Any  # None, "weights" or a floating dtype
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
-
-# jax 0.10 crashes when it transposes a static slice of an argument into a ref ("'NoneType'
-# object is not iterable"); such a gradient is then formed by value and added.
-_SLICE_CRASHES = jax.__version_info__ < (0, 12)
 
 
 def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
@@ -116,38 +112,8 @@ def differentiate(
 
 
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves) -> tuple[bool, ...]:
-    if not _SLICE_CRASHES or not weights:
-        return (False,) * len(weights)
+    """For each weight, whether the way in which it is used keeps it from being added in place."""
+    if not weights:
+        return ()
     jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
-    return tuple(_sliced_inputs(jaxpr)[: len(weights)])
-
-
-def _sliced_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a jaxpr, whether a static slice is taken of it, at any depth."""
-    index = {id(v): i for i, v in enumerate(jaxpr.invars)}
-    sliced = [False] * len(jaxpr.invars)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "slice":
-            hits = [eqn.invars[0]]
-        else:
-            hits = _sliced_operands(eqn)
-        for var in hits:
-            if id(var) in index:
-                sliced[index[id(var)]] = True
-    return sliced
-
-
-def _sliced_operands(eqn: Any) -> list[Any]:
-    """Operands of a higher-order equation that its body slices.
-
-    Bodies take the equation's last operands (`cond` has its index before them); where that is
-    not so, every operand counts.
-    """
-    hits: list[Any] = []
-    for body in jaxprs_in_params(eqn.params):
-        inner = _sliced_inputs(body)
-        if any(inner):
-            tail = eqn.invars[-len(inner) :]
-            exact = eqn.primitive.name != "while" and len(tail) == len(inner)
-            hits += [v for v, s in zip(tail, inner, strict=True) if s] if exact else eqn.invars
-    return hits
+    return tuple(not can_be_added_in_place(jaxpr, v) for v in jaxpr.invars[: len(weights)])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from collectives import vary, varying_axes
 from pipeline.accumulate import GradDtype, Pullback, as_summed
+from pipeline.dead_code import lean
 from pipeline.halves import Given
 from pipeline.reader import read_block
 from pipeline.split import halve
@@ -66,6 +67,8 @@ class SplitBackward:
         arguments = weights, fixed, side, stash, dy
         closed, (y, dx, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
         block = read_block(closed, len(weights) if in_place else 0)
+        refs_in = frozenset(block.inputs[-len(weights) :] if in_place and weights else ())
+        block = lean(block, [True] * len(block.outs), refs_in)
         self._y_tree, self._constants = jax.tree.structure(y), block.constants
         num_y = len(jax.tree.leaves(y))
         num_early = num_y + len(dx)
@@ -73,7 +76,7 @@ class SplitBackward:
         self._dw = block.outs[num_early:]
         inputs, sizes = iter(block.inputs), [len(jax.tree.leaves(a)) for a in arguments]
         self._inputs = [list(itertools.islice(inputs, n)) for n in (*sizes, None)]
-        weights_in, fixed_in, side_in, _, _, refs_in = map(frozenset, self._inputs)
+        weights_in, fixed_in, side_in, *_ = map(frozenset, self._inputs)
         early = [i < num_early for i in range(len(block.outs))]
         late = [not e for e in early]
         given = Given(refs=refs_in, same=weights_in | fixed_in, again=side_in)

@@ -103,6 +103,16 @@ class Plan:
         return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
 
     @property
+    def tracks_varying(self) -> bool:
+        """Whether the kernel's types say over which mesh axes a value varies (``check_vma``).
+
+        Only where a stage may hold collectives of its own, over a further axis (``tensor``), do
+        gradients follow from such types. Elsewhere they would only get in the way of what stages
+        are made of: a fresh carry of a scan, a Pallas kernel, a derivative that mixes them.
+        """
+        return bool(self.manual_axes - {DATA, STAGE})
+
+    @property
     def data_size(self) -> int:
         """How many shards the batch is split into before microbatches."""
         return int(self.mesh.shape.get(DATA, 1))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collectives import DATA, STAGE, sum_over
+from collectives import DATA, STAGE
 from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.effects import see_that_effects_happen_once
@@ -23,7 +23,14 @@ from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.scopes import COMMON
-from pipeline.spread import constrain, gather, keep_apart, kernel_spec, reduce_gradients
+from pipeline.spread import (
+    constrain,
+    gather,
+    keep_apart,
+    kernel_spec,
+    reduce_gradients,
+    total_over,
+)
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
 from pipeline.tree import Tree
@@ -65,7 +72,7 @@ def train(
         if known:
             cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
         actions = _train(cell, plan, tables, want_inputs=want_inputs)
-        total, weight = sum_over(actions.loss.all(), plan.axes)
+        total, weight = total_over(actions.loss.all(), plan.axes)
         if normalise and not known:
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
                 scale_in_place(totals.refs, 1 / weight)
@@ -87,7 +94,7 @@ def train(
             )
         )
         ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, plan.axes)
-        inputs = [_unsplit(g) for g in sum_over(actions.input_grads.all(), STAGE)]
+        inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
         return total / weight if normalise else total, (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
@@ -129,14 +136,16 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            total, weight = sum_over(actions.loss.all(), plan.axes)
+            total, weight = total_over(actions.loss.all(), plan.axes)
             return total / weight
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
         found = actions.results.all()
         return jax.tree.map(
-            lambda total, like: _unsplit(total.astype(like.dtype)), sum_over(found, STAGE), found
+            lambda total, like: _unsplit(total.astype(like.dtype)),
+            total_over(found, (STAGE,)),
+            found,
         )
 
     data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
@@ -168,6 +177,7 @@ def _shard(
             in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data),
             out_specs=out_specs,
             axis_names=plan.manual_axes,
+            check_vma=plan.tracks_varying,
         )
         return sharded(tables, weights, batch)
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from collectives import DATA, STAGE, sum_over, vary
+from collectives import DATA, STAGE, vary
 from collectives.tensor import is_manual
 from pipeline.placement import Spread
 from pipeline.tree import Leaves, Tree
@@ -72,6 +72,15 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
     return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
 
 
+def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
+    """The sum over axes of whose ranks each has an addend of its own, as in the kernel all have.
+
+    Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
+    (`pipeline.plan.Plan.tracks_varying`).
+    """
+    return jax.lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
+
+
 def reduce_gradients(
     leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
 ) -> Leaves:
@@ -94,7 +103,7 @@ def reduce_gradients(
     found = list(parts)
     for group in dict.fromkeys(over):
         members = [n for n, one in enumerate(over) if one == group]
-        for n, total in zip(members, sum_over([parts[n] for n in members], group), strict=True):
+        for n, total in zip(members, total_over([parts[n] for n in members], group), strict=True):
             found[n] = total
     return found
 

@@ -156,6 +156,12 @@ def run(steps: Iterable[Step], known: dict[Name, Any]) -> dict[Name, Any]:
     return env
 
 
+def run_block(block: Block, given: Iterable[Any]) -> list[Any]:
+    """The outputs of a block."""
+    env = run(block.steps, block.constants | dict(zip(block.inputs, given, strict=True)))
+    return [read(env, atom) for atom in block.outs]
+
+
 def read(env: dict[Name, Any], atom: Atom) -> Any:
     """The value of a name or of a literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collectives import STAGE, axis_size, from_rank, vary
+from collectives import STAGE, axis_size, vary
 from collectives.vocabulary import find_rows, logit_gradient, losses_of, sum_up
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.actions import Actions, Row
@@ -92,10 +92,15 @@ class Together:
 
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
         total = self.actions.ends_grads.refs[self.tables.embed]
-        dx = from_rank(_only(message), self.first, STAGE)
+        dx = self._from(self.first, message)
         _, local, is_mine = self._mine(self._ids(microbatch), total)
         part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
         total[...] = total[...].at[local].add(part)
+
+    def _from(self, rank: int, message: Tree) -> jax.Array:
+        """What one rank would send, on all; what others hold, NaN included, does not leak."""
+        x = _only(message)
+        return jax.lax.psum(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), STAGE)
 
     def _ids(self, microbatch: Any) -> jax.Array:
         return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
@@ -110,7 +115,7 @@ class Together:
 
     def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
         cell, actions, index = self.cell, self.actions, self.tables.head
-        y = vary(from_rank(_only(message), self.last, STAGE), cell.axes)
+        y = vary(self._from(self.last, message), cell.axes)
         h, pullback = self._features(y, microbatch)
         table = cell.ends_weights[index]
         z = self._logits(h, table)
