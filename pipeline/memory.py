@@ -38,10 +38,12 @@ class Pool:
 
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
-            ref[place] = leaf
+            if leaf.size:  # jax 0.12 refuses an index into what is empty
+                ref[place] = leaf
 
     def __getitem__(self, place: Any) -> Tree:
-        return jax.tree.unflatten(self._treedef, [ref[place] for ref in self.refs])
+        found = [ref[place] if ref.size else ref[...][0] for ref in self.refs]
+        return jax.tree.unflatten(self._treedef, found)
 
     def all(self) -> Tree:
         """[places, ...] leaves."""

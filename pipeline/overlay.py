@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.primitives import varying_in
@@ -96,10 +97,13 @@ class Part:
             self.shape = (*spot.shape[:1], *inner[1:]) if spot.part else inner
 
     def __getitem__(self, _: Any) -> Any:
+        if 0 in self.shape:  # jax 0.12 refuses an index into what is empty
+            return jnp.zeros(self.shape, self._ref.dtype)
         return self._spot.shaped(self._ref[self._index])
 
     def __setitem__(self, _: Any, value: Any) -> None:
-        self._ref[self._index] = value.reshape(-1) if self._is_flat else value
+        if 0 not in self.shape:
+            self._ref[self._index] = value.reshape(-1) if self._is_flat else value
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spo
                     offsets[n] += math.prod(leaf.shape)
                     spots[n][leaf] = Spot(flat, (start, offsets[n]), leaf.shape)
         cells += [Cell(group, name, shape) for (name, _), shape in columns.items()]
-        if max(offsets):
+        if any(leaf.column not in columns for leaves in members for leaf in leaves):
             cells.append(Cell(group, None, (max(offsets),)))
     return cells, [
         tuple(found[leaf] for leaf in leaves) for found, leaves in zip(spots, lists, strict=True)

@@ -237,4 +237,4 @@ def _squeeze(tree: Tree) -> Tree:
 
 def _unsplit(x: jax.Array) -> jax.Array:
     """[M, b, ...] to [M * b, ...]."""
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
