@@ -3,13 +3,14 @@
 It goes wrong where one weight reaches an equation twice: under `jit` and in the body of a scan one
 of the two sums is lost without a word (jax 0.10), a constant of a scan that is also scanned over
 raises NotImplementedError (jax 0.12). And jax 0.10 crashes where a gradient meets a static slice,
-a value that a body returns as it was given, or a scan in whose body a weight meets nothing that
-changes from trip to trip: that product is taken out of the loop. Such a gradient is formed by
-value, which costs a temporary of its size, and added then.
+a value that a body returns as it was given, or a scan whose body has something that does not change
+from trip to trip: it is taken out of the loop, and the gradients of all constants are confused.
+Such a gradient is formed by value, which costs a temporary of its size, and added then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -28,61 +29,59 @@ def can_be_added_in_place(jaxpr: Any, weight: Var) -> bool:
       jaxpr: of the function that is differentiated.
       weight: one of its inputs.
     """
-    return _is_fit(jaxpr, weight, None)
-
-
-def _is_fit(jaxpr: Any, weight: Var, changing: set[Var] | None) -> bool:
-    """As above; within a scan's body, ``changing`` is what changes from trip to trip."""
     if not _REFS_ARE_WHOLE and any(v is weight for v in jaxpr.outvars):
         return False
     for eqn in jaxpr.eqns:
-        if changing is not None and any(v in changing for v in _variables(eqn)):
-            changing.update(eqn.outvars)
         places = [n for n, v in enumerate(eqn.invars) if v is weight]
-        if not places:
-            continue
-        if len(places) > 1 or not _suits(eqn, places[0], changing):
+        if len(places) > 1 or (places and not _suits(eqn, places[0])):
             return False
     return True
 
 
-def _suits(eqn: Any, place: int, changing: set[Var] | None) -> bool:
+def _suits(eqn: Any, place: int) -> bool:
     """Whether an equation can, to which a weight is one operand."""
-    if not _REFS_ARE_WHOLE:
-        is_hoisted = changing is not None and not any(v in changing for v in _variables(eqn))
-        if is_hoisted or eqn.primitive.name == "slice":
-            return False
+    if not _REFS_ARE_WHOLE and eqn.primitive.name == "slice":
+        return False
     body, _ = callee(eqn)
     if body is not None:
-        return _inside(body, place, _marked(eqn, changing))
+        return _inside(body, place)
     if eqn.primitive.name == "scan":
-        num_consts, num_carry = loop_sizes(eqn)
-        if num_consts <= place < num_consts + num_carry:
-            return _REFS_ARE_WHOLE
-        return _inside(eqn.params["jaxpr"], place, set(range(num_consts, len(eqn.invars))))
+        body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, loop_sizes(eqn)
+        is_const, is_row = place < num_consts, place >= num_consts + num_carry
+        keeps = is_row or (is_const and not _has_constant_steps(body, range(num_consts)))
+        return (_REFS_ARE_WHOLE or keeps) and _inside(body, place)
     if eqn.primitive.name == "cond":
-        marked = _marked(eqn, changing, 1)
-        return all(_inside(b, place - 1, marked) for b in eqn.params["branches"])
+        return all(_inside(body, place - 1) for body in eqn.params["branches"])
     return not any(_holds_a_body(value) for value in eqn.params.values())
 
 
-def _inside(body: Any, place: int, marked: set[int] | None) -> bool:
+def _inside(body: Any, place: int) -> bool:
     body = getattr(body, "jaxpr", body)
-    changing = None if marked is None else {body.invars[n] for n in marked}
-    return _is_fit(body, body.invars[place], changing)
+    return can_be_added_in_place(body, body.invars[place])
 
 
-def _marked(eqn: Any, changing: set[Var] | None, start: int = 0) -> set[int] | None:
-    """Which inputs of a body change from trip to trip of the scan around it."""
-    if changing is None:
-        return None
-    return {
-        n for n, v in enumerate(eqn.invars[start:]) if not isinstance(v, Literal) and v in changing
-    }
+def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
+    """Whether a scan's body has an equation that reads constants and nothing else.
 
-
-def _variables(eqn: Any) -> list[Var]:
-    return [v for v in eqn.invars if not isinstance(v, Literal)]
+    Args:
+      body: a jaxpr.
+      constant: which of its inputs are the same in every trip.
+    """
+    constants = {*body.constvars, *(body.invars[n] for n in constant)}
+    for eqn in body.eqns:
+        read = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if read and constants.issuperset(read):
+            return True
+        same = [
+            n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in constants
+        ]
+        inner, _ = callee(eqn)
+        if eqn.primitive.name == "scan":
+            inner, num_consts = eqn.params["jaxpr"], loop_sizes(eqn)[0]
+            same = [n for n in same if n < num_consts]
+        if inner is not None and _has_constant_steps(getattr(inner, "jaxpr", inner), same):
+            return True
+    return False
 
 
 def _holds_a_body(value: Any) -> bool:

@@ -49,7 +49,7 @@ _EXPRESSIONS = {
         {bkd}.at[:, {i}].set({bd}) | {bkd}.at[:, jnp.array([0, 0, 2])].add({bkd})
         jnp.repeat({bd}[:, None], 3, 1) | jax.vmap(lambda a, w: a @ w, (1, 0), 1)({bkd}, {Ldd})
         jnp.einsum('bkd,kde->bke', {bkd}, {Ldd}) | {bkd}[:, [2, 0, 0]] | {bkd} + {bkd}
-        jax.lax.conv_general_dilated({bkd}, {Ldd}, (1,), 'SAME', dimension_numbers=NHC) | {bkd} * {d}
+        jax.lax.conv_general_dilated({bkd}, {Ldd}, (1,), 'SAME', dimension_numbers=NHC)
         jnp.swapaxes({dd} @ jnp.swapaxes({bkd}, 1, 2), 1, 2) | jnp.where({bkd} > 0, {bkd}, {d})
     """,
     "dd": """
