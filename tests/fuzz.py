@@ -55,6 +55,7 @@ class Case:
       remat: as it takes it, or the name of a `jax.checkpoint` policy.
       as_tree: whether activations are trees, with an integer and a second float beside.
       unlike: whether every second stage is another program.
+      has_ends: whether embed and head are programs too.
     """
 
     seed: int
@@ -65,6 +66,7 @@ class Case:
     bubbles: str
     as_tree: bool
     unlike: bool
+    has_ends: bool
 
 
 def draw(seed: int) -> Case:
@@ -80,6 +82,7 @@ def draw(seed: int) -> Case:
         bubbles=rng.choice(["skip", "skip", "skip", "masked"]),
         as_tree=rng.random() < 0.25,
         unlike=rng.random() < 0.1,
+        has_ends=rng.random() < 0.15,
     )
 
 
@@ -92,6 +95,14 @@ class Treed(nnx.Module):
     def __call__(self, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
         y = self.stage(x["x"])
         return {"x": y, "kept": 0.5 * x["kept"] + x["x"], "count": x["count"] + 1}
+
+
+def make_ends(case: Case) -> list[nnx.Module]:
+    """Embed and head, if there are any."""
+    if not case.has_ends:
+        return []
+    made = [_compiled(write(seed), f"<end {seed}>") for seed in (~case.seed, ~case.seed - 1000)]
+    return [Treed(make(50)) if case.as_tree else make(50) for make in made]
 
 
 def make_stages(case: Case) -> list[nnx.Module]:
@@ -144,12 +155,14 @@ class Plain:
     """Loss and gradients of a case without a pipeline, as a list of arrays, stage by stage."""
 
     def __init__(self, case: Case) -> None:
-        self._graph, self._state = nnx.split(make_stages(case))
+        stages, ends = make_stages(case), make_ends(case)
+        self._graph, self._state = nnx.split([stages, ends])
         self._batch = make_batch(case)
 
         def loss(state: Any, x: Any, t: Any) -> jax.Array:
-            for stage in nnx.merge(self._graph, state):
-                x = stage(x)
+            stages, ends = nnx.merge(self._graph, state)
+            for module in [*ends[:1], *stages, *ends[1:]]:
+                x = module(x)
             return loss_fn(x, t)
 
         self._step = jax.jit(jax.value_and_grad(loss))
@@ -187,12 +200,15 @@ def measure(case: Case) -> list[Any]:
         remat=policy,
         bubbles=case.bubbles,
         loss_fn=loss_fn,
+        **dict(zip(("embed", "head"), make_ends(case), strict=False)),
         mesh=jax.make_mesh((case.num_ranks,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,)),
     )
     loss, grads = pipe.value_and_grad(*make_batch(case))
     # A module like the pipeline that holds gradients gives them back stage by stage.
     graph, params, rest = nnx.split(pipe, nnx.Param, ...)
-    state = nnx.state(nnx.merge(graph, grads, rest).stages())
+    held = nnx.merge(graph, grads, rest)
+    ends = [end for end in (held.embed, held.head) if end is not None]
+    state = nnx.state([held.stages(), ends])
     params = nnx.filter_state(state, nnx.Param)
     return [np.asarray(loss), *map(np.asarray, jax.tree.leaves(params))]
 
