@@ -104,3 +104,27 @@ def untyped() -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = config._check_vma(False)  # noqa: SLF001
     return context
+
+
+def platform() -> str:
+    """The platform that is traced for: "cpu", "gpu", "tpu"; that of the mesh if there is one.
+
+    The devices of a mesh may be described and not there, while this process has others.
+    """
+    # Devices that a mesh knows of have been an attribute of abstract meshes since jax 0.6.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
+def has_cudnn() -> bool:
+    """Whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
+
+    `jax.nn.dot_product_attention(implementation="cudnn")` raises where it is not; a function that
+    says so beforehand would take the place of this.
+    """
+    from jax._src.lib import cuda_versions  # noqa: PLC0415
+
+    try:
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except RuntimeError:  # the library is not installed
+        return False
