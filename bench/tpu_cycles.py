@@ -1,8 +1,8 @@
 """A whole step's time by the TPU compiler: ``python -m bench.tpu_cycles 8B``.
 
 The cycles of each action of `bench.tpu_llama`'s steps (`bench.cycles`), and what follows of them
-for a step by `schedules.simulate`. Nothing runs; needs `libtpu` and no TPU. What is printed stands in
-docs/llama.md. Numbers that contradict each other are not printed.
+for a step by `schedules.simulate`. Nothing runs; needs `libtpu` and no TPU. What is printed stands
+in docs/llama.md. Numbers that contradict each other are not printed.
 
 Letters: t = positions, d = width.
 """
