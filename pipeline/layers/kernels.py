@@ -51,7 +51,9 @@ def choose(q: jax.Array) -> Implementation:
     on, c = platform(), q.shape[-1]
     if on == "tpu" and not _wrong_for_splash(q):
         return "splash"
-    if on == "gpu" and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q) and has_cudnn():
+    # Described GPUs call themselves by their runtime, those that are there do not.
+    on_gpu = on in ("gpu", "cuda")
+    if on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q) and has_cudnn():
         return "cudnn"
     return "chunked"
 
