@@ -24,6 +24,7 @@ import optax  # type: ignore[import-untyped]
 from jax.experimental import topologies
 
 from pipeline import Pipeline, make_optimizer
+from pipeline.scopes import COMMON
 from schedules import Costs, simulate
 
 CLOCK = 1.75e9  # of a v5p chip
@@ -53,7 +54,7 @@ def step(case: Case, pipe: Pipeline, text: str) -> Step:
     """
     actions: dict[str, Cycles] = {}
     for (_, label), one in cycles(text).items():
-        kind = label.rstrip("0123456789")
+        kind = label if label in COMMON or label in (AROUND, ONCE) else label[0]
         if kind not in actions or actions[kind].total < one.total:
             actions[kind] = one
     forward, backward = (actions.get(kind, Cycles()).total for kind in "FB")

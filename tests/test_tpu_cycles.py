@@ -55,7 +55,7 @@ KERNEL = (
 PROGRAM = {
     "block_cond": counts(4),
     "block_body": [
-        fusion(f"{IN}/slot0/F0/while/body/while/body/dot", 100),
+        fusion(f"{IN}/slot0/F0_first/while/body/while/body/dot", 100),
         "  %x.1 = f32[] copy()",
     ],
     "first_cond": ONCE,
@@ -89,7 +89,7 @@ def program(**changes: list[str]) -> str:
 def test_cycles_are_summed_by_action_and_times_the_trips_within() -> None:
     operations = 3 * 2 * 4 * (2 * 3 / 2 * 512**2) * 64
     assert bench.cycles(program()) == {
-        ("slot0", "F0"): Cycles(4 * 100 + 7),
+        ("slot0", "F0_first"): Cycles(4 * 100 + 7),
         ("slot1", "B0"): Cycles(20, operations / bench.RATE / bench.EFFICIENCY),
         ("slot1", "head"): Cycles(30),
         ("", "ticks"): Cycles(3),
