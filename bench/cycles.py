@@ -124,17 +124,20 @@ def _operations(line: str) -> float:
     return PRODUCTS[kernel[1]] * 2 * math.prod(heads) * seen * c
 
 
-def see_that_they_agree(forward: float, backward: float, ideal: float) -> None:
+def see_that_they_agree(f: Cycles, b: Cycles, ideal: float, kernels: float) -> None:
     """Refuse what no chip can do.
 
     Args:
-      forward: cycles of F.
-      backward: of B.
+      f: of F.
+      b: of B.
       ideal: what the products of F alone take at the matrix units' rate.
+      kernels: what attention of as many layers as F has takes by kernels, if by kernels.
 
     Raises:
-      ContradictionError: F is faster than its products, or B than twice F.
+      ContradictionError: F is faster than its products, or B than twice F; or attention was found
+        in more or fewer layers than there are.
     """
+    forward, backward = f.total, b.total
     if forward < ideal:
         raise ContradictionError(
             f"F takes {forward:.4g} cycles, and its products alone {ideal:.4g} at the full rate"
@@ -143,4 +146,8 @@ def see_that_they_agree(forward: float, backward: float, ideal: float) -> None:
         raise ContradictionError(
             f"B takes {backward:.4g} cycles, and has twice the products of F, which takes "
             f"{forward:.4g}"
+        )
+    if f.kernels and not math.isclose(f.kernels, kernels, rel_tol=0.01):
+        raise ContradictionError(
+            f"the kernels of F take {f.kernels:.4g} cycles, and those of its layers {kernels:.4g}"
         )

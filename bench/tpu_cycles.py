@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from bench import tpu
-from bench.cycles import AROUND, ONCE, RATE, ContradictionError, Cycles, cycles, see_that_they_agree
+from bench.cycles import (
+    AROUND,
+    BLOCK,
+    EFFICIENCY,
+    ONCE,
+    RATE,
+    ContradictionError,
+    Cycles,
+    cycles,
+    see_that_they_agree,
+)
 from bench.tpu_llama import CASES, Case
 
 import jax  # isort: skip
@@ -57,7 +67,7 @@ def step(case: Case, pipe: Pipeline, text: str) -> Step:
         kind = label if label in COMMON or label in (AROUND, ONCE) else label[0]
         if kind not in actions or actions[kind].total < one.total:
             actions[kind] = one
-    forward, backward = (actions.get(kind, Cycles()).total for kind in "FB")
+    forward, backward = (actions.get(kind, Cycles()) for kind in "FB")
     config, tokens = case.config, case.rows * case.length
     d, t, layers = config.hidden_size, case.length, config.num_hidden_layers
     tables = config.vocab_size * d
@@ -65,12 +75,14 @@ def step(case: Case, pipe: Pipeline, text: str) -> Step:
     attention = 2 * layers * t * d  # operations of a position forward, half of them masked
     share = pipe.mesh.size // pipe.mesh.shape["data"]
     ideal = tokens * (2 * weights + attention) / share / RATE
-    see_that_they_agree(forward, backward, ideal)
+    diagonal = 1 + BLOCK / t  # blocks that are computed whole and are half masked
+    kernels = tokens * attention * diagonal / share / RATE / EFFICIENCY
+    see_that_they_agree(forward, backward, ideal, kernels)
     ranks = pipe.schedule.num_ranks
     costs = Costs(
-        f=forward,
-        i=backward / 2,
-        w=backward / 2,
+        f=forward.total,
+        i=backward.total / 2,
+        w=backward.total / 2,
         head=ranks * actions.get("head", Cycles()).total,
         embed=ranks * actions.get("lookup", Cycles()).total,
     )
