@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-EFFICIENCY = 0.5  # of a Pallas kernel, assumed: what attention kernels are reported to reach
+EFFICIENCY = 0.5  # of a Pallas kernel: assumed, not measured
 RATE = 2 * 131072  # operations a cycle of a v5p chip: 459e12 a second, published, at its clock
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
