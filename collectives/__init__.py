@@ -2,6 +2,7 @@
 
 from collectives.chunked import linear_cross_entropy
 from collectives.compat import vary, varying_axes
+from collectives.local import local
 from collectives.mesh import check_mesh, make_mesh
 from collectives.picture import describe_mesh
 from collectives.reduce import from_rank, mean_over, sum_over
@@ -22,6 +23,7 @@ __all__ = [
     "exchange",
     "from_rank",
     "linear_cross_entropy",
+    "local",
     "make_mesh",
     "mean_over",
     "ring_shift",

@@ -1,4 +1,4 @@
-"""What differs between JAX releases, and the one helper built on it.
+"""What differs between JAX releases, or is private to them, and the helpers built on it.
 
 Checked on jax 0.10.2 and 0.12. *Varying* is shard_map's word: a value varies over a mesh axis when
 ranks along that axis may hold different ones. JAX tracks this in the type of every array inside
@@ -7,10 +7,13 @@ ranks along that axis may hold different ones. JAX tracks this in the type of ev
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = str | tuple[str, ...]
 Tree = TypeVar("Tree")
@@ -74,3 +77,54 @@ def vary(tree: Tree, axes: Axes) -> Tree:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(one, tree)
+
+
+def typed_as(aval: Any, others: Sequence[Any]) -> Any:
+    """The type of an array, varying as that of others does which varies most."""
+    widest = max(others, key=lambda o: len(o.manual_axis_type.varying))
+    spec = PartitionSpec(*(None,) * len(aval.shape))
+    where = NamedSharding(widest.sharding.mesh, spec)
+    return aval.update(sharding=where, manual_axis_type=widest.manual_axis_type)
+
+
+def typeless(aval: Any) -> Any:
+    """The type of an array, varying over nothing."""
+    return aval.update_manual_axis_type(jax.typeof(0.0).manual_axis_type)
+
+
+def untyped() -> AbstractContextManager[None]:
+    """A context in which nothing asks for varying types, as in shard_map with `check_vma=False`.
+
+    Private to JAX, seen in 0.10.2 and 0.12: there is no public way to trace a Pallas kernel within
+    a shard_map that tracks types, unless its author wrote down the types of its results. A
+    `jax.shard_map(..., check_vma=False)` that may stand inside another over the same axes would
+    take the place of this, and of most of `collectives.local`.
+    """
+    from jax._src import config  # noqa: PLC0415
+
+    context: AbstractContextManager[None] = config._check_vma(False)  # noqa: SLF001
+    return context
+
+
+def platform() -> str:
+    """The platform that is traced for: "cpu", "gpu", "tpu"; that of the mesh if there is one.
+
+    The devices of a mesh may be described and not there, while this process has others.
+    """
+    # Devices that a mesh knows of have been an attribute of abstract meshes since jax 0.6.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
+def has_cudnn() -> bool:
+    """Whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
+
+    `jax.nn.dot_product_attention(implementation="cudnn")` raises where it is not; a function that
+    says so beforehand would take the place of this.
+    """
+    from jax._src.lib import cuda_versions  # noqa: PLC0415
+
+    try:
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except RuntimeError:  # the library is not installed
+        return False

@@ -53,6 +53,7 @@ class Block(nnx.Module):
             head_dim=config.width_of_head,
             theta=config.rope_theta,
             scaling=config.rope_scaling,
+            implementation=config.attention,
             query_chunk=config.query_chunk,
             replicate_kv=config.replicate_kv,
             **shared,

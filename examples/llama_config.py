@@ -45,7 +45,9 @@ class LlamaConfig:
       loss_chunks: parts in which a rank forms its logits, none of which is kept; None keeps them.
       replicate_kv: whether every tensor rank has all heads of keys and values, of which there may
         then be fewer than ranks.
-      query_chunk: positions whose scores are formed at a time; None takes all.
+      attention: the `implementation` of `pipeline.layers.Attention`; None takes that of the
+        platform.
+      query_chunk: without a kernel, positions whose scores are formed at a time; None takes all.
       scan_layers: whether a stage's blocks are one block over stacked weights, compiled once.
       remat_blocks: whether each block is computed again in its backward.
     """
@@ -66,6 +68,7 @@ class LlamaConfig:
     sequence_parallel: bool = False
     vocabulary_multiple_of: int = 1
     loss_chunks: int | None = None
+    attention: str | None = None
     query_chunk: int | None = None
     replicate_kv: bool = False
     scan_layers: bool = False

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.sizes import TENSOR
+from pipeline.layers import kernels
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.replicated import ReplicatedKV
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
@@ -92,15 +93,18 @@ class Attention(nnx.Module):
       sequence_parallel: whether input and output are this rank's part of the sequence.
       init: of the fused weight; init_out: of the one after attention.
       dtype: of the parameters.
-      implementation: that of `jax.nn.dot_product_attention` to take, such as "cudnn"; None takes
-        the formula as written here, in float32.
+      implementation: None takes the kernel of the platform, splash attention on TPUs and cuDNN's
+        on NVIDIA GPUs, where it takes what it is given (`pipeline.layers.kernels`), and otherwise
+        "chunked", the formula as written here, in float32. Asked for by name, "splash" and "cudnn"
+        raise where they cannot run; "xla" is that of `jax.nn.dot_product_attention`.
       replicate_kv: whether every rank has the weights of all heads of keys and values
         (`ReplicatedKV`); for more ranks than there are such heads.
-      query_chunk: a divisor of t: the scores of so many queries, `[b, k·g / R, query_chunk, t]`,
-        are formed at a time, again in the backward; None forms and keeps all.
+      query_chunk: a divisor of t: without a kernel the scores of so many queries, `[b, k·g / R,
+        query_chunk, t]`, are formed at a time, again in the backward; None forms and keeps all.
 
     Raises:
-      ValueError: heads that do not divide each other or the width; as `FusedQKV`.
+      ValueError: heads that do not divide each other or the width; an unknown implementation; as
+        `FusedQKV`.
     """
 
     def __init__(
@@ -118,11 +122,12 @@ class Attention(nnx.Module):
         init: Initializer | None = None,
         init_out: Initializer | None = None,
         dtype: Any = jnp.float32,
-        implementation: Any = None,
+        implementation: kernels.Implementation | None = None,
         query_chunk: int | None = None,
         replicate_kv: bool = False,
     ) -> None:
         check_groups(num_heads, num_kv_heads)
+        kernels.check_name(implementation)
         if head_dim is None and width % num_heads:
             raise ValueError(
                 f"width={width} num_heads={num_heads}: the heads share the width equally; choose "
@@ -169,7 +174,7 @@ def attend(
     v: jax.Array,
     *,
     query_chunk: int | None = None,
-    implementation: Any = None,
+    implementation: kernels.Implementation | None = None,
 ) -> jax.Array:
     """Causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
 
@@ -181,22 +186,26 @@ def attend(
       implementation: as for `Attention`.
 
     Raises:
-      ValueError: `query_chunk` does not divide t.
+      ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this.
     """
-    t = q.shape[1]
+    t, implementation = q.shape[1], implementation or kernels.choose(q)
+    if implementation == "splash":
+        return kernels.splash(q, k, v)
+    if implementation == "cudnn":
+        return kernels.cudnn(q, k, v)
 
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
         start, queries = chunk
         here = start + jnp.arange(queries.shape[1])[:, None]
         seen = (jnp.arange(t)[None] <= here)[None, None]
-        if implementation is None:
+        if implementation == "chunked":
             return _read(queries, k, v, seen)
-        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation=implementation)
+        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation="xla")
 
     if query_chunk is None or query_chunk == t:
-        if implementation is None:
+        if implementation == "chunked":
             return some(k, v, (jnp.zeros((), jnp.int32), q))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
     if t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
     some = jax.checkpoint(some)

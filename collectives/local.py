@@ -1,0 +1,124 @@
+"""Functions of one device inside a kernel that tracks varying types.
+
+`jax.shard_map(..., check_vma=True)` says of every value over which mesh axes it varies, and asks
+the same of all that computes with it. Pallas kernels do not know, and some functions of JAX and
+flax mix values that do with values that do not: a fresh carry of a scan, a table of positions. A
+function that exchanges nothing with other devices needs no such types. `local` traces it apart,
+without any, and gives them back to its results.
+
+Letters: A = the mesh axes over which any of the arguments varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from collectives.compat import typed_as, typeless, untyped, vary, varying_axes
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def local(f: F) -> F:
+    """A function of arrays that holds no collectives, without varying types inside.
+
+    Its results vary over A. Reverse-mode gradients are those of ``f`` on this device; that of an
+    argument which varies over less than A is summed over the rest, as everywhere.
+
+    Where no surrounding `jax.shard_map` tracks types, or no argument varies, it is ``f`` itself.
+
+    Args:
+      f: takes trees of arrays, by position, and returns one. It may call Pallas kernels; what it
+        closes over is a constant, without a gradient.
+    """
+
+    def call(*args: Any) -> Any:
+        axes = tuple(sorted(frozenset().union(*map(varying_axes, jax.tree.leaves(args)))))
+        # All vary alike from here on: the sums over ranks of gradients are the transpose of this.
+        return _differentiable(f)(*vary(args, axes)) if axes else f(*args)
+
+    return call  # type: ignore[return-value]
+
+
+def _differentiable(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` on arguments that all vary alike."""
+
+    @jax.custom_vjp
+    def run(*args: Any) -> Any:
+        return _apart(f, *args)
+
+    def forward(*args: Any) -> Any:
+        return _apart(lambda *args: jax.vjp(f, *args), *args)
+
+    def backward(pullback: Any, cotangents: Any) -> Any:
+        found = _apart(lambda pullback, c: _floats(pullback(c)), pullback, cotangents)
+        return tuple(found)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _floats(tree: Any) -> Any:
+    """Cotangents, with None for those of integers, which no array can hold."""
+    return jax.tree.map(lambda c: None if c.dtype == jax.dtypes.float0 else c, tree)
+
+
+def _apart(f: Callable[..., Any], *args: Any) -> Any:
+    """The results of a function as one equation; those that are arguments are handed through.
+
+    One equation, so that nobody who takes a jaxpr apart comes upon values without types.
+    """
+    given, treedef = jax.tree.flatten(args)
+
+    def flat(*leaves: Any) -> Any:
+        return f(*jax.tree.unflatten(treedef, leaves))
+
+    with untyped():
+        types = [typeless(jax.typeof(x)) for x in given]
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
+    made = _call.bind(*closed.consts, *given, jaxpr=closed.jaxpr)
+    places = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    outs = [
+        value if isinstance(var, Literal) or var not in places else given[places[var]]
+        for var, value in zip(closed.jaxpr.outvars, made, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+
+def _closed(jaxpr: Any, values: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The function that a jaxpr is, and its arguments, of constants and arguments in a row."""
+    count = len(jaxpr.constvars)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, values[:count])), values[count:]
+
+
+def _run(*values: Any, jaxpr: Any) -> list[Any]:
+    with untyped():
+        f, args = _closed(jaxpr, [_erase.bind(x) if varying_axes(x) else x for x in values])
+        return list(f(*args))
+
+
+def _batched(values: Any, dims: Any, *, jaxpr: Any) -> Any:
+    def f(*values: Any) -> Any:
+        return jax.vmap(lambda *v: _run(*v, jaxpr=jaxpr), in_axes=dims)(*values)
+
+    found = _apart(f, *values)
+    return found, [0] * len(found)
+
+
+_call, _erase = Primitive("local"), Primitive("erase_varying")
+_call.multiple_results = True
+_call.def_impl(_run)
+_call.def_effectful_abstract_eval(
+    lambda *given, jaxpr: ([typed_as(v.aval, given) for v in jaxpr.outvars], jaxpr.effects)
+)
+mlir.register_lowering(_call, mlir.lower_fun(_run, multiple_results=True))
+batching.primitive_batchers[_call] = _batched
+
+_erase.def_impl(lambda x: x)
+_erase.def_abstract_eval(typeless)
+batching.defvectorized(_erase)
+mlir.register_lowering(_erase, lambda _, x: [x])
