@@ -7,6 +7,7 @@ Where the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.alike import alike, digest
 from pipeline.forwarded import forwarded
 from pipeline.hollow import with_arrays
 from pipeline.placement import as_before
@@ -23,9 +25,11 @@ from pipeline.unlike import Overlaid, Views
 from pipeline.variables import kind_text, raw
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Definition:
     """The static half of a module; `call` gives it back its arrays.
+
+    Equal are those that are `alike`, and all have a hash: a module may hold what has none.
 
     Attributes:
       graphdef: of the module.
@@ -35,7 +39,20 @@ class Definition:
 
     graphdef: Any
     label: str
-    looked_at: set[Any] = field(default_factory=set, compare=False, repr=False)
+    looked_at: set[Any] = field(default_factory=set, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Definition):
+            return NotImplemented
+        known = (self.label, self._hash) == (other.label, other._hash)
+        return known and alike(self.graphdef, other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return digest(self.graphdef)
 
     def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
         """Merge the module and apply ``method`` to it, and to what is given.
