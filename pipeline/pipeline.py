@@ -20,6 +20,7 @@ from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
+from pipeline.nans import watched
 from pipeline.operands import Operands, make_operands
 from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
@@ -214,7 +215,7 @@ class Pipeline(nnx.Module):
             "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
             "loss(), or call value_and_grad() alone"
         ):
-            value, grads, _ = runtime.train(self.plan, *operands)
+            value, grads, _ = watched(runtime.train, self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
