@@ -143,10 +143,10 @@ def batch():
     return words.reshape(N, LENGTH), targets.reshape(N, LENGTH), extras
 
 
-def errors(make_model, remat, K, *, layers, **options):
+def errors(make_model, inner, K, *, layers, **options):
     """By part of the model: how far the pipeline is from the model itself."""
     words, targets, extras = batch()
-    model = moved(make_model(remat, layers))
+    model = moved(make_model(inner, layers))
 
     @nnx.jit
     @nnx.value_and_grad
