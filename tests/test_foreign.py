@@ -202,6 +202,7 @@ def test_gradients_of_decoders(make_model, remat, layers, K, schedule):
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["NONE", "DECODER"])
 def test_gradients_of_one_decoder(remat):
     wrong, pipe = errors(make_qwen3, remat, 2, layers=2, remat=None)
