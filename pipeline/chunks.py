@@ -22,7 +22,7 @@ from pipeline.ends import find_tables
 from pipeline.placement import Placement, spreads
 from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
-from pipeline.tree import row_of
+from pipeline.tree import is_key, row_of
 from pipeline.unlike import Overlaid
 from pipeline.variables import raw
 from schedules.shared import Shared
@@ -144,7 +144,7 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
     shape = (len(leaves), *leaves[0].shape)
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
-    if jax.numpy.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
+    if is_key(leaves[0]):
         return _stack_keys(leaves, sharding)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.difference import difference
 from pipeline.plan import Plan
 from pipeline.unlike import Overlaid
 from schedules import simulate
@@ -49,6 +50,8 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
             lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
+        elif not isinstance(chunks[0], Overlaid) and (found := difference(chunks[0], chunk)):
+            lines.append(f"chunk {index} is not like chunk 0: it differs {found}")
     return "\n".join(lines)
 
 

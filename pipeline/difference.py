@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
+from pipeline.alike import alike, digest
 from pipeline.tree import Tree
 from pipeline.variables import type_text
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:
     """In what a stage differs from another; empty if they are alike in all but their values."""
+    for name, text in differences(first, other):
+        return text if name is None else f"in {text}"
+    return ""
+
+
+def differences(first: nnx.Module, other: nnx.Module) -> Iterator[tuple[str | None, str]]:
+    """Every way in which a stage differs from another: the name of an attribute or None, a text."""
     graphdef, state = nnx.split(first)
     other_def, other_state = nnx.split(other)
     want, have = _types(state), _types(other_state)
     for path in sorted(want.keys() | have.keys()):
         if want.get(path) != have.get(path):
             found = [types.get(path, "no such leaf") for types in (have, want)]
-            return f"at {path}: {' against '.join(found)}"
+            yield None, f"at {path}: {' against '.join(found)}"
     trees: list[Any] = [jax.tree.structure(other_state), jax.tree.structure(state)]
-    if other_def != graphdef or trees[0] != trees[1]:
-        return f"in {_static_difference(first, other)}"
-    return ""
+    same = digest(graphdef) == digest(other_def) and alike(graphdef, other_def)
+    if not same or trees[0] != trees[1]:
+        yield from list(_static_differences(first, other)) or [(None, "in static structure")]
 
 
 def _types(state: Tree) -> Mapping[str, str]:
@@ -34,29 +42,23 @@ def _types(state: Tree) -> Mapping[str, str]:
     }
 
 
-def _static_difference(a: Any, b: Any) -> str:
-    """Name an attribute in which two modules with equal arrays differ."""
+def _static_differences(a: Any, b: Any) -> Iterator[tuple[str | None, str]]:
+    """The attributes in which two modules with equal arrays differ."""
     others = dict(nnx.iter_graph(b))
-    for path, node in nnx.iter_graph(a):
+    for path, node in sorted(nnx.iter_graph(a), key=lambda item: len(item[0])):  # outer first
         if not isinstance(node, nnx.Module):
             continue
         twin = others.get(path)
         if type(node) is not type(twin):
             where = ".".join(map(str, path)) or "the module"
-            return f"{where}: {type(twin).__name__} against {type(node).__name__}"
+            yield None, f"in {where}: {type(twin).__name__} against {type(node).__name__}"
+            return
         have, want = vars(twin), vars(node)
         for name in sorted(have.keys() | want.keys()):
             nested = isinstance(want.get(name), (nnx.Module, nnx.Variable))
             if nested or name.startswith("_"):
                 continue
-            if name not in have or name not in want or not _same(have[name], want[name]):
+            if name not in have or name not in want or not alike(have[name], want[name]):
                 found = [repr(of[name]) if name in of else "nothing" for of in (have, want)]
-                return f"attribute {'.'.join([*map(str, path), name])}: {' against '.join(found)}"
-    return "static structure"
-
-
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except (TypeError, ValueError):  # objects whose == is not a bool, such as arrays
-        return False
+                where = ".".join([*map(str, path), name])
+                yield name, f"attribute {where}: {' against '.join(found)}"

@@ -20,6 +20,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import pairing
 from pipeline.model import Batch, Model, Weights
+from pipeline.nans import is_watched, watched
 from pipeline.plan import Plan
 from pipeline.runtime import infer, train
 from pipeline.tree import Tree, combine, partition, times
@@ -36,14 +37,14 @@ _TWICE = (
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
     """The mean loss, a float32 scalar; differentiable in params and inputs."""
-    return infer(plan, model, weights, batch, take_loss=True)
+    return watched(infer, plan, model, weights, batch, take_loss=True)
 
 
 def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
     want_inputs = _wants_inputs(weights, batch)
     weights, batch = _values(weights), _values(batch)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
-    run = _as_one(functools.partial(train, plan, model, want_inputs=want_inputs))
+    run = _as_one(functools.partial(watched, train, plan, model, want_inputs=want_inputs))
     with refusing_twice(_TWICE):
         value, grads, inputs = run(weights, batch)
     return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
@@ -64,13 +65,13 @@ loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
     """[N, ...] outputs; differentiable in params and inputs."""
-    return infer(plan, model, weights, batch, take_loss=False)
+    return watched(infer, plan, model, weights, batch, take_loss=False)
 
 
 def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
     want_inputs = _wants_inputs(weights, batch)
     weights, batch = _values(weights), _values(batch)
-    run = _as_one(functools.partial(infer, plan, model, take_loss=False))
+    run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))
     with refusing_twice(_TWICE):
         return run(weights, batch), (weights, batch, want_inputs)
 
@@ -82,8 +83,8 @@ def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[An
     batch = dataclasses.replace(batch, targets=cotangents)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
     with refusing_twice(_TWICE):
-        _, (chunks, ends), inputs = train(
-            plan, model, weights, batch, want_inputs=want_inputs, normalise=False
+        _, (chunks, ends), inputs = watched(
+            train, plan, model, weights, batch, want_inputs=want_inputs, normalise=False
         )
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), Batch(found, None, None)
@@ -96,10 +97,11 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as something that JAX does not take apart.
 
     Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
-    inputs is taken out of it, and the kernel's refs would be torn apart.
+    inputs is taken out of it, and the kernel's refs would be torn apart. Where JAX looks for NaN it
+    must see the kernel's values.
     """
     whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
-    return whole if _HAS_WHOLE else run
+    return whole if _HAS_WHOLE and not is_watched() else run
 
 
 @contextlib.contextmanager

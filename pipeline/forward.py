@@ -80,7 +80,7 @@ class Forward:
         if not self.model.has_embed:
             return self.varied(self._computed(inputs))
         own = self.embeds_own
-        found = self._ends(weights, microbatch, lambda ends: ends.embed(inputs), own)
+        found = self._ends(weights, microbatch, embedded, inputs, own)
         return self.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
@@ -97,7 +97,7 @@ class Forward:
         def run(weights: Leaves, x: Tree) -> Tree:
             params = jax.tree.unflatten(self.chunk_tree, self._computed(weights))
             rest = nnx.merge_state(streams, fixed)
-            return self.model.chunk.call(lambda module: module(x, **extras), params, rest)
+            return self.model.chunk.call(called, params, rest, x, extras)
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
@@ -117,12 +117,12 @@ class Forward:
         if not self.model.has_head:
             return y
         own = own_axes(y, self.axes)
-        return vary(self._ends(weights, microbatch, lambda ends: ends.head(y), own), self.axes)
+        return vary(self._ends(weights, microbatch, headed, y, own), self.axes)
 
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
         """What a head that all ranks share makes its logits of."""
         own = own_axes(y, self.axes)
-        found = self._ends(weights, microbatch, lambda ends: ends.head.features(y), own)
+        found = self._ends(weights, microbatch, featured, y, own)
         return cast("jax.Array", vary(found, self.axes))
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
@@ -155,9 +155,32 @@ class Forward:
         return whole if self.view is None else self.view.leaves(whole)
 
     def _ends(
-        self, weights: Leaves, microbatch: Any, method: Any, own: tuple[str, ...] = ()
+        self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]
     ) -> Tree:
         params = jax.tree.unflatten(self._ends_tree, self._computed(weights))
         streams = fold(self.ends_streams, microbatch, self.axes, own)
         rest = nnx.merge_state(streams, self._ends_fixed)
-        return self.model.ends.call(method, params, rest)
+        return self.model.ends.call(method, params, rest, given)
+
+
+# What is done with modules: functions of a name, so that two calls can be seen to be the same.
+
+
+def called(stage: Any, x: Tree, extras: dict[str, Tree]) -> Tree:
+    """A stage's output."""
+    return stage(x, **extras)
+
+
+def embedded(ends: Any, inputs: Tree) -> Tree:
+    """The input of stage 0."""
+    return ends.embed(inputs)
+
+
+def headed(ends: Any, y: Tree) -> Tree:
+    """What the head makes of the last stage's output."""
+    return ends.head(y)
+
+
+def featured(ends: Any, y: Tree) -> Tree:
+    """What a shared head makes its logits of."""
+    return ends.head.features(y)

@@ -69,9 +69,9 @@ class Model:
     ends: Definition
     has_embed: bool
     has_head: bool
-    loss_fn: LossFn | None
+    loss_fn: LossFn | None = field(hash=False)  # an object may be called that has no hash
     layout: Layout
-    policy: Any = None
+    policy: Any = field(default=None, hash=False)
     grad_dtype: GradDtype = None
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)

@@ -17,8 +17,10 @@ from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
+from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
+from pipeline.nans import watched
 from pipeline.operands import Operands, make_operands
 from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
@@ -80,6 +82,9 @@ class Pipeline(nnx.Module):
         `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
       memory_limit: bytes that a device may hold; by default what its runtime reports, which on
         CPU is nothing. A step predicted to exceed it warns before it is compiled.
+      ignore: names of attributes that make no difference to what a stage computes, such as
+        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
+        have the value of the first; `stages()` gives each its own back.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -116,6 +121,7 @@ class Pipeline(nnx.Module):
         auto_axes: Sequence[str] = (),
         vocabulary: Mode = "ends",
         memory_limit: int | None = None,
+        ignore: Sequence[str] = (),
     ) -> None:
         check_functions(sharding=sharding)
         check_kinds(stages, embed, head)
@@ -140,6 +146,8 @@ class Pipeline(nnx.Module):
             memory_limit=memory_limit,
         )
         stages, embed, head = apart(stages, embed, head)
+        stages, self.ignored = ignoring(stages, ignore)
+        warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), embed, head]
         see_that_layers_fit(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
@@ -207,7 +215,7 @@ class Pipeline(nnx.Module):
             "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
             "loss(), or call value_and_grad() alone"
         ):
-            value, grads, _ = runtime.train(self.plan, *operands)
+            value, grads, _ = watched(runtime.train, self.plan, *operands)
         layout = jax.tree.structure(nnx.state(self, nnx.Param))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
@@ -237,7 +245,7 @@ class Pipeline(nnx.Module):
             for rank, held in enumerate(self.schedule.stages_of)
             for chunk, k in zip(self.chunks, held, strict=True)
         }
-        return [found[k] for k in range(len(found))]
+        return [self.ignored.give_back(found[k], k) for k in range(len(found))]
 
     def describe(
         self,

@@ -42,6 +42,11 @@ _MOVES = frozenset(
         "reduce_precision", "reshape", "rev", "squeeze", "stop_gradient", "transpose",
     )
 )
+# The same numbers, for each operand.
+_IDENTITIES = frozenset(
+    ("copy", "copy_p", "layout_constraint", "name", "optimization_barrier", "pvary",
+     "sharding_constraint", "stop_gradient")
+)
 # fmt: on
 _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
@@ -55,7 +60,7 @@ CHEAP, LIGHT, HEAVY = range(3)
 def is_cheap(eqn: Eqn) -> bool:
     """Whether computing an equation again costs next to nothing beside reading its result."""
     if eqn.primitive.name in _CALLS:
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        body = body_of(eqn)
         return body is not None and all(map(is_cheap, body.eqns))
     return eqn.primitive.name in _CHEAP
 
@@ -74,6 +79,11 @@ def cost_of(eqn: Eqn) -> int:
 def moves(eqn: Eqn) -> bool:
     """Whether an equation only moves or reformats its operand."""
     return eqn.primitive.name in _MOVES
+
+
+def is_identity(eqn: Eqn) -> bool:
+    """Whether an equation's results are its operands, one by one."""
+    return eqn.primitive.name in _IDENTITIES
 
 
 def is_ref(aval: Any) -> bool:
@@ -125,7 +135,14 @@ def callee(eqn: Eqn) -> tuple[Any, Sequence[bool]]:
         barred = (prevent,) * count if isinstance(prevent, bool) else prevent
     elif name not in _CALLS or not _is_mere(params):
         return None, barred
-    return params.get("jaxpr", params.get("call_jaxpr")), barred
+    return body_of(eqn), barred
+
+
+def body_of(eqn: Eqn) -> Any:
+    """The jaxpr that an equation calls once, with its operands; None if it does not."""
+    if eqn.primitive.name not in _CALLS | _REMATS:
+        return None
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
 def _is_mere(params: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from pipeline.spread import (
 )
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
-from pipeline.tree import Tree
+from pipeline.tree import Tree, as_numbers, numbers_as
 from pipeline.workers import Crew
 from schedules.program import Program
 
@@ -142,11 +142,8 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
         found = actions.results.all()
-        return jax.tree.map(
-            lambda total, like: _unsplit(total.astype(like.dtype)),
-            total_over(found, (STAGE,)),
-            found,
-        )
+        total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
+        return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
 
     data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
     if shares_head and not take_loss:

@@ -7,51 +7,91 @@ Where the stages of a chunk are not alike, it is laid out by `pipeline.unlike`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
 
+from pipeline.alike import alike, digest
+from pipeline.forwarded import forwarded
 from pipeline.hollow import with_arrays
 from pipeline.placement import as_before
-from pipeline.tree import Tree, row_of
+from pipeline.tree import Tree, row_of, signature
 from pipeline.unlike import Overlaid, Views
 from pipeline.variables import kind_text, raw
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Definition:
-    """The static half of a module; `call` gives it back its arrays."""
+    """The static half of a module; `call` gives it back its arrays.
+
+    Equal are those that are `alike`, and all have a hash: a module may hold what has none.
+
+    Attributes:
+      graphdef: of the module.
+      label: what messages call it.
+      looked_at: calls that were seen to write nothing, by method and types.
+    """
 
     graphdef: Any
     label: str
+    looked_at: set[Any] = field(default_factory=set, repr=False)
 
-    def call(self, method: Callable[[Any], Any], params: Tree, rest: Tree) -> Any:
-        """Merge the module and apply ``method`` to it.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Definition):
+            return NotImplemented
+        known = (self.label, self._hash) == (other.label, other._hash)
+        return known and alike(self.graphdef, other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return digest(self.graphdef)
+
+    def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
+        """Merge the module and apply ``method`` to it, and to what is given.
 
         Raises:
           ValueError: the module wrote to its own state, or made some.
         """
-        module = with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
-        result = method(module)
-        self._see_that_nothing_is_written((params, rest), nnx.state(module))
+        module = self._merged(params, rest)
+        result = method(module, *given)
+        self._see_that_nothing_is_written(method, params, rest, given, nnx.state(module))
         return result
 
-    def _see_that_nothing_is_written(self, before: Sequence[Tree], after: Tree) -> None:
-        had = {path: variable for part in before for path, variable in nnx.to_flat_state(part)}
-        now = dict(nnx.to_flat_state(after))
-        for path, variable in had.items():
-            if isinstance(variable, nnx.RngState):
-                continue
-            if path not in now or not _same(now[path], variable):
-                raise ValueError(
-                    f"{self.label} writes to its {kind_text(variable)} "
-                    f"{'.'.join(map(str, path))}: {_NOT_KEPT}; use a stateless layer (LayerNorm "
-                    f"for BatchNorm), or freeze it"
-                )
+    def _merged(self, params: Tree, rest: Tree) -> Any:
+        return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
+
+    def _see_that_nothing_is_written(
+        self, method: Callable[..., Any], params: Tree, rest: Tree, given: Any, after: Tree
+    ) -> None:
+        had, now = _flat(params, rest), dict(nnx.to_flat_state(after))
+        changed = [
+            path
+            for path, variable in had.items()
+            if not isinstance(variable, nnx.RngState)
+            and (path not in now or not _same(now[path], variable))
+        ]
+        if changed and all(path in now for path in changed):
+            key = method, signature((params, rest, given))
+            if key not in self.looked_at:
+                changed = self._computed(changed, method, params, rest, given)
+            if key in self.looked_at or not changed:
+                self.looked_at.add(key)
+                changed = []
+        for path in changed:
+            variable = had[path]
+            raise ValueError(
+                f"{self.label} writes to its {kind_text(variable)} "
+                f"{'.'.join(map(str, path))}: {_NOT_KEPT}; use a stateless layer (LayerNorm "
+                f"for BatchNorm), or freeze it"
+            )
         for path, variable in now.items():
             if path not in had:
                 raise ValueError(
@@ -59,6 +99,35 @@ class Definition:
                     f"it is called: {_NOT_KEPT}; let it return what is needed as a part of its "
                     f"activation, or leave it out"
                 )
+
+    def _computed(
+        self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, given: Any
+    ) -> list[Any]:
+        """Those of the variables at these paths that a call computes anew, found by a trace.
+
+        `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
+        of them the same.
+        """
+        found: dict[Any, Any] = {}
+
+        def values(params: Tree, rest: Tree, given: Any) -> list[Any]:
+            module = self._merged(params, rest)
+            method(module, *given)
+            now = dict(nnx.to_flat_state(nnx.state(module)))
+            leaves = {path: jax.tree.leaves(now[path]) for path in paths}
+            found.update({path: [None] * len(of) for path, of in leaves.items()})
+            return list(leaves.values())
+
+        sources = iter(forwarded(jax.make_jaxpr(values)(params, rest, given).jaxpr))
+        found = {path: [next(sources) for _ in of] for path, of in found.items()}
+        treedef: Any = jax.tree.structure((params, rest))
+        numbers = _flat(*jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+        return [path for path in paths if found[path] != jax.tree.leaves(numbers[path])]
+
+
+def _flat(*parts: Tree) -> dict[Any, Any]:
+    """Path to variable."""
+    return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
 
 
 _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"

@@ -57,13 +57,34 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
     return (wide * factor.astype(wide.dtype)).astype(x.dtype)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether it is a typed random key."""
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def as_numbers(leaf: jax.Array) -> jax.Array:
+    """What can be added up: a typed key's words, anything else as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def numbers_as(like: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Undo `as_numbers`, and have the dtype again that a sum may have widened."""
+    if is_key(like):
+        return jax.random.wrap_key_data(numbers.astype(jnp.uint32), impl=jax.random.key_impl(like))
+    return numbers.astype(like.dtype)
+
+
 def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
     """Zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.random.wrap_key_data(
-            jnp.zeros((*lead, *data.shape), data.dtype), impl=jax.random.key_impl(leaf)
-        )
+    if is_key(leaf):
+        impl = []  # which a type does not tell, but a traced key does
+
+        def opened(key: jax.Array) -> jax.Array:
+            impl.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(opened, leaf)
+        return jax.random.wrap_key_data(jnp.zeros((*lead, *data.shape), data.dtype), impl=impl[0])
     return jnp.zeros((*lead, *leaf.shape), leaf.dtype)
 
 

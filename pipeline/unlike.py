@@ -32,7 +32,7 @@ from collectives import STAGE
 from pipeline.hollow import Hollow, hollow, with_arrays
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
-from pipeline.tree import Tree, is_abstract, zeros
+from pipeline.tree import Tree, is_abstract, is_key, zeros
 from pipeline.variables import metadata, raw
 
 Path = tuple[Any, ...]
@@ -203,8 +203,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
     if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
         filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
         return label(jax.lax.with_sharding_constraint(filled, sharding))  # made under jit
-    is_key = jax.numpy.issubdtype(first.dtype, jax.dtypes.prng_key)
-    plain: Any = jax.random.key_data if is_key else np.asarray
+    plain: Any = jax.random.key_data if is_key(first) else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
 
     def rows(index: Any) -> Any:
@@ -217,7 +216,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
         return out[(slice(None), *index[1:])]
 
     values = jax.make_array_from_callback((*shape, *tail), sharding, rows)
-    if is_key:
+    if is_key(first):
         values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
     return label(values)
 

@@ -116,3 +116,83 @@ def test_words_of_few_bits(mode, dtype):
 def test_a_shared_vocabulary_beside_float64(wide):
     found, want = (vocabulary(mode, jnp.int64) for mode in ("stage", "ends"))
     assert found == pytest.approx(want, rel=1e-6)
+
+
+# --- typed random keys ---
+
+
+class Keyed(nnx.Module):
+    """Noise of a key for each row, which travels with the row."""
+
+    def __init__(self, rngs: nnx.Rngs, *, more: bool = False):
+        self.w, self.more = models.normal(rngs, WIDTH, WIDTH), more
+        if more:
+            self.b = models.normal(rngs, WIDTH)
+
+    def __call__(self, x, *, flips=None):
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(x["key"])
+        row = x["row"] + jnp.tanh(x["row"] @ self.w[...]) + noise(keys)
+        row = row * (1 + self.b[...][None]) if self.more else row
+        return {"key": keys, "row": row if flips is None else row * noise(flips)}
+
+
+def noise(keys):
+    return jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+
+
+def keyed(impl="threefry2x32"):
+    return {"key": jax.random.split(jax.random.key(0, impl=impl), 8), "row": models.rows(8)}
+
+
+def squares_of_rows(y, t):
+    return models.squares(y["row"] + 0.1 * noise(y["key"]), t["row"] + noise(t["key"]))
+
+
+SLOWLY = [
+    {"remat": None},
+    {"bubbles": "masked"},
+    {"mesh": make_mesh(stage=2, data=2)},
+    {"mesh": make_mesh(stage=1), "remat": None},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"remat": None, "schedule": "zb_h1"},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in SLOWLY),
+    ],
+)
+def test_keys_in_activations_inputs_targets_and_extras(options):
+    stages, x, t = models.build(Keyed, 2), keyed(), keyed()
+    extras = {"flips": jax.random.split(jax.random.key(5), 8)}
+    options = {"mesh": make_mesh(stage=2), **options}
+    pipe = Pipeline(stages, 4, loss_fn=squares_of_rows, **options)
+    want = models.reference(stages, x, t, squares_of_rows, extras=extras)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t, extras=extras), want)
+
+
+def test_keys_between_stages_that_are_not_alike():
+    stages, x, t = [*models.build(Keyed, 1), Keyed(nnx.Rngs(9), more=True)], keyed(), keyed()
+    pipe = Pipeline(stages, 4, loss_fn=squares_of_rows, mesh=make_mesh(stage=2))
+    want = models.reference(stages, x, t, squares_of_rows)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_as_outputs(impl):
+    """Bits of an "rbg" key depend on what is drawn beside it in a `vmap`; keys do not."""
+    stages, x = models.build(Keyed, 2), keyed(impl)
+    pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2))
+    found, want = pipe(x), models.compose(stages, None, None, x)
+    assert found["key"].dtype == x["key"].dtype
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(want["key"])).all()
+    if impl == "rbg":
+        return
+
+    def size(run):
+        return jax.grad(lambda row: jnp.sum(run({**x, "row": row})["row"] ** 2))(x["row"])
+
+    plain = size(lambda x: models.compose(stages, None, None, x))
+    assert models.distance(size(pipe), plain) < 1e-5

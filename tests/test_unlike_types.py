@@ -114,13 +114,19 @@ def test_describe_names_the_module_that_differs(first, second, difference):
     )
 
 
-def test_functions_defined_per_stage_make_stages_differ():
-    """They may, and compile once per stage: the description is where it shows."""
-    made = [lambda x, w: x * w for _ in range(2)]
+def times(by):
+    return lambda x, w: x * w * by
+
+
+@pytest.mark.parametrize("second", [1.0, 3.0])
+def test_functions_defined_per_stage_differ_in_what_they_do(second):
+    """Of one code and closing over equal values they are one; the description says which."""
+    made = [times(1.0), times(second)]
     pipe = make(*map(Stage, made))
-    assert (
+    assert (second != 1.0) == (
         f"stages[1] differs from stages[0] in attribute function: {made[1]!r} against {made[0]!r};"
-    ) in pipe.describe()
+        in pipe.describe()
+    )
     want = models.reference([Stage(f) for f in made], X, X * 2, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(X, X * 2), want)
 

@@ -1,0 +1,148 @@
+"""`jax_debug_nans` and `checkify` with a pipeline: which stage, and which microbatch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import checkify
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from tests import models
+from tests.models import WIDTH, Block, Noisy, normal
+
+X, T = jnp.abs(models.rows(8)), models.rows(8, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def watched():
+    with jax.debug_nans(True):
+        yield
+
+
+class Log(nnx.Module):
+    """Has no value below zero."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = normal(rngs, WIDTH, WIDTH)
+
+    def __call__(self, x):
+        return jnp.tanh(jnp.log(x) @ self.w[...])
+
+
+class Root(nnx.Module):
+    """Has no derivative at zero."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = normal(rngs, WIDTH, WIDTH)
+
+    def __call__(self, x):
+        return jnp.sqrt(jnp.maximum(x - 1e3, 0.0) * 1.0) @ self.w[...] + x
+
+
+def make(*stages, D=1, **options) -> Pipeline:
+    options.setdefault("loss_fn", models.squares)
+    return Pipeline(list(stages), 4, mesh=make_mesh(stage=2, data=D), **options)
+
+
+def block(seed=0):
+    return Noisy(nnx.Rngs(seed), rate=0.25)
+
+
+def negative(row):
+    x = np.array(X)
+    x[row, 2] = -9.0
+    return x
+
+
+def refusal(run):
+    with pytest.raises(FloatingPointError) as caught:
+        run()
+    return str(caught.value)
+
+
+def forward(who, microbatch, rows="rows 4 to 5"):
+    return (
+        f"{who} is the first to compute NaN (jax_debug_nans), in its forward pass of microbatch "
+        f"{microbatch}, {rows}; run op by op: invalid value (nan) encountered in log"
+    )
+
+
+WAYS = {
+    "value_and_grad": lambda pipe, x: pipe.value_and_grad(x, T),
+    "outputs": lambda pipe, x: pipe(x),
+    "loss": lambda pipe, x: pipe.loss(x, T),
+    "gradient": lambda pipe, x: nnx.value_and_grad(lambda m: m.loss(x, T))(pipe),
+    "jit": lambda pipe, x: nnx.jit(nnx.value_and_grad(lambda m: m.loss(x, T)))(pipe),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["value_and_grad", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w[0] != "v")],
+)
+def test_the_first_nan_has_a_stage_and_a_microbatch(way):
+    pipe = make(Log(nnx.Rngs(1)), block())
+    WAYS[way](pipe, X)  # finite, and nobody complains
+    assert refusal(lambda: WAYS[way](pipe, negative(5))) == forward("stages[0]", 2)
+
+
+def test_the_first_nan_is_in_a_later_stage_or_in_embed():
+    later = make(Block(nnx.Rngs(0)), Log(nnx.Rngs(1)))
+    text = refusal(lambda: later(models.rows(8)))
+    assert text == forward("stages[1]", 0, "rows 0 to 1")
+    embed = make(block(), block(1), embed=Log(nnx.Rngs(1)))
+    assert refusal(lambda: embed.value_and_grad(negative(5), T)) == forward("embed", 2)
+
+
+def test_the_first_nan_is_in_a_backward_pass_on_some_data_shard():
+    pipe = make(block(), Root(nnx.Rngs(1)), D=2)
+    text = refusal(lambda: pipe.value_and_grad(X, T))
+    assert text.rpartition(" ")[0] == (  # the operation differs by release
+        "stages[1] is the first to compute NaN (jax_debug_nans), in its backward pass of "
+        "microbatch 0, rows 0 to 0 of each data shard; run op by op: invalid value (nan) "
+        "encountered in"
+    )
+
+
+def test_nan_that_is_given():
+    pipe = make(block(), block(1))
+    with jax.debug_nans(False):
+        x = X.at[7].set(jnp.nan)
+    text = refusal(lambda: pipe.value_and_grad(x, T))
+    assert text == "inputs hold NaN (jax_debug_nans), in microbatch 3"
+    stages = [Block(nnx.Rngs(0)), Block(nnx.Rngs(1))]
+    down = np.array(stages[1].down[...])
+    down[0] = np.nan
+    with jax.debug_nans(False):
+        stages[1].down[...] = jnp.asarray(down)
+        pipe = make(*stages)
+    text = refusal(lambda: pipe.value_and_grad(X, T))
+    assert text == "stages[1] is given NaN (jax_debug_nans) in its weights: down"
+
+
+# --- checkify ---
+
+
+class Checked(Block):
+    def __call__(self, x):
+        checkify.check(jnp.all(x < 5.0), "too large: {most}", most=jnp.max(x))
+        return super().__call__(x)
+
+
+def test_checks_within_a_stage():
+    stages = models.build(Checked, 2)
+    pipe = make(*stages)
+    check = checkify.checkify(lambda x: pipe.value_and_grad(x, T))
+    error, found = check(X)
+    assert error.get() is None
+    models.assert_matches(
+        pipe, found, models.reference(models.build(Block, 2), X, T, models.squares)
+    )
+    x = np.array(X)
+    x[3, 1] = 9.0
+    error, _ = check(x)
+    assert error.get().startswith("at mapped index 0: too large: 9.0")  # of the ranks
