@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from collectives import DATA, STAGE
 from pipeline.seen import code, seen_by
 from pipeline.tree import Tree, blank, join, path_text, shape_text, signature
 
@@ -77,7 +78,9 @@ def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
     try:
         return run(before[k])
     except _REFUSALS as error:
+        _note_what_is_tracked(error)
         if k == 0:
+            error.add_note(f"stages[0] was given {jax.tree.map(shape_text, before[0])}")
             raise
         weights = jax.eval_shape(lambda: view.weights[view.home])
         taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
@@ -90,6 +93,19 @@ def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
             f"microbatch and data shard); neighbours agree on the activation between them: change "
             f"either stage"
         ) from error
+
+
+def _note_what_is_tracked(error: Exception) -> None:
+    """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    axes = sorted(manual - {DATA, STAGE})
+    if axes:
+        error.add_note(
+            f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
+            f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
+            f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
+            f"in collectives.local, or mark the fresh array with collectives.vary"
+        )
 
 
 def _taken(run: Callable[[Tree], Tree], candidates: list[Tree]) -> Tree | None:
