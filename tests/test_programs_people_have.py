@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import collectives
 from pipeline import Pipeline
 from tests import models
 from tests.models import WIDTH
@@ -278,3 +279,35 @@ def test_collectives_over_data_within_a_stage_have_exact_gradients(schedule, rem
     losses, grads = zip(*[_plain(alone, x[part], t[part]) for part in parts], strict=True)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
     models.assert_matches(pipe, found, (sum(losses) / 2, mean, {}))
+
+
+def test_where_types_are_tracked_an_error_says_what_to_do():
+    mesh = jax.make_mesh((2, 2), ("stage", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    pipe = Pipeline(models.build(FreshFori, 2), 2, mesh=mesh, loss_fn=models.squares)
+    with pytest.raises(TypeError) as caught:
+        pipe.value_and_grad(models.rows(4), models.rows(4))
+    tracked = (
+        "the mesh has the axis 'tensor', so a stage runs as under jax.shard_map(check_vma=True): "
+        "where fresh arrays meet values that vary over mesh axes (the carry of a loop, a branch, a "
+        "Pallas kernel), wrap what holds no collective in collectives.local, or mark the fresh "
+        "array with collectives.vary"
+    )
+    assert caught.value.__notes__[:2] == [tracked, "stages[0] was given float32[2,8]"]
+
+
+class LocalFori(Square):
+    def __call__(self, x):
+        def looped(x, w, b):
+            step = lambda _, c: jnp.tanh(c + jnp.tanh(x @ w + b))  # noqa: E731
+            return jax.lax.fori_loop(0, 3, step, jnp.zeros_like(x))
+
+        return collectives.local(looped)(x, self.w[...], self.b[...])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_and_it_runs_there_once_that_is_done(schedule):
+    mesh = jax.make_mesh((2, 2), ("stage", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    stages, x, t = models.build(LocalFori, 2), models.rows(4), models.rows(4, seed=1)
+    pipe = Pipeline(stages, 2, mesh=mesh, schedule=schedule, loss_fn=models.squares)
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
