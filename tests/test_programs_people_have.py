@@ -20,12 +20,14 @@ from tests import models
 from tests.models import WIDTH
 
 PLANS = [("1f1b", "stage", "skip"), ("zb_h1", None, "skip")]
-MORE = [("gpipe", None, "skip"), ("zb_h1", "stage", "masked"), ("1f1b", None, "masked")]
+SLOW = [("zb_h1", "stage", "masked")]
+MORE = [("gpipe", None, "skip"), ("1f1b", None, "masked")]
 
 
 def plans() -> list:
-    marked = [pytest.param(*plan, marks=pytest.mark.slow) for plan in MORE]
-    return [pytest.param(*plan) for plan in PLANS] + marked
+    slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+    marked = ((PLANS, ()), (SLOW, (slow,)), (MORE, (slow, exhaustive)))
+    return [pytest.param(*plan, marks=marks) for some, marks in marked for plan in some]
 
 
 class Square(nnx.Module):

@@ -6,7 +6,7 @@ import pytest
 
 from tests import fuzz
 
-FAST, SLOW, ALL = range(8), range(8, 60), range(60, 300)
+FAST, SLOW, ALL = range(8), range(8, 32), range(32, 300)
 SETTLED = "ok", "chaotic", "not finite"
 
 
