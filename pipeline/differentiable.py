@@ -98,10 +98,18 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
 
     Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
     inputs is taken out of it, and the kernel's refs would be torn apart. Where JAX looks for NaN it
-    must see the kernel's values.
+    must see the kernel's values, and where a stage has a check `checkify` must see that.
     """
+    if not _HAS_WHOLE or is_watched():
+        return run
     whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
-    return whole if _HAS_WHOLE and not is_watched() else run
+
+    def call(*given: Any) -> Any:
+        effects = jax.make_jaxpr(run)(*given).effects  # the kernel is traced once: JAX keeps it
+        checks = any(type(effect).__name__ == "ErrorEffect" for effect in effects)
+        return (run if checks else whole)(*given)
+
+    return call
 
 
 @contextlib.contextmanager

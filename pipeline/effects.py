@@ -1,7 +1,8 @@
 """What a stage does beside computing, which has to happen once for each microbatch.
 
 A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
-writes must not, and nobody would notice that it is.
+writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on
+the same data, and must not be made on none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pipeline.seen import seen_by
 from pipeline.tree import blank
 
 _ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
+_CHECK = "ErrorEffect"
 
 
 def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> None:
@@ -24,14 +26,21 @@ def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> No
       masked: whether a stage runs in bubbles too.
 
     Raises:
-      ValueError: it calls back to the host.
+      ValueError: it calls back to the host, or checks what bubbles hold.
     """
     if not (again or masked):
         return
     for view in [seen_by(cell, lane.seat, lane.x, lane.y) for lane in cell.lanes] or [cell]:
         arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
         effects = jax.make_jaxpr(view.stage)(*arguments).effects
-        if any(type(effect).__name__ in _ONCE for effect in effects):
+        names = {type(effect).__name__ for effect in effects}
+        if masked and _CHECK in names:
+            raise ValueError(
+                'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '
+                "bubbles, on no data: the check would fail of what no microbatch holds; use "
+                'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
+            )
+        if names & _ONCE:
             what = 'with remat="stage" a backward runs its forward again'
             remedy = "remat=None"
             if masked:
