@@ -22,11 +22,11 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4 "
-        "--xla_backend_optimization_level=0"
-    )
+if __name__ == "__main__":  # before jax is imported
+    from tests.quick import fastest
+
+    devices = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), devices, *fastest()])
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

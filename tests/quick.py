@@ -30,6 +30,10 @@ def known(*flags: str) -> bool:
     ).returncode
 
 
+def fastest() -> tuple[str, ...]:
+    """Those of the flags that this jaxlib knows."""
+    return FLAGS if known(*FLAGS) else tuple(flag for flag in FLAGS if known(flag))
+
+
 if __name__ == "__main__":
-    chosen = FLAGS if known(*FLAGS) else tuple(flag for flag in FLAGS if known(flag))
-    sys.stdout.write(" ".join(chosen) + "\n")
+    sys.stdout.write(" ".join(fastest()) + "\n")
