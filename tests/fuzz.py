@@ -4,8 +4,8 @@
     python -m tests.fuzz show 17        # the program and the plan of one
 
 The plain loss and gradients are the mean over microbatches, by one jit on one device. What differs
-from them is held against how much they move themselves: under noise of 1e-6, and when the batch is
-not cut.
+from them is held against how much they move themselves: under noise of 1e-7, about a rounding, and
+when the batch is not cut.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ ONE_CHUNK = ["gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h1", "zb_h2"]
 TWO_CHUNKS = ["interleaved_1f1b", "looped_bfs", "interleaved_zb", "zb_v", "zb_v", "1f1b"]
 POLICIES = ["dots_saveable", "nothing_saveable", "everything_saveable"]
 TOLERANCE = 2e-5
+MOST_SPREADS = 20  # a pipeline rounds in more places than one; what is wrong is far beyond
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,8 @@ class Plain:
 
     def spread(self, want: list[Any]) -> float:
         """How far the results move by themselves, as `distance`."""
-        shaken = max(distance(self(1e-6, seed), want) for seed in range(3))
-        return max(shaken / 5, distance(self(parts=1), want))
+        shaken = max(distance(self(1e-7, seed), want) for seed in range(3))
+        return max(shaken, distance(self(parts=1), want))
 
 
 def measure(case: Case) -> list[Any]:
@@ -214,11 +215,16 @@ def measure(case: Case) -> list[Any]:
 
 
 def distance(found: list[Any], want: list[Any]) -> float:
-    """The largest difference, each beside the largest entry of its array."""
+    """The largest difference, each beside the largest entry of its array.
+
+    Beside 1 where the plain gradient is nothing at all: behind a saturated tanh it is zero or the
+    rounding of zero.
+    """
     assert len(found) == len(want)
-    pairs = zip(found, want, strict=True)
+    pairs = [(f, w) for f, w in zip(found, want, strict=True) if w.size]
     return max(
-        float(np.max(np.abs(f - w)) / max(np.max(np.abs(w)), 1e-4)) for f, w in pairs if w.size
+        float(np.abs(f - w).max() / (max(np.abs(w).max(), 1e-4) if w.any() else 1))
+        for f, w in pairs
     )
 
 
@@ -242,7 +248,7 @@ def check(case: Case) -> str:
             if far < TOLERANCE:
                 return "ok"
             spread = plain.spread(want)
-            if spread > 0.2 * far:
+            if far < MOST_SPREADS * spread:
                 return "chaotic"
             raise AssertionError(f"differs by {far:.1e}, and by itself by {spread:.1e}")
 
