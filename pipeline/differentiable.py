@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from pipeline.effects import has_check
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import pairing
 from pipeline.model import Batch, Model, Weights
@@ -106,8 +107,7 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*given: Any) -> Any:
         effects = jax.make_jaxpr(run)(*given).effects  # the kernel is traced once: JAX keeps it
-        checks = any(type(effect).__name__ == "ErrorEffect" for effect in effects)
-        return (run if checks else whole)(*given)
+        return (run if has_check(effects) else whole)(*given)
 
     return call
 

@@ -7,6 +7,9 @@ the same data, and must not be made on none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 
 from pipeline.cell import Cell
@@ -14,7 +17,11 @@ from pipeline.seen import seen_by
 from pipeline.tree import blank
 
 _ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
-_CHECK = "ErrorEffect"
+
+
+def has_check(effects: Iterable[Any]) -> bool:
+    """Whether a check of `checkify` is among some effects."""
+    return any(type(effect).__name__ == "ErrorEffect" for effect in effects)
 
 
 def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> None:
@@ -33,14 +40,13 @@ def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> No
     for view in [seen_by(cell, lane.seat, lane.x, lane.y) for lane in cell.lanes] or [cell]:
         arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
         effects = jax.make_jaxpr(view.stage)(*arguments).effects
-        names = {type(effect).__name__ for effect in effects}
-        if masked and _CHECK in names:
+        if masked and has_check(effects):
             raise ValueError(
                 'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '
                 "bubbles, on no data: the check would fail of what no microbatch holds; use "
                 'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
             )
-        if names & _ONCE:
+        if any(type(effect).__name__ in _ONCE for effect in effects):
             what = 'with remat="stage" a backward runs its forward again'
             remedy = "remat=None"
             if masked:

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from pipeline.primitives import callee, loop_sizes
 
@@ -41,7 +41,7 @@ def can_be_added_in_place(jaxpr: Any, weight: Var) -> bool:
 def _is_fit(jaxpr: Any, same: set[Var]) -> bool:
     """As above; ``same`` are the variables with the weight's gradient, and gains those that are."""
     for eqn in jaxpr.eqns:
-        places = [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in same]
+        places = _places(eqn, same)
         if not places:
             continue
         if eqn.primitive.name in _SUMS:
@@ -71,7 +71,12 @@ def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
     if eqn.primitive.name == "cond":
         bodies = [body.jaxpr for body in eqn.params["branches"]]
         return all(_is_fit(body, {body.invars[place - 1]}) for body in bodies)
-    return not any(_holds_a_body(value) for value in eqn.params.values())
+    return not any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def _places(eqn: Any, variables: Collection[Var]) -> list[int]:
+    """Which operands of an equation are among some variables."""
+    return [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in variables]
 
 
 def _variables(atoms: Collection[Any]) -> list[Var]:
@@ -90,9 +95,7 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
         read = _variables(eqn.invars)
         if read and constants.issuperset(read):
             return True
-        same = [
-            n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in constants
-        ]
+        same = _places(eqn, constants)
         inner, _ = callee(eqn)
         if eqn.primitive.name == "scan":
             inner, num_consts = eqn.params["jaxpr"], loop_sizes(eqn)[0]
@@ -100,8 +103,3 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
         if inner is not None and _has_constant_steps(getattr(inner, "jaxpr", inner), same):
             return True
     return False
-
-
-def _holds_a_body(value: Any) -> bool:
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return any(hasattr(getattr(part, "jaxpr", part), "eqns") for part in parts)

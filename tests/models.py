@@ -147,6 +147,18 @@ def build(kind: Callable[..., nnx.Module], count: int, *, seed: int = 0, **optio
     return [kind(nnx.Rngs(seed + 1000 * k), **options) for k in range(count)]
 
 
+def moved(model: nnx.Module, *, scale: float = 0.3) -> nnx.Module:
+    """The model with other weights: they start at zero in places, where gradients are zero too."""
+    state = nnx.state(model, nnx.Param)
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    leaves = [
+        w + scale * jax.random.normal(key, w.shape) for w, key in zip(leaves, keys, strict=True)
+    ]
+    nnx.update(model, jax.tree.unflatten(treedef, leaves))
+    return model
+
+
 def squares(outputs, targets):
     """Mean squared error over the rows of a microbatch."""
     return jnp.mean(jnp.sum((outputs - targets) ** 2, axis=-1))

@@ -121,18 +121,6 @@ def cross_entropy(logits, words):
     return -jnp.mean(chosen)
 
 
-def moved(model):
-    """The model with other weights: they start at zero in places, where gradients are zero too."""
-    state = nnx.state(model, nnx.Param)
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    leaves = [
-        w + 0.3 * jax.random.normal(key, w.shape) for w, key in zip(leaves, keys, strict=True)
-    ]
-    nnx.update(model, jax.tree.unflatten(treedef, leaves))
-    return model
-
-
 def batch():
     words, targets = (models.words(N * LENGTH, most=WORDS, seed=n) for n in (0, 1))
     causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
@@ -146,7 +134,7 @@ def batch():
 def errors(make_model, inner, K, *, layers, **options):
     """By part of the model: how far the pipeline is from the model itself."""
     words, targets, extras = batch()
-    model = moved(make_model(inner, layers))
+    model = models.moved(make_model(inner, layers))
 
     @nnx.jit
     @nnx.value_and_grad

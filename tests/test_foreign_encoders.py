@@ -32,18 +32,6 @@ def lenient():
         yield
 
 
-def moved(model):
-    """The model with other weights: gates start at zero, where gradients are zero too."""
-    state = nnx.state(model, nnx.Param)
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    leaves = [
-        w + 0.1 * jax.random.normal(key, w.shape) for w, key in zip(leaves, keys, strict=True)
-    ]
-    nnx.update(model, jax.tree.unflatten(treedef, leaves))
-    return model
-
-
 def assert_alike(pipe, found, loss, wanted):
     """Loss and gradients, each stage's and those of the ends, to 1e-5."""
     found_loss, grads = found
@@ -135,7 +123,7 @@ def cut_images(model):
 @pytest.mark.parametrize("remat", ["stage", None])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_gradients_of_a_diffusion_transformer(schedule, remat):
-    model = moved(
+    model = models.moved(
         dit.DiffusionTransformer(
             img_size=8,
             patch_size=4,
@@ -144,7 +132,8 @@ def test_gradients_of_a_diffusion_transformer(schedule, remat):
             num_heads=HEADS,
             num_classes=5,
             rngs=nnx.Rngs(0),
-        )
+        ),
+        scale=0.1,
     )
     images, targets = jax.random.normal(jax.random.key(1), (2, N, 8, 8, 3))
     given = images, jnp.linspace(1.0, 40.0, N), models.words(N, most=5)
@@ -223,7 +212,7 @@ def cut_two(model):
     ],
 )
 def test_gradients_of_an_encoder_and_a_decoder(schedule, kind, remat):
-    model = moved(Two(kind, nnx.Rngs(0)))
+    model = models.moved(Two(kind, nnx.Rngs(0)), scale=0.1)
     given = {
         "source": models.words(N * 6, most=9).reshape(N, 6),
         "target": models.words(N * 4, most=9, seed=1).reshape(N, 4),
