@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from bench.measure import table
 from schedules import Costs, check, simulate
-from schedules.search import Find, Setting, known, search
+from schedules.search.contest import Find, Setting, known, search
 
 CLOCKS = ("event", "lockstep")
 LIMITS = ("tight", "as 1f1b", "loose")

@@ -30,8 +30,8 @@ import jax  # isort: skip
 
 import schedules
 from pipeline.processes import launch
-from schedules.lockstep import Lockstep
-from schedules.ticks import lay_out
+from schedules.clocks.lockstep import Lockstep
+from schedules.clocks.ticks import lay_out
 
 MLP = Case("mlp-64", "mlp", layers=8, width=512, microbatches=16, rows=64)
 GPT = Case("gpt", "gpt", 4, 256, microbatches=16, rows=4, context=128, heads=4)

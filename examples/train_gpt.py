@@ -38,7 +38,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from plain import Plain
 from schedules import ScheduleError
-from schedules.draw import save_timeline
+from schedules.drawing.draw import save_timeline
 
 Model = Pipeline | Plain
 

@@ -26,7 +26,7 @@ from pipeline.loss import same_over_others
 from pipeline.memory import Pool, Total
 from pipeline.once import at_most_once
 from pipeline.tree import Leaves, Tree, at, blank, combine, partition
-from schedules.program import Op, Program, Slot
+from schedules.lowering.program import Op, Program, Slot
 
 Row = Mapping[str, Any]
 

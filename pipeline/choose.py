@@ -16,8 +16,8 @@ from collectives import STAGE, check_mesh, make_mesh
 from pipeline.plan import Bubbles
 from pipeline.straight import straight
 from schedules import Schedule, ScheduleError, build, check, names, simulate
-from schedules.arguments import need
-from schedules.ticks import see_that_pattern_is_known
+from schedules.clocks.ticks import see_that_pattern_is_known
+from schedules.core.arguments import need
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:

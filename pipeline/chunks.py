@@ -25,7 +25,7 @@ from pipeline.stage import Ends, is_stacked
 from pipeline.tree import is_key, row_of
 from pipeline.unlike import Overlaid
 from pipeline.variables import raw
-from schedules.shared import Shared
+from schedules.clocks.shared import Shared
 
 
 def make_chunks(

@@ -9,7 +9,7 @@ from pipeline.difference import difference
 from pipeline.plan import Plan
 from pipeline.unlike import Overlaid
 from schedules import simulate
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from flax import nnx
 from pipeline.stage import Ends
 from pipeline.tree import Tree, is_float, shape_text
 from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, VocabularyHead
-from schedules.shared import Shared
+from schedules.clocks.shared import Shared
 
 Mode = Literal["ends", "stage"]
 

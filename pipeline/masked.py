@@ -24,7 +24,7 @@ from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.memory import Total
 from pipeline.tree import Leaves, Tree, at, blank, partition
-from schedules.program import Op, Slot
+from schedules.lowering.program import Op, Slot
 
 
 class Facts:

@@ -14,10 +14,10 @@ from pipeline.accumulate import GradDtype
 from pipeline.loss import LossFn
 from pipeline.placement import DataParallel
 from pipeline.straight import is_straight
+from schedules.clocks.shared import Shared
 from schedules.ir import Schedule
-from schedules.lower import lower
-from schedules.program import Keep, Program
-from schedules.shared import Shared
+from schedules.lowering.lower import lower
+from schedules.lowering.program import Keep, Program
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]

@@ -35,7 +35,7 @@ from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
 from pipeline.tree import Tree, as_numbers, numbers_as
 from pipeline.workers import Crew
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 ONCE = "once"  # a loop of exactly one trip
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together

@@ -26,7 +26,7 @@ from pipeline.together import Together, busy_in
 from pipeline.tree import Tree
 from pipeline.turns import needed, turns
 from pipeline.workers import runner
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
 MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan

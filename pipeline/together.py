@@ -32,7 +32,7 @@ from pipeline.once import at_most_once
 from pipeline.scopes import COMMON
 from pipeline.tree import Leaves, Tree, at
 from pipeline.vocabulary import CrossEntropy, logits, spoil
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 
 class Together:

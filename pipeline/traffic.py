@@ -30,7 +30,7 @@ from pipeline.flow import nbytes
 from pipeline.liveness import find_shard_map
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 Axes = tuple[str, ...]
 Key = tuple[Axes, str]  # and the kind of collective, as in HLO

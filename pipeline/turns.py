@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.scopes import COMMON
-from schedules.program import Channel, Program, Slot
+from schedules.lowering.program import Channel, Program, Slot
 
 
 @dataclass(frozen=True, eq=False)

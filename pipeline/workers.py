@@ -25,7 +25,7 @@ from pipeline.memory import Seen, SeenTotal
 from pipeline.overlay import View
 from pipeline.seen import seen_by
 from pipeline.tree import Leaves, Tree
-from schedules.program import Op, Program, Slot
+from schedules.lowering.program import Op, Program, Slot
 
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row], Tree]:

@@ -1,15 +1,15 @@
 """Pipeline-parallel timetables as data: build, check, time, draw and lower them. Needs no jax."""
 
-from schedules.auto import Choice, auto
-from schedules.check import check
-from schedules.check_program import check_program
-from schedules.costs import Costs
-from schedules.explain import Explanation
+from schedules.checks.check import check
+from schedules.clocks.explain import Explanation
+from schedules.core.costs import Costs
 from schedules.ir import Action, Kind, Schedule, ScheduleError, from_orders
-from schedules.lower import lower
-from schedules.program import Program
+from schedules.lowering.check_program import check_program
+from schedules.lowering.lower import lower
+from schedules.lowering.program import Program
 from schedules.registry import build, names
 from schedules.report import Report
+from schedules.search.auto import Choice, auto
 from schedules.simulate import simulate
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""``python -m schedules``: see `schedules.cli`."""
+"""``python -m schedules``: see `schedules.cli.main`."""
 
 import sys
 
-from schedules.cli import main
+from schedules.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

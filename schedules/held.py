@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedules.flat import Ints, flatten, inputs_held, takes_and_frees
+from schedules.core.flat import Ints, flatten, inputs_held, takes_and_frees
 from schedules.report import Report
 
 

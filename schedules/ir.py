@@ -134,20 +134,20 @@ class Schedule:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write it as a CSV file: one row per rank, an empty cell for an idle step."""
-        from schedules.csv import to_csv  # noqa: PLC0415  it imports this module
+        from schedules.files.csv import to_csv  # noqa: PLC0415  it imports this module
 
         to_csv(self, path)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
         """Read a CSV file and check it; the name is the file's unless given."""
-        from schedules.csv import from_csv  # noqa: PLC0415  likewise
+        from schedules.files.csv import from_csv  # noqa: PLC0415  likewise
 
         return from_csv(path, name=name)
 
     def __str__(self) -> str:
         """The timetable as a grid, clipped where it is too large to read."""
-        from schedules.grid import grid  # noqa: PLC0415  likewise
+        from schedules.core.grid import grid  # noqa: PLC0415  likewise
 
         return grid(self, clip=True)
 

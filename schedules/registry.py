@@ -5,24 +5,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from schedules.arguments import integer, is_one_of
-from schedules.auto import build_auto
-from schedules.capacity import see_that_actions_fit
-from schedules.costs import Costs
-from schedules.dualpipe_v import dualpipe_v
-from schedules.eager_1f1b import eager_1f1b
-from schedules.gpipe import gpipe
-from schedules.interleaved_1f1b import interleaved_1f1b
-from schedules.interleaved_zb import interleaved_zb
+from schedules.core.arguments import integer, is_one_of
+from schedules.core.capacity import see_that_actions_fit
+from schedules.core.costs import Costs
+from schedules.families.dualpipe_v import dualpipe_v
+from schedules.families.eager_1f1b import eager_1f1b
+from schedules.families.gpipe import gpipe
+from schedules.families.interleaved_1f1b import interleaved_1f1b
+from schedules.families.interleaved_zb import interleaved_zb
+from schedules.families.looped_bfs import looped_bfs
+from schedules.families.one_f_one_b import one_f_one_b
+from schedules.families.v_half import v_half
+from schedules.families.v_min import v_min
+from schedules.families.zb_auto import zb_auto
+from schedules.families.zb_h1 import zb_h1
+from schedules.families.zb_h2 import zb_h2
+from schedules.families.zb_v import zb_v
 from schedules.ir import Schedule, ScheduleError, shorten
-from schedules.looped_bfs import looped_bfs
-from schedules.one_f_one_b import one_f_one_b
-from schedules.v_half import v_half
-from schedules.v_min import v_min
-from schedules.zb_auto import zb_auto
-from schedules.zb_h1 import zb_h1
-from schedules.zb_h2 import zb_h2
-from schedules.zb_v import zb_v
+from schedules.search.auto import build_auto
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 

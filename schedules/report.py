@@ -1,6 +1,6 @@
 """What a clock says of a schedule: when everything runs, and what follows from that.
 
-Letters as in `schedules.ir`, A as in `schedules.flat`.
+Letters as in `schedules.ir`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from schedules.costs import Costs, Times
-from schedules.flat import Flat, activations
+from schedules.clocks.shared import Shared
+from schedules.core.costs import Costs, Times
+from schedules.core.flat import Flat, activations
 from schedules.ir import Schedule
-from schedules.shared import Shared
 
 if TYPE_CHECKING:
-    from schedules.explain import Explanation
+    from schedules.clocks.explain import Explanation
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Report:
 
     def explain(self) -> Explanation:
         """Every rank's waiting from 0 to the makespan, split by cause."""
-        from schedules.explain import explain  # noqa: PLC0415  it imports this module
+        from schedules.clocks.explain import explain  # noqa: PLC0415  it imports this module
 
         return explain(self)
 

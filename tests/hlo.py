@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from collectives import STAGE
 from pipeline import scopes
 from pipeline.traffic import share
-from schedules.program import Program
+from schedules.lowering.program import Program
 
 MEETINGS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, check, names, simulate
-from schedules.auto import auto, build_auto
-from schedules.greedy import Policy, run
-from schedules.improve import improve
-from schedules.limits import shortest
-from schedules.policies import policies
-from schedules.problem import peak, pose
+from schedules.clocks.ticks import PATTERNS
 from schedules.registry import options
-from schedules.search import Find, Setting, known, search
-from schedules.ticks import PATTERNS
-from schedules.timing import timers
+from schedules.search.auto import auto, build_auto
+from schedules.search.contest import Find, Setting, known, search
+from schedules.search.greedy import Policy, run
+from schedules.search.improve import improve
+from schedules.search.limits import shortest
+from schedules.search.policies import policies
+from schedules.search.problem import peak, pose
+from schedules.search.timing import timers
 
 CLOCKS = ("event", "lockstep")
 INF = math.inf

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from schedules import ScheduleError, build, capacity, lower, simulate
-from schedules.capacity import _control_groups, memory
+from schedules import ScheduleError, build, lower, simulate
+from schedules.core import capacity
+from schedules.core.capacity import _control_groups, memory
 
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Schedule, ScheduleError, build, check, check_program, lower
-from schedules.ticks import PATTERNS
+from schedules.clocks.ticks import PATTERNS
 from tests.sizes import is_legal as is_buildable
 
 BASES = {

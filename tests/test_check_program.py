@@ -22,12 +22,12 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.check_tables import COMMON
-from schedules.program import Channel, Op
+from schedules.lowering.check_tables import COMMON
+from schedules.lowering.program import Channel, Op
 from tests.sizes import CHUNKS, is_legal, sizes
 
 KEEPS = ["input", "residuals"]
-PATTERNS = list(schedules.ticks.PATTERNS)
+PATTERNS = list(schedules.clocks.ticks.PATTERNS)
 TABLES = ["op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival"]
 TAIL = "; this program would compute something else, so lower the schedule again"
 

@@ -24,7 +24,7 @@ from pipeline.placement import APART
 from pipeline.ticks import segments
 from pipeline.turns import needed
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
-from schedules.program import Program
+from schedules.lowering.program import Program
 from tests.hlo import Sent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

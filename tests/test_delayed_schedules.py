@@ -27,14 +27,14 @@ from schedules import (
     from_orders,
     lower,
     simulate,
-    slots,
 )
-from schedules.explain import Wait
-from schedules.lockstep import fastest
-from schedules.program import Channel
-from schedules.slots import slot_times
-from schedules.terminal import render
-from schedules.ticks import PATTERNS
+from schedules.clocks import slots
+from schedules.clocks.explain import Wait
+from schedules.clocks.lockstep import fastest
+from schedules.clocks.slots import slot_times
+from schedules.clocks.ticks import PATTERNS
+from schedules.drawing.terminal import render
+from schedules.lowering.program import Channel
 from tests.sizes import CHUNKS, is_legal, sizes
 from tests.test_check_program import CASES, KEEPS, SMALL, SMALL_CASES, TABLES, VARIANTS, reordered
 from tests.test_events import moved

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedules
-from schedules import Schedule, build, events, from_orders
-from schedules.events import links, run
-from schedules.flat import flatten
+from schedules import Schedule, build, from_orders
+from schedules.core import events
+from schedules.core.events import links, run
+from schedules.core.flat import flatten
 from tests.sizes import is_legal
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import schedules
-from schedules import Costs, ScheduleError, build, check, simulate, v_slots
-from schedules.grid import grid
+from schedules import Costs, ScheduleError, build, check, simulate
+from schedules.core.grid import grid
+from schedules.families.constructions import v_slots
 from tests.sizes import CHUNKS, LEAST, MICROBATCHES, RANKS, ROUNDS, is_legal, sizes
 
 GOLDEN = Path(__file__).parent / "golden"

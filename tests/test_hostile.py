@@ -29,13 +29,13 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.cli import main
-from schedules.draw import save_timeline
-from schedules.files import replace
-from schedules.page import save_page
-from schedules.records import read_json, report_record
-from schedules.terminal import render
-from schedules.trace import save_trace
+from schedules.cli.main import main
+from schedules.drawing.draw import save_timeline
+from schedules.drawing.page import save_page
+from schedules.drawing.terminal import render
+from schedules.drawing.trace import save_trace
+from schedules.files.files import replace
+from schedules.files.records import read_json, report_record
 
 S = build("1f1b", num_ranks=2, num_microbatches=2)
 ONE = ((Action(0, "F", 0),),)

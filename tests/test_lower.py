@@ -7,9 +7,9 @@ import pytest
 
 import schedules
 from schedules import Action, Program, Schedule, ScheduleError, build, from_orders, lower
-from schedules.events import MANY
-from schedules.flat import breadth
-from schedules.program import Channel, Op
+from schedules.core.events import MANY
+from schedules.core.flat import breadth
+from schedules.lowering.program import Channel, Op
 from tests.sizes import CHUNKS, is_legal
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
-from schedules.draw import save_timeline
-from schedules.explain import CAUSES, Wait
+from schedules.clocks.explain import CAUSES, Wait
+from schedules.clocks.lockstep import fastest
+from schedules.clocks.shared import together
+from schedules.drawing.draw import save_timeline
+from schedules.drawing.terminal import render
+from schedules.drawing.trace import save_trace
 from schedules.ir import KINDS
-from schedules.lockstep import fastest
-from schedules.shared import together
-from schedules.terminal import render
-from schedules.trace import save_trace
 from tests.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")
@@ -134,7 +134,7 @@ def test_every_family_as_by_hand(name, shared):
 def test_many_ranks_that_step_together(monkeypatch):
     """The other way to run the event clock finds the same."""
     schedule, costs = build("zb_h1", num_ranks=4, num_microbatches=8), Costs(comm=0.5, head=8)
-    monkeypatch.setattr(schedules.events, "MANY", 1)
+    monkeypatch.setattr(schedules.core.events, "MANY", 1)
     report = simulate(schedule, costs, shared=("head",))
     starts, common = by_hand(schedule, costs, ("head",))
     assert report.starts == tuple(map(tuple, starts))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import schedules
-from schedules.cli import main
+from schedules.cli.main import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 DEVICES = 4

@@ -14,14 +14,14 @@ import pytest
 
 import schedules
 from schedules import Costs, ScheduleError, build, check_program, from_orders, lower, simulate
-from schedules.check_tables import COMMON
-from schedules.program import Channel
+from schedules.lowering.check_tables import COMMON
+from schedules.lowering.program import Channel
 from tests.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")
 SHARED = [("embed",), ("head",), BOTH]
 KEEPS = ["input", "residuals"]
-PATTERNS = list(schedules.ticks.PATTERNS)
+PATTERNS = list(schedules.clocks.ticks.PATTERNS)
 TAIL = "; this program would compute something else, so lower the schedule again"
 TWO = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]], name="two")
 ONE = from_orders([["0F0", "0B0", "0F1", "0B1"]], name="one")

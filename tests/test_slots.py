@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Schedule, ScheduleError, from_orders, slots
-from schedules.slots import slot_times
-from schedules.ticks import PATTERNS
+from schedules import Schedule, ScheduleError, from_orders
+from schedules.clocks import slots
+from schedules.clocks.slots import slot_times
+from schedules.clocks.ticks import PATTERNS
 from tests.test_events import moved
 
 

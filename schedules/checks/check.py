@@ -1,0 +1,171 @@
+"""Prove that a schedule is legal, or show every fault of it.
+
+It trusts nobody: it shares no code with the families, nor with the lowering. Letters as in
+`schedules.ir`, A as in `schedules.core.flat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from schedules.checks.faults import MOST_NAMED, Culprit, Fault, error
+from schedules.checks.rules import RULES, Case, inspect
+from schedules.core.arguments import is_number
+from schedules.core.costs import Times
+from schedules.core.events import run
+from schedules.core.flat import B, F, I, activations, is_dense, once
+from schedules.core.parts import is_count, see_that_it_is_one
+from schedules.ir import Schedule, ScheduleError, shorten
+
+
+def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
+    """Return the schedule if it is legal.
+
+    Legal means: every rank holds the same number of stages; every stage runs, on its own rank,
+    F for every microbatch once and after it B, or I and then W; an overlapped pair is an F and
+    then a B or I of another stage; and the ranks never wait for each other in a circle, also where
+    every pair runs as one action. A schedule without any backward action is legal too: inference.
+
+    Args:
+      schedule: any schedule.
+      memory_limit: how many stage inputs a rank may hold at once. One is held from the start of
+        its F to the end of its B or, split, of its W.
+
+    Raises:
+      ScheduleError: with every fault, and a grid in which the culprits are marked.
+    """
+    see_that_it_is_one(schedule)
+    if memory_limit is not None and not _is_limit(memory_limit):
+        raise ScheduleError(
+            f"memory_limit={shorten(memory_limit)} is not a number >= 1 of stage inputs per rank; "
+            f"give one, or None for no limit"
+        )
+    faults = list(_faults(schedule))
+    if memory_limit is not None and not any(_sizes(schedule)):
+        faults += _memory(inspect(schedule), memory_limit)
+    if faults:
+        raise error(schedule, faults)
+    return schedule
+
+
+@once
+def _faults(schedule: Schedule) -> tuple[Fault, ...]:
+    """All faults but those of memory; a schedule is asked for them again and again."""
+    faults = list(_sizes(schedule))
+    if not faults:
+        case = inspect(schedule)
+        faults = [fault for rule in RULES for fault in rule(case)]
+        faults += _deadlocks(case)
+    return tuple(faults)
+
+
+def _is_limit(value: object) -> bool:
+    return is_number(value) and value >= 1  # type: ignore[operator]
+
+
+def _sizes(schedule: Schedule) -> Iterator[Fault]:
+    """Faults that leave nothing to look at."""
+    num_ranks, num_stages, num_microbatches = (
+        schedule.num_ranks,
+        schedule.num_stages,
+        schedule.num_microbatches,
+    )
+    if min(num_ranks, num_stages, num_microbatches) < 1:
+        what = f"S={num_ranks}, K={num_stages}, M={num_microbatches}"
+        rule = "a schedule has at least one rank, one stage and one microbatch; give each"
+    elif not is_dense(schedule):
+        actions = sum(map(len, schedule.orders))
+        what = f"{actions} actions for K * M = {num_stages * num_microbatches}"
+        rule = "every stage runs every microbatch at least once; correct num_microbatches"
+    elif not all(map(is_count, schedule.placement)):
+        what = f"placement={shorten(schedule.placement, 120)}"
+        rule = "a placement is a tuple of ranks, one integer for each stage; correct it"
+    elif not _are_positions(schedule.pairs, num_ranks):
+        what = f"pairs={shorten(schedule.pairs, 120)}"
+        rule = "pairs are a tuple of S tuples of positions, or () for none; correct them"
+    else:
+        return
+    yield Fault("sizes that do not fit", rule, [Culprit(what)], 1)
+
+
+def _are_positions(pairs: object, num_ranks: int) -> bool:
+    if not isinstance(pairs, tuple) or len(pairs) not in (0, num_ranks):
+        return False
+    return all(isinstance(row, tuple) and all(type(p) is int for p in row) for row in pairs)
+
+
+def _deadlocks(case: Case) -> Iterator[Fault]:
+    """Every circle of ranks that wait for each other."""
+    schedule, flat = case.schedule, case.flat
+    starts = run(schedule, flat, case.wires, pair=1)
+    waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
+    for rank, (order, begun) in enumerate(zip(schedule.orders, starts, strict=True)):
+        if len(begun) < len(order):
+            index = int(flat.first[rank]) + len(begun)
+            waits[rank] = _blocked(case, starts, index)
+    culprits = []
+    seen: set[int] = set()
+    for start in waits:
+        path: list[int] = []
+        rank = start
+        # A rank that waits for something missing is no part of a circle: index -1 ends the path.
+        while rank in waits and rank not in seen and waits[rank][1] >= 0:
+            seen.add(rank)
+            path.append(rank)
+            rank = int(flat.rank[waits[rank][1]])
+        if rank in path:
+            circle = path[path.index(rank) :]
+            culprits.append(_circle(case, [waits[rank] for rank in circle]))
+    if culprits:
+        rule = "let each rank run what another waits for before it waits itself; move one of them"
+        yield Fault("deadlock", rule, culprits[:MOST_NAMED], len(culprits))
+
+
+def _blocked(case: Case, starts: list[Times], index: int) -> tuple[int, int]:
+    """An action that cannot start, and the one it waits for; of a pair, the half that cannot."""
+    wait = index, -1
+    for n in (index, index + 1)[: 1 + int(case.flat.pair[index])]:
+        message = int(case.wires.awaited[n])
+        if message >= 0:
+            sender = _sender(case, message)
+            rank, position = case.mark(sender)
+            wait = n, sender
+            if sender < 0 or position >= len(starts[rank]):
+                break
+    return wait
+
+
+def _sender(case: Case, message: int) -> int:
+    """Index of the action that sends a message, -1 if there is none."""
+    item, is_gradient = divmod(message, 2)
+    kinds = (B, I) if is_gradient else (F,)
+    return next((int(case.at[k, item]) for k in kinds if case.at[k, item] >= 0), -1)
+
+
+def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
+    texts, marks = [], []
+    for here, there in waits:
+        (rank, position), (other, later) = case.mark(here), case.mark(there)
+        own = "its own" if rank == other else f"rank {other}'s"
+        orders = case.schedule.orders
+        texts.append(
+            f"rank {rank} waits at {orders[rank][position]} for {own} {orders[other][later]}"
+        )
+        marks += [(rank, position), (other, later)]
+    return Culprit(", ".join(texts), tuple(marks))
+
+
+def _memory(case: Case, limit: float) -> Iterator[Fault]:
+    culprits = []
+    for rank, held in enumerate(activations(case.schedule)):
+        over = np.flatnonzero(held > limit)
+        if len(over):
+            index = int(case.flat.first[rank] + over[0])
+            text = f"rank {rank} holds up to {held.max()}, from {case.show(index)} on"
+            culprits.append(Culprit(text, (case.mark(index),)))
+    if culprits:
+        what = f"more than memory_limit={limit} stage inputs held at once"
+        rule = "run backward actions earlier, or raise the limit"
+        yield Fault(what, rule, culprits[:MOST_NAMED], len(culprits))

@@ -1,0 +1,70 @@
+"""How `check` tells what is wrong: every fault at once, under a grid that marks the culprits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schedules.core.grid import grid
+from schedules.ir import Schedule, ScheduleError, shorten
+
+MOST_NAMED = 8  # culprits of one fault that are named, and marked; the rest are counted
+MOST_CHARACTERS = 600  # of their names together
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """One place where a rule is broken.
+
+    Attributes:
+      text: what stands there.
+      marks: (rank, position in its order) of the actions to mark.
+      missing: (rank, action) to write beside the rank's row, for what stands nowhere.
+    """
+
+    text: str
+    marks: tuple[tuple[int, int], ...] = ()
+    missing: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A broken rule.
+
+    Attributes:
+      what: what was found.
+      rule: what should be, and what to do.
+      culprits: the first few places.
+      count: how many places there are.
+    """
+
+    what: str
+    rule: str
+    culprits: Sequence[Culprit]
+    count: int
+
+
+def error(schedule: Schedule, faults: Sequence[Fault]) -> ScheduleError:
+    """One error for all faults."""
+    total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+    sizes = (
+        f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "
+        f"M={schedule.num_microbatches} microbatches"
+    )
+    lines = [f"schedule {shorten(schedule.name, 120)} ({sizes}) has {total}"]
+    marks: list[tuple[int, int]] = []
+    notes: dict[int, str] = {}
+    for fault in faults:
+        named, count = "; ".join(culprit.text for culprit in fault.culprits), len(fault.culprits)
+        if len(named) > MOST_CHARACTERS:  # a circle of many ranks, numbers of many digits
+            named = f"{named[: MOST_CHARACTERS - 3]}..."
+        more = f"; and {fault.count - count} more" if fault.count > count else ""
+        lines += [f"- {fault.what}: {named}{more}", f"  {fault.rule}"]
+        for culprit in fault.culprits:
+            marks += culprit.marks
+            if culprit.missing is not None:
+                rank, action = culprit.missing
+                notes[rank] = f"{notes.get(rank, 'missing')} {action}"
+    if schedule.num_ranks:
+        lines.append(grid(schedule, marks=marks, notes=notes, clip=True))
+    return ScheduleError("\n".join(lines))

@@ -1,0 +1,250 @@
+"""The rules that a legal schedule obeys, each as a function from a schedule to its faults.
+
+Waiting for each other and memory are in `schedules.check`. Letters as in `schedules.ir`, A as in
+`schedules.core.flat`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from schedules.checks.faults import MOST_NAMED, Culprit, Fault
+from schedules.core.events import Links, links
+from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, flatten
+from schedules.core.grid import label, steps
+from schedules.ir import KINDS, Action, Schedule, shorten
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A schedule, prepared for inspection.
+
+    Attributes:
+      schedule: what is inspected.
+      flat: its actions.
+      wires: its messages.
+      at: [4, K * M] index of the first action of each kind, stage and microbatch; -1 if missing.
+      repeated: [A] True for an action that is already among those before it.
+    """
+
+    schedule: Schedule
+    flat: Flat
+    wires: Links
+    at: Ints
+    repeated: Mask
+
+    @functools.cached_property
+    def columns(self) -> list[list[int]]:
+        """[S] lists of the columns of the grid in which actions are shown."""
+        return steps(self.schedule)
+
+    def mark(self, index: int) -> tuple[int, int]:
+        """(rank, position) of an action."""
+        rank = int(self.flat.rank[index])
+        return rank, index - int(self.flat.first[rank])
+
+    def show(self, index: int) -> str:
+        """An action, and where the grid shows it."""
+        rank, position = self.mark(index)
+        action = self.schedule.orders[rank][position]
+        return f"{label(action)} (rank {rank}, step {self.columns[rank][position]})"
+
+
+def inspect(schedule: Schedule) -> Case:
+    """Prepare a schedule of dense sizes."""
+    flat = flatten(schedule)
+    size = schedule.num_stages * schedule.num_microbatches
+    code = flat.kind * size + flat.stage * schedule.num_microbatches + flat.microbatch
+    index = np.flatnonzero(flat.in_range)
+    at = np.full(len(KINDS) * size, -1)
+    at[code[index[::-1]]] = index[::-1]  # of a repeated index the last value stays
+    repeated = flat.in_range & (at[code] != np.arange(len(code)))
+    return Case(schedule, flat, links(schedule, flat), at.reshape(len(KINDS), size), repeated)
+
+
+def _fault(what: str, rule: str, found: Ints, tell: Callable[[int], Culprit]) -> Iterator[Fault]:
+    """A fault with a culprit for each index found; none if there are none."""
+    if len(found):
+        culprits = [tell(int(n)) for n in found[:MOST_NAMED]]
+        yield Fault(what, rule, culprits, len(found))
+
+
+def _placement(case: Case) -> Iterator[Fault]:
+    schedule = case.schedule
+    placement = np.array(schedule.placement)
+    outside = (placement < 0) | (placement >= schedule.num_ranks)
+    yield from _fault(
+        "placed outside the ranks",
+        f"ranks are 0..{schedule.num_ranks - 1}; correct the placement",
+        np.flatnonzero(outside),
+        lambda k: Culprit(f"stage {k} on rank {placement[k]}"),
+    )
+    held = np.bincount(placement[~outside], minlength=schedule.num_ranks)
+    if (held != held[0]).any():
+        yield from _fault(
+            "ranks that hold different numbers of stages",
+            "every rank holds K / S of them; correct the placement",
+            np.arange(schedule.num_ranks),
+            lambda r: Culprit(f"rank {r} holds {held[r]}"),
+        )
+
+
+def _numbers(case: Case) -> Iterator[Fault]:
+    schedule = case.schedule
+    yield from _fault(
+        "no action of this schedule",
+        f"stages are 0..{schedule.num_stages - 1}, microbatches 0..{schedule.num_microbatches - 1}"
+        f", kinds F, B, I and W; correct it or take it out",
+        np.flatnonzero(~case.flat.in_range),
+        lambda n: Culprit(case.show(n), (case.mark(n),)),
+    )
+
+
+def _ranks(case: Case) -> Iterator[Fault]:
+    flat = case.flat
+    home = np.array(case.schedule.placement)[flat.stage]
+    yield from _fault(
+        "on the wrong rank",
+        "all actions of a stage run on the one rank where it is placed; move it there",
+        np.flatnonzero(flat.in_range & (home != flat.rank)),
+        lambda n: Culprit(
+            f"{case.show(n)}, stage {flat.stage[n]} is on rank {home[n]}", (case.mark(n),)
+        ),
+    )
+
+
+def _repeats(case: Case) -> Iterator[Fault]:
+    flat, num_microbatches = case.flat, case.schedule.num_microbatches
+
+    def tell(index: int) -> Culprit:
+        item = flat.stage[index] * num_microbatches + flat.microbatch[index]
+        earlier = int(case.at[flat.kind[index], item])
+        text = f"{case.show(index)}, first as {case.show(earlier)}"
+        return Culprit(text, (case.mark(earlier), case.mark(index)))
+
+    yield from _fault(
+        "runs again",
+        "every action runs once; take it out",
+        np.flatnonzero(case.repeated),
+        tell,
+    )
+
+
+def _absences(case: Case) -> Iterator[Fault]:
+    schedule, has = case.schedule, case.at >= 0
+    is_inference = not has[[B, I, W]].any()
+    lacks = [~has[F]] if is_inference else [~has[F], ~(has[B] | has[I] | has[W])]
+    size = lacks[0].size
+
+    def tell(index: int) -> Culprit:
+        stage, microbatch = divmod(index % size, schedule.num_microbatches)
+        action = Action(stage, "F" if index < size else "B", microbatch)
+        rank = schedule.placement[stage]
+        row = (rank, str(action)) if 0 <= rank < schedule.num_ranks else None
+        return Culprit(f"{action} (rank {rank})", missing=row)
+
+    yield from _fault(
+        "missing",
+        "every stage runs F and a backward (B, or I and then W) once for every microbatch; add it",
+        np.flatnonzero(np.concatenate(lacks)),
+        tell,
+    )
+
+
+def _halves(case: Case) -> Iterator[Fault]:
+    """B stands alone, I and W come together."""
+    has = case.at >= 0
+
+    def tell(item: int) -> Culprit:
+        there = [int(case.at[kind, item]) for kind in (B, I, W) if has[kind, item]]
+        return Culprit(" with ".join(map(case.show, there)), tuple(map(case.mark, there)))
+
+    yield from _fault(
+        "B beside its own halves",
+        "a backward is B, or I and then W; take one or the other out",
+        np.flatnonzero(has[B] & (has[I] | has[W])),
+        tell,
+    )
+    for there, lacking in ((I, W), (W, I)):
+        yield from _fault(
+            f"{KINDS[there]} without {KINDS[lacking]}",
+            f"a split backward is I and then W; add the {KINDS[lacking]}, or make it B",
+            np.flatnonzero(has[there] & ~has[lacking] & ~has[B]),
+            tell,
+        )
+
+
+def _overlaps(case: Case) -> Iterator[Fault]:
+    """A pair is an F and a backward of another stage, side by side."""
+    schedule, flat, lost = case.schedule, case.flat, list(_lost_pairs(case.schedule))
+
+    def tell(item: int) -> Culprit:
+        (rank, position), actions = lost[item], len(schedule.orders[lost[item][0]])
+        there = ((rank, position),) if 0 <= position < actions else ()
+        text = f"position {shorten(position)} of the {actions} actions of rank {rank}"
+        return Culprit(text, there)
+
+    yield from _fault(
+        "pair without two actions of its own",
+        "the positions of a rank's pairs ascend, and each pair is the action there and the next, "
+        "both in no other pair; correct or drop it",
+        np.arange(len(lost)),
+        tell,
+    )
+    first = np.flatnonzero(flat.pair)
+    second = first + 1
+    fits = (flat.kind[first] == F) & ((flat.kind[second] == B) | (flat.kind[second] == I))
+    fits &= flat.stage[first] != flat.stage[second]
+    fits |= ~(flat.in_range[first] & flat.in_range[second])  # that is a fault of its own
+    yield from _fault(
+        "pair of actions that do not overlap",
+        "a pair is an F and then a B or I of another stage; correct or drop it",
+        first[~fits],
+        lambda n: Culprit(f"{case.show(n)} & {case.show(n + 1)}", (case.mark(n), case.mark(n + 1))),
+    )
+
+
+def _lost_pairs(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """(rank, position) of every pair outside its order, or in part of a pair before it."""
+    for rank, positions in enumerate(schedule.pairs):
+        lowest, last = 0, len(schedule.orders[rank]) - 1
+        for position in positions:
+            if lowest <= position < last:
+                lowest = position + 2
+            else:
+                yield rank, position
+
+
+def _order(case: Case) -> Iterator[Fault]:
+    """F before its backward, I before W, on one rank; across ranks it is a matter of messages."""
+    for early, late in ((F, B), (F, I), (F, W), (I, W)):
+        first, second = case.at[early], case.at[late]
+        both = np.flatnonzero((second >= 0) & (first > second))
+        wrong = both[case.flat.rank[first[both]] == case.flat.rank[second[both]]]
+
+        def tell(item: int, early: int = early, late: int = late) -> Culprit:
+            found = int(case.at[late, item]), int(case.at[early, item])
+            return Culprit(" before ".join(map(case.show, found)), tuple(map(case.mark, found)))
+
+        yield from _fault(
+            f"{KINDS[late]} before {KINDS[early]}",
+            f"{KINDS[late]} uses what {KINDS[early]} leaves behind; swap them",
+            wrong,
+            tell,
+        )
+
+
+RULES: tuple[Callable[[Case], Iterator[Fault]], ...] = (
+    _placement,
+    _numbers,
+    _ranks,
+    _repeats,
+    _absences,
+    _halves,
+    _overlaps,
+    _order,
+)

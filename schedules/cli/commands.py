@@ -1,0 +1,231 @@
+"""What each command does. Every function returns an exit code; 0 is success."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from schedules.checks.check import check
+from schedules.cli import options as given
+from schedules.cli import output as files
+from schedules.cli.text import columns, complain, number, reason, say
+from schedules.clocks.explain import CAUSES
+from schedules.drawing.palette import printable
+from schedules.drawing.terminal import render, wants_colour
+from schedules.files.files import shown
+from schedules.files.records import report_record, schedule_record
+from schedules.ir import ScheduleError
+from schedules.lowering.lower import lower
+from schedules.registry import names
+from schedules.report import Report
+from schedules.search.auto import Choice, auto
+from schedules.search.limits import OutOfReachError
+
+ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
+
+
+def draw(options: argparse.Namespace) -> int:
+    """A timetable on the terminal, or in the files named."""
+    files.see_that_they_can_be_written(options.output, files.DRAWINGS)
+    schedules = [given.load(options, name) for name in options.schedules]
+    for path in options.output:
+        files.draw(options, schedules, path)
+    if not options.output:
+        colour = wants_colour(sys.stdout)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        for schedule in schedules:
+            say(render(given.clocked(options, schedule), colour=colour, width=width))
+    return 0
+
+
+def table(options: argparse.Namespace) -> int:
+    """The numbers of one timetable, rank by rank."""
+    report = given.clocked(options, given.load(options, options.schedule))
+    if options.json:
+        say(json.dumps(report_record(report), indent=2))
+        return 0
+    schedule, explained = report.schedule, report.explain()
+    say(_headline(report))
+    used = [cause for cause in CAUSES if any(part[cause] for part in explained.parts)]
+    head = ["rank", "stages", "work", *used, "idle", "in span", "peak"]
+    rows = [
+        [
+            str(rank),
+            ",".join(map(str, schedule.stages_of[rank])),
+            number(report.work[rank]),
+            *(number(explained.parts[rank][cause]) for cause in used),
+            number(explained.total[rank]),
+            number(report.idle[rank]),
+            str(report.peak_activations[rank]),
+        ]
+        for rank in range(schedule.num_ranks)
+    ]
+    say(columns(head, rows))
+    say(
+        f"makespan {number(report.makespan)}, with the optimizer {number(report.step_time)}; "
+        f"bubble {report.step_bubble_rate:.1%} of the step, {report.bubble_rate:.1%} of the "
+        f"longest span"
+    )
+    return 0
+
+
+def _headline(report: Report) -> str:
+    schedule = report.schedule
+    ticks = f", {report.pattern} ticks" if report.pattern else ""
+    return (
+        f"{printable(schedule.name)}: S={schedule.num_ranks} ranks, "
+        f"K={schedule.num_stages} stages, M={schedule.num_microbatches} microbatches, "
+        f"{report.clock} clock{ticks}"
+    )
+
+
+def check_files(options: argparse.Namespace) -> int:
+    """Whether timetables are legal: one verdict each, and exit code 1 if one is not."""
+    verdicts = []
+    for path in options.files:
+        if not given.is_file(path) or not Path(path).is_file():
+            raise given.UsageError(f"{path}: give the path of a .csv or .json file that is there")
+        try:
+            schedule = given.read(path)
+        except ScheduleError as error:
+            verdicts.append({"file": path, "legal": False, "reason": str(error)})
+            continue
+        try:
+            check(schedule, memory_limit=options.memory_limit)
+            verdicts.append({"file": path, "legal": True, "reason": None})
+        except ScheduleError as error:
+            verdicts.append({"file": path, "legal": False, "reason": f"{shown(path)}: {error}"})
+    if options.json:
+        say(json.dumps(verdicts, indent=2))
+    else:
+        for verdict in verdicts:
+            say(str(verdict["reason"] or f"{shown(str(verdict['file']))}: legal"))
+    return 0 if all(verdict["legal"] for verdict in verdicts) else ILLEGAL
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Timetables side by side, the quickest first; those that cannot be built last, with why."""
+    found: list[Report] = []
+    absent: list[tuple[str, str]] = []
+    for label, make in _candidates(options):
+        try:
+            report = make()
+            check(report.schedule, memory_limit=options.memory_limit)
+            found.append(report)
+        except ScheduleError as error:
+            absent.append((label, reason(error)))
+    found.sort(key=lambda report: (report.makespan, max(report.peak_activations)))
+    if options.json:
+        records = [report_record(report) for report in found]
+        say(json.dumps({"compared": records, "absent": dict(absent)}, indent=2))
+    else:
+        say(columns(_COMPARED, [_compared(report) for report in found]))
+        for label, why in absent:
+            say(f"{printable(label)}: {why}")
+    return 0 if found else ILLEGAL
+
+
+def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Report]]]:
+    """(label, how to time it) of all that is to be compared."""
+    costs = given.costs(options)
+    for name in options.schedules:
+        given.see_that_it_is_there(name)
+    if options.ranks is None and not all(map(given.is_file, options.schedules or [""])):
+        raise given.UsageError("families are compared at given sizes, for example -S 4 -M 8")
+    counts = options.stages_list or [options.ranks]
+
+    def timed(name: str, num_stages: int | None) -> Report:
+        share = 1.0 if num_stages is None else options.ranks / num_stages
+        schedule = given.load(options, name, num_stages)
+        return given.clocked(options, schedule, given.scaled(costs, share))
+
+    result: list[tuple[str, Callable[[], Report]]] = []
+    for name in options.schedules or names():
+        for count in [None] if given.is_file(name) else counts:
+            label = name if count in {None, options.ranks} else f"{name} (K={count})"
+            result.append((label, lambda name=name, count=count: timed(name, count)))  # type: ignore[misc]
+    return result
+
+
+_COMPARED = ("schedule", "K", "makespan", "bubble", "in span", "peak", "ticks", "buffers")
+
+
+def _compared(report: Report) -> list[str]:
+    schedule = report.schedule
+    slots: dict[str, Any] = {n: getattr(report, n) for n in ("pattern", "partners", "delayed")}
+    program = lower(schedule, costs=report.costs, **slots)
+    return [
+        printable(schedule.name),
+        str(schedule.num_stages),
+        number(report.makespan),
+        f"{report.step_bubble_rate:.1%}",
+        f"{report.bubble_rate:.1%}",
+        str(max(report.peak_activations)),
+        f"{program.num_ticks} {'+'.join(program.pattern)}",
+        str(program.num_buffers),
+    ]
+
+
+def choose(options: argparse.Namespace) -> int:
+    """The best timetable for costs, limit and clock, and why the others lost."""
+    if (options.pattern, options.pair) != (None, None):
+        raise given.UsageError(
+            "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
+        )
+    files.see_that_they_can_be_written(options.output, (".csv", *files.DRAWINGS))
+    try:
+        choice = auto(
+            options.ranks,
+            options.microbatches,
+            options.stages,
+            costs=given.costs(options),
+            memory_limit=options.memory_limit,
+            clock=options.clock,
+            partners=options.partners,
+            delayed=options.delayed,
+            budget=options.budget,
+            seed=options.seed,
+        )
+    except OutOfReachError as error:
+        complain(str(error))
+        return ILLEGAL
+    for path in options.output:
+        if given.is_file(path):
+            files.write(choice.schedule, path)
+        else:
+            files.draw(options, [choice.schedule], path)
+    say(json.dumps(_chosen(choice), indent=2) if options.json else str(choice))
+    return 0
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    candidates = [
+        {
+            "name": candidate.name,
+            "makespan": candidate.makespan if candidate.schedule else None,
+            "peak_activations": candidate.peak if candidate.schedule else None,
+            "lost": candidate.lost,
+        }
+        for candidate in choice.candidates
+    ]
+    return {
+        "winner": schedule_record(choice.schedule),
+        "report": report_record(choice.report),
+        "candidates": candidates,
+    }
+
+
+def convert(options: argparse.Namespace) -> int:
+    """A timetable into another file: .csv as torch.distributed.pipelining has it, or .json."""
+    if not given.is_file(options.target):
+        raise given.UsageError(f"{options.target}: a timetable is written as .csv or .json")
+    schedule = given.load(options, options.schedule)
+    files.write(schedule, options.target)
+    if options.json:
+        say(json.dumps(schedule_record(schedule)))
+    return 0

@@ -1,0 +1,221 @@
+"""What the commands have in common: a timetable, its sizes, its costs, its clock.
+
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from schedules import registry
+from schedules.clocks.ticks import PATTERNS
+from schedules.core.costs import Costs
+from schedules.files.records import read_json
+from schedules.ir import Schedule
+from schedules.registry import build, names
+from schedules.report import Report
+from schedules.simulate import CLOCKS, simulate
+
+FILES = (".csv", ".json")
+SIZES = (
+    ("-S", "--ranks", "devices on the stage axis"),
+    ("-M", "--microbatches", "slices of the batch"),
+)
+
+
+class UsageError(Exception):
+    """A command line that says too little, or what cannot be."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ours to print."""
+
+    def error(self, message: str) -> NoReturn:
+        """Argparse's own way to fail."""
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """S, M and K."""
+    group = parser.add_argument_group(
+        "sizes", None if required else "of a family; a file has its own"
+    )
+    for short, name, about in SIZES:
+        group.add_argument(short, name, type=count, metavar=short[1], help=about, required=required)
+    group.add_argument("-K", "--stages", type=count, metavar="K", help="slices of the model (S)")
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """Costs and clock."""
+    group = parser.add_argument_group("costs", "in any one unit of time")
+    each = "one number, or K of them with commas between"
+    group.add_argument("--f", type=durations, default=1.0, help=f"forward of a stage: {each} (1)")
+    group.add_argument("--i", type=durations, default=1.0, help="input gradient, likewise (1)")
+    group.add_argument("--w", type=durations, default=1.0, help="weight gradient, likewise (1)")
+    group.add_argument("--comm", type=float, default=0.0, help="message between ranks (0)")
+    group.add_argument("--optimizer", type=float, default=0.0, help="synchronous update (0)")
+    group.add_argument("--pair", type=float, help="an overlapped F & B pair (their sum)")
+    group = parser.add_argument_group("clock")
+    group.add_argument(
+        "--clock",
+        choices=[clock for clock in CLOCKS if clock != "measured"],
+        default="event",
+        help="event: a rank waits only for its data. lockstep: as compiled, ranks meet at the end "
+        "of every slot of a tick (event)",
+    )
+    group.add_argument("--pattern", choices=PATTERNS, help="slots of a lockstep tick (the fastest)")
+    group.add_argument(
+        "--partners", action="store_true", help="a lockstep exchange joins only who takes part"
+    )
+    group.add_argument(
+        "--delayed",
+        action="store_true",
+        help="a lockstep exchange runs beside the work of the next slot",
+    )
+
+
+def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
+    """The memory limit."""
+    parser.add_argument(
+        "--memory-limit",
+        type=limit,
+        metavar="N",
+        help=f"stage inputs that a rank may hold at once{whose}",
+    )
+
+
+def add_timing(parser: argparse.ArgumentParser) -> None:
+    """All that a timetable and its report follow from."""
+    add_sizes(parser)
+    add_limit(parser, ", for zb_auto and auto")
+    add_clock(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Output for machines."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def count(text: str) -> int:
+    """How many of something there are."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
+    return number
+
+
+def limit(text: str) -> float:
+    """How much of something there may be."""
+    if math.isnan(number := float(text)):
+        raise argparse.ArgumentTypeError("must be a number, not nan")
+    return number
+
+
+def durations(text: str) -> float | tuple[float, ...]:
+    """One number, or several with commas between."""
+    parts = [float(part) for part in text.split(",")]
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def costs(options: argparse.Namespace) -> Costs:
+    """The costs that the options state."""
+    return Costs(
+        f=options.f,
+        i=options.i,
+        w=options.w,
+        comm=options.comm,
+        optimizer=options.optimizer,
+        pair=options.pair,
+    )
+
+
+def scaled(given: Costs, share: float) -> Costs:
+    """The costs of stages of another size: uniform durations times ``share``.
+
+    Raises:
+      UsageError: durations per stage say nothing of other stages.
+    """
+    if math.isclose(share, 1.0):
+        return given
+    if not all(isinstance(value, int | float) for value in (given.f, given.i, given.w)):
+        raise UsageError(
+            "--f, --i and --w give a duration per stage, which fits one K only; give one number "
+            "each to compare several"
+        )
+    pair = None if given.pair is None else given.pair * share
+    f, i, w = (value * share for value in (given.f, given.i, given.w))  # type: ignore[operator]
+    return Costs(f=f, i=i, w=w, comm=given.comm, optimizer=given.optimizer, pair=pair)
+
+
+def is_file(name: str) -> bool:
+    """Whether a timetable is named by its file."""
+    return Path(name).suffix.lower() in FILES
+
+
+def read(path: str) -> Schedule:
+    """A timetable from a file."""
+    return read_json(path) if Path(path).suffix.lower() == ".json" else Schedule.from_csv(path)
+
+
+def see_that_it_is_there(name: str) -> None:
+    """See to it before anything is timed.
+
+    Raises:
+      UsageError: no such file, or a file that is no timetable.
+      ScheduleError: no such family.
+    """
+    if is_file(name):
+        if not Path(name).is_file():
+            raise UsageError(f"{name}: give the path of a .csv or .json file that is there")
+        return
+    if name not in names() and Path(name).exists():
+        raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
+    if name not in (*names(), "auto"):
+        build(name, num_ranks=1, num_microbatches=1)  # which says what there is
+
+
+def load(options: argparse.Namespace, name: str, num_stages: int | None = None) -> Schedule:
+    """A timetable from a file, or a family of the stated sizes.
+
+    Raises:
+      UsageError: a family without sizes.
+      ScheduleError: no legal timetable.
+    """
+    if is_file(name):
+        return read(name)
+    see_that_it_is_there(name)
+    if options.ranks is None or options.microbatches is None:
+        raise UsageError(f"{name} is a family: give its sizes, for example -S 4 -M 8")
+    return build(
+        name,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        num_stages=options.stages if num_stages is None else num_stages,
+        **_wanted(options, name),
+    )
+
+
+def _wanted(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The options of a family that is made to measure, as far as they were given."""
+    taken = registry.options(name)
+    wishes: dict[str, Callable[[], Any]] = {
+        "costs": lambda: costs(options) if hasattr(options, "f") else None,
+        "memory_limit": lambda: getattr(options, "memory_limit", None),
+        "clock": lambda: getattr(options, "clock", None),
+    }
+    return {option: wish() for option, wish in wishes.items() if option in taken}
+
+
+def clocked(options: argparse.Namespace, schedule: Schedule, given: Costs | None = None) -> Report:
+    """A timetable under the stated clock."""
+    return simulate(
+        schedule,
+        costs(options) if given is None else given,
+        options.clock,
+        pattern=options.pattern,
+        partners=options.partners,
+        delayed=options.delayed,
+    )

@@ -1,0 +1,66 @@
+"""What the commands write into files: drawings and timetables."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from schedules.cli import options as given
+from schedules.drawing.terminal import render
+from schedules.files.records import write_json
+from schedules.ir import Schedule
+
+DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
+
+
+def see_that_they_can_be_written(paths: Sequence[str], suffixes: Sequence[str]) -> None:
+    """See to it before anything is searched for, simulated or written.
+
+    Raises:
+      UsageError: a suffix that says nothing.
+      FileNotFoundError: a folder that is not there.
+    """
+    for path in paths:
+        if Path(path).suffix.lower() not in suffixes:
+            raise given.UsageError(
+                f"--output {path}: a drawing is .html (interactive), .png, .svg, .txt or .json (a "
+                f"trace for Perfetto)"
+            )
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def draw(options: argparse.Namespace, schedules: Sequence[Schedule], path: str) -> None:
+    """Draw timetables into a file, as its suffix says."""
+    name = path.lower()
+    if name.endswith(".html"):
+        from schedules.drawing.page import save_page  # noqa: PLC0415  most commands need no page
+
+        # The page times the event clock itself, of which nothing is asked but costs.
+        asked = argparse.Namespace(**{**vars(options), "clock": "lockstep"})
+        reports = [given.clocked(asked, schedule) for schedule in schedules]
+        save_page(reports, path, title=options.title)
+        return
+    reports = [given.clocked(options, schedule) for schedule in schedules]
+    if name.endswith((".png", ".svg")):
+        from schedules.drawing.draw import save_timeline  # noqa: PLC0415  it needs matplotlib
+
+        save_timeline(reports, path, title=options.title)
+    elif name.endswith(".json"):
+        from schedules.drawing.trace import save_trace  # noqa: PLC0415  likewise
+
+        save_trace(reports, path)
+    else:
+        text = "\n\n".join(render(report, colour=False) for report in reports)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def write(schedule: Schedule, path: str) -> None:
+    """Write a timetable into a .csv or a .json file."""
+    if path.lower().endswith(".csv"):
+        schedule.to_csv(path)
+    else:
+        write_json(schedule, path)

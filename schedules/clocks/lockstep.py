@@ -1,0 +1,212 @@
+"""The lockstep clock: ranks meet in exchanges, so a slot lasts as long as its slowest action.
+
+A slot takes a rank as long as its action, then one exchange. Exchanges are static: one runs at
+every tick, along every edge that its slot needs at any tick, and takes as long as the slowest of
+them. Slots that no rank uses before an exchange cost only the exchange; ranks that no edge joins do
+not wait for each other, unless every exchange is a barrier, but for the work that they share: what
+all do before a slot is over when it begins, what they do after it precedes its exchange.
+
+Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
+whichever is longer, and partners meet where it begins. Letters as in `schedules.ir`, A as in
+`schedules.core.flat`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from schedules.clocks.shared import Shared, lasting, together
+from schedules.clocks.ticks import Ticks, exchanges, lay_out, see_that_pattern_is_known
+from schedules.core.arguments import need
+from schedules.core.costs import Costs, Times
+from schedules.core.flat import Ints, flatten
+from schedules.core.walk import follow
+from schedules.ir import Schedule
+
+
+class Slots(NamedTuple):
+    """When ranks begin slots, and when they work together around them.
+
+    Attributes:
+      begins: [T * slots + 1, S] when each rank begins each slot, and when it has ended the last.
+      before: [T * slots] when the work that all share before a slot begins.
+      after: [T * slots] likewise, after it.
+    """
+
+    begins: Times
+    before: Times
+    after: Times
+
+
+@dataclass(frozen=True, eq=False)
+class Lockstep:
+    """A layout under the clock.
+
+    Attributes:
+      ticks: the layout.
+      costs: durations.
+      partners: an exchange makes only those ranks meet that it joins, not all.
+      shared: which ends of the model all ranks share.
+    """
+
+    ticks: Ticks
+    costs: Costs
+    partners: bool = False
+    shared: Shared = ()
+
+    @functools.cached_property
+    def starts(self) -> Times:
+        """[A] when each action starts."""
+        begins: Times = self._slots.begins[self.ticks.times, flatten(self.ticks.schedule).rank]
+        return begins
+
+    @functools.cached_property
+    def makespan(self) -> float:
+        """When the last action ends, and what the ranks share after it."""
+        schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
+        table = self.costs.table(schedule.num_stages, self.shared)
+        end = (self.starts + table[flat.kind, flat.stage]).max(initial=0.0)
+        return float(max(end, self.common[:, 1].max(initial=0.0)))
+
+    @functools.cached_property
+    def common(self) -> Times:
+        """[n, 2] when the ranks' common work begins and ends, in order of time."""
+        before, after = self.sharing
+        spans = [
+            np.stack([start[length > 0], (start + length)[length > 0]], axis=1)
+            for start, length in ((self._slots.before, before), (self._slots.after, after))
+        ]
+        found = np.concatenate(spans)
+        return found[np.argsort(found[:, 0], kind="stable")]
+
+    @functools.cached_property
+    def sharing(self) -> tuple[Times, Times]:
+        """[T * slots] how long the ranks' common work takes before each slot, and after it."""
+        ticks, schedule = self.ticks, self.ticks.schedule
+        work = together(schedule, ticks.times, ticks.num_ticks * ticks.width, self.shared)
+        return lasting(work, self.costs, schedule.num_ranks)
+
+    @functools.cached_property
+    def _slots(self) -> Slots:
+        ticks, schedule = self.ticks, self.ticks.schedule
+        flat, num_ranks = flatten(schedule), schedule.num_ranks
+        work = np.zeros((ticks.num_ticks * ticks.width, num_ranks))
+        table = self.costs.table(schedule.num_stages, self.shared)
+        work[ticks.times, flat.rank] = table[flat.kind, flat.stage]
+        joined = _joined(ticks)
+        exchange = np.where(joined, self.costs.messages(num_ranks), 0.0)
+        if self.partners:
+            return self._among_partners(work, joined, exchange)
+        return self._among_all(work, exchange.max(axis=(1, 2), initial=0.0))
+
+    def _among_all(self, work: Times, exchange: Times) -> Slots:
+        """Every exchange is a barrier; it takes [slots] as long."""
+        (before, after), (count, num_ranks) = self.sharing, work.shape
+        last = exchange[np.arange(count) % self.ticks.width]
+        busy = work.max(axis=1, initial=0.0) + after
+        spans = np.maximum(busy, last) if self.ticks.delayed else busy + last
+        found = np.concatenate([[0.0], np.cumsum(spans)])
+        found += np.append(np.cumsum(before), before.sum())
+        begins = np.repeat(found[:, None], num_ranks, axis=1)
+        return Slots(begins, found[:-1] - before, found[:-1] + busy - after)
+
+    def _among_partners(self, work: Times, joined: Ints, exchange: Times) -> Slots:
+        """An exchange joins only some ranks: [slots, S, S] who sends to whom, and how long."""
+        (before, after), (count, num_ranks) = self.sharing, work.shape
+        meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
+        pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
+        neighbours = [_neighbours(slot) for slot in meets]
+        result, first, second = np.zeros((count + 1, num_ranks)), np.zeros(count), np.zeros(count)
+        for time in range(count):
+            slot = time % self.ticks.width
+            if before[time]:
+                first[time] = result[time].max()
+                result[time] = first[time] + before[time]
+            ended = result[time] + work[time]
+            if after[time]:
+                second[time] = ended.max()
+                ended[:] = second[time] + after[time]
+            met = (result[time] if self.ticks.delayed else ended)[neighbours[slot]].max(axis=0)
+            result[time + 1] = np.maximum(ended, met + pays[slot])
+        return Slots(result, first, second)
+
+
+def _joined(ticks: Ticks) -> Ints:
+    """[slots, S, S] which rank ever sends to which in an exchange: slot, source, target."""
+    path, num_ranks = follow(ticks.schedule), ticks.schedule.num_ranks
+    joined = np.zeros((ticks.width, num_ranks, num_ranks), bool)
+    source, target = flatten(ticks.schedule).rank[path.crosses], path.target[path.crosses]
+    leaves = ticks.times[path.crosses] + ticks.delayed
+    joined[leaves % ticks.width, source, target] = True
+    return joined
+
+
+def _neighbours(meets: Ints) -> Ints:
+    """[most, S] the ranks that each rank meets, itself repeated where it meets fewer."""
+    lists = [np.flatnonzero(row) for row in meets]
+    most = max(map(len, lists))
+    return np.stack([np.pad(row, (0, most - len(row)), mode="edge") for row in lists], axis=1)
+
+
+def fastest(
+    schedule: Schedule,
+    pattern: str | None,
+    costs: Costs,
+    *,
+    partners: bool = False,
+    delayed: bool | None = False,
+    shared: Shared = (),
+) -> Lockstep:
+    """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
+
+    Exchanges that the clock hides behind work still cost links and power: where sends are delayed,
+    ties go to the fewest of them.
+
+    Args:
+      schedule: what is laid out.
+      pattern: the slots of a tick, or None for the fastest.
+      costs: durations.
+      partners: an exchange makes only those ranks meet that it joins, not all.
+      delayed: whether sends are; None for what is faster.
+      shared: which ends of the model all ranks share.
+
+    Raises:
+      ScheduleError: no such pattern, or ``delayed`` is none of the three.
+    """
+    if pattern is not None:
+        see_that_pattern_is_known(pattern)
+    if delayed is not None:
+        need("delayed", delayed, bool, "give True or False, or None for what is faster")
+    choices = [
+        (name, late)
+        for late in ([False, True] if delayed is None else [delayed])
+        for name in ([pattern] if pattern else _worth_trying(schedule, costs, partners, late))
+    ]
+    found = [
+        Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared)
+        for name, late in choices
+    ]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda one: (one.makespan, one.ticks.delayed and exchanges(one.ticks)))
+
+
+def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
+    """Patterns that can be the fastest: W needs no slot where there is none of it.
+
+    Where everybody meets, partner slots gain only if messages take time, of which each slot then
+    carries a part, or if W can run beside what is longer, or if a rank waits for delayed messages.
+    """
+    kinds = {action.kind for order in schedule.orders for action in order}
+    names = ["single"]
+    if kinds - {"F"}:
+        names.append("paired")
+    if "W" in kinds:
+        names.append("unit")
+    if partners or delayed or "W" in kinds or costs.comm != 0:
+        names.append("partner")
+    return names

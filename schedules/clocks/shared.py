@@ -1,0 +1,84 @@
+"""What all ranks do together where they share the ends of a model.
+
+An embedding and a head may be split by vocabulary over the ranks. Then no rank has an end to
+itself: before the slot with the first stage's F of a microbatch all ranks look up their part of its
+words; after the slot with the last stage's F they do its head, each on its part of the vocabulary,
+which also gives the gradient that the last stage's backward starts from; after the slot with the
+first stage's B or I they add that gradient to the rows they hold. The first and the last stage are
+then stages like all others. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from schedules.core.costs import Costs, Times
+from schedules.core.flat import B, F, I, Ints, flatten
+from schedules.ir import Schedule, ScheduleError, shorten
+
+SHARED = ("embed", "head")
+Shared = tuple[str, ...]
+
+
+class Together(NamedTuple):
+    """The microbatch that all ranks work on around each slot; -1 for none.
+
+    Attributes:
+      lookup: [times] the embedding, before the slot.
+      head: [times] forward, loss and gradients, after it.
+      scatter: [times] the embedding's gradient, after it.
+    """
+
+    lookup: Ints
+    head: Ints
+    scatter: Ints
+
+
+def parts(shared: Iterable[str]) -> Shared:
+    """What is shared, in a fixed order.
+
+    Raises:
+      ScheduleError: something else than embed and head.
+    """
+    given = (shared,) if isinstance(shared, str) else shared
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    if any(not isinstance(part, str) or part not in SHARED for part in found):
+        raise ScheduleError(
+            f"shared={shorten(shared)}: ranks can share 'embed', 'head', or both; give those of "
+            f"them that are split by vocabulary, such as shared=('embed', 'head')"
+        )
+    return tuple(part for part in SHARED if part in found)
+
+
+def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Together:
+    """When all ranks work together.
+
+    Args:
+      schedule: what is laid out.
+      times: [A] the slot of each action.
+      count: the number of slots.
+      shared: what is shared.
+    """
+    flat, last = flatten(schedule), schedule.num_stages - 1
+    columns = []
+    for part, stage, kinds in (
+        ("embed", 0, (F,)),
+        ("head", last, (F,)),
+        ("embed", 0, (B, I)),
+    ):
+        column = np.full(count, -1)
+        if part in shared:
+            who = (flat.stage == stage) & np.isin(flat.kind, kinds)
+            column[times[who]] = flat.microbatch[who]
+        columns.append(column)
+    return Together(*columns)
+
+
+def lasting(work: Together, costs: Costs, num_ranks: int) -> tuple[Times, Times]:
+    """[times] what the ranks' common work takes before each slot, and after it."""
+    before = np.where(work.lookup >= 0, costs.embed / num_ranks, 0.0)
+    after = np.where(work.head >= 0, costs.head / num_ranks, 0.0)
+    return before, after + np.where(work.scatter >= 0, costs.embed / num_ranks, 0.0)

@@ -1,0 +1,103 @@
+"""When each action runs in lockstep: ticks of a few slots, every slot ended by an exchange.
+
+A message sent in one slot can be used in the next. How long slots take is for
+`schedules.clocks.lockstep` to say.
+
+Sends may be *delayed*: the exchange of a slot then runs beside the work of the next one, and its
+messages can be used from the slot after that. Messages that stay on their rank are not. Letters as
+in `schedules.ir`, A as in `schedules.core.flat`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from schedules.clocks.slots import Pattern, slot_times
+from schedules.core.arguments import is_one_of
+from schedules.core.capacity import see_that_slots_fit
+from schedules.core.flat import Ints, flatten
+from schedules.core.walk import follow
+from schedules.ir import KINDS, Schedule, ScheduleError, shorten
+
+PATTERNS: dict[str, Pattern] = {
+    "single": (("FBIW",),),
+    "paired": (("F",), ("BIW",)),
+    "unit": (("F",), ("BI",), ("W",)),
+    "partner": (("FW", "BIW"), ("BIW", "FW")),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Ticks:
+    """A schedule laid out in slots.
+
+    Attributes:
+      schedule: what was laid out; no rank's order has changed.
+      name: of its slot pattern.
+      times: [A] the time of each action, counted in slots; time t is slot ``t % width`` of tick
+        ``t // width``.
+      delayed: messages to other ranks travel during the slot after their own.
+    """
+
+    schedule: Schedule
+    name: str
+    times: Ints
+    delayed: bool = False
+
+    @property
+    def pattern(self) -> Pattern:
+        """What each slot of a tick permits."""
+        return PATTERNS[self.name]
+
+    @property
+    def width(self) -> int:
+        """Slots per tick."""
+        return len(self.pattern)
+
+    @property
+    def num_ticks(self) -> int:
+        """T."""
+        return int(self.times.max(initial=-1)) // self.width + 1
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that some rank may run in each slot."""
+        return tuple("".join(k for k in KINDS if k in "".join(slot)) for slot in self.pattern)
+
+
+def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
+    """Run every action in the first slot that permits its kind and has its message.
+
+    On one rank nothing is delayed: no message leaves it.
+
+    Raises:
+      ScheduleError: the schedule deadlocks, or its slots need more memory than there is.
+    """
+    delayed &= schedule.num_ranks > 1
+    times = slot_times(schedule, PATTERNS[name], delayed=delayed)
+    ticks = Ticks(schedule, name, times, delayed)
+    see_that_slots_fit(schedule, ticks.num_ticks * ticks.width)
+    return ticks
+
+
+def exchanges(ticks: Ticks) -> int:
+    """How many permutations of ranks run: all that a slot ever needs, at every tick."""
+    path, ranks = follow(ticks.schedule), ticks.schedule.num_ranks
+    slot = ticks.times[path.crosses] % ticks.width
+    shift = (path.target - flatten(ticks.schedule).rank)[path.crosses] % ranks
+    return ticks.num_ticks * len(np.unique(slot * ranks + shift))
+
+
+def see_that_pattern_is_known(pattern: str) -> None:
+    """See that there are ticks of this name.
+
+    Raises:
+      ScheduleError: there are none.
+    """
+    if not is_one_of(pattern, PATTERNS):
+        raise ScheduleError(
+            f"pattern={shorten(pattern)} is not a slot pattern; choose one of {sorted(PATTERNS)}, "
+            f"or leave it out for the fastest"
+        )

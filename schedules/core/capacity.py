@@ -1,0 +1,107 @@
+"""Refuse what needs more memory than there is, before any of it is allocated.
+
+Letters as in `schedules.ir`. The figures per action and per slot are measured, and rounded down:
+nothing is refused that would have run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from schedules.ir import Schedule, ScheduleError, shorten
+
+HELD = 250  # bytes for an action, as an object and in the columns of `schedules.core.flat`
+LOWERED = 100  # more bytes for an action while a schedule is lowered
+SLOT = 40  # bytes for a slot of one rank, in a program's tables, or for an exchange of two ranks
+ALWAYS_FITS = 1 << 28  # bytes; below this nobody is asked what there is
+
+
+def see_that_actions_fit(num_stages: int, num_microbatches: int) -> None:
+    """See that a schedule of these sizes can be held and checked; it has 2KM actions or more.
+
+    Raises:
+      ScheduleError: it takes more memory than this process can have.
+    """
+    actions = 2 * num_stages * num_microbatches
+    _see_that_it_fits(
+        actions * HELD,
+        f"num_microbatches={shorten(num_microbatches)} with num_stages={shorten(num_stages)}: a "
+        f"schedule of {shorten(actions)} actions or more",
+        "use fewer microbatches, or fewer stages",
+    )
+
+
+def see_that_slots_fit(schedule: Schedule, num_slots: int) -> None:
+    """See that a schedule can be lowered to this many slots, of all ticks together.
+
+    Raises:
+      ScheduleError: it takes more memory than this process can have.
+    """
+    actions = sum(map(len, schedule.orders))
+    _see_that_it_fits(
+        actions * (HELD + LOWERED) + (num_slots + schedule.num_ranks) * schedule.num_ranks * SLOT,
+        f"schedule {schedule.name!r} ({schedule.num_ranks} ranks, {actions} actions): its tables "
+        f"of {num_slots} slots for every rank",
+        "lower a schedule of fewer ranks, or of fewer microbatches",
+    )
+
+
+def _see_that_it_fits(needed: int, what: str, remedy: str) -> None:
+    if needed > ALWAYS_FITS and needed > memory():
+        raise ScheduleError(
+            f"{what}, which need about {_size(needed)} of memory; this process can have "
+            f"{_size(memory())}: {remedy}"
+        )
+
+
+def memory() -> float:
+    """The bytes that this process can have: of the machine, of its control groups, of its limit."""
+    return min(_bounds(), default=float("inf"))
+
+
+def _bounds() -> Iterator[int]:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import resource  # noqa: PLC0415  Unix only
+    except ImportError:
+        return
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            yield soft
+    yield from _control_groups()
+
+
+def _control_groups(system: Path = Path("/")) -> Iterator[int]:
+    """Memory limits of the process's Linux control groups and of those above them."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, file = system / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = system / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        here = root / path.lstrip("/")
+        for group in (here, *here.parents):
+            if group.is_relative_to(root):
+                try:
+                    yield int((group / file).read_text(encoding="ascii"))
+                except (OSError, ValueError):  # not there, or "max"
+                    continue
+
+
+def _size(count: float) -> str:
+    """A number of bytes, to be read."""
+    size, unit = min(count, 1 << 99) / (1 << 20), "MiB"
+    for larger in ("GiB", "TiB", "PiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,166 @@
+"""How long actions and messages take. The only place that turns an action into a duration.
+
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.core.arguments import integer, is_number, need, see_that_it_is_a_duration
+from schedules.ir import ScheduleError, shorten
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations in any one unit of time.
+
+    Attributes:
+      f: forward pass of one stage on one microbatch; one number, or [K] numbers, one per stage
+        (the stages with the embedding and the head take longer).
+      i: gradient for the input, likewise.
+      w: gradient for the weights, likewise; a full backward ``B`` takes ``i + w``.
+      comm: a message between two ranks; one number, or [S, S] numbers, ``comm[source][target]``.
+        One that stays on its rank is free.
+      optimizer: the synchronous optimiser step that every rank makes when all have ended.
+      head: of one microbatch, the head and the loss, forward and backward; the last stage's B or I
+        takes so much longer or, where all ranks share it, every rank takes 1/S of it.
+      embed: looking up one microbatch, and as much again for its gradient, on the first stage's F
+        and B or I; shared likewise.
+      pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
+        after the other and so take the sum. In lockstep they always do, and where ranks share work.
+    """
+
+    f: float | Sequence[float] = 1.0
+    i: float | Sequence[float] = 1.0
+    w: float | Sequence[float] = 1.0
+    comm: float | Sequence[Sequence[float]] = 0.0
+    optimizer: float = 0.0
+    pair: float | None = None
+    head: float = 0.0
+    embed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("f", "i", "w"):
+            value = getattr(self, name)
+            if is_number(value):
+                self._set(name, value)
+            else:
+                object.__setattr__(self, name, _tuple(name, value, value, "[K] numbers"))
+        if is_number(self.comm):
+            self._set("comm", self.comm)
+        else:
+            rows = _tuple("comm", self.comm, self.comm, "[S, S] numbers", each=Sequence)
+            matrix = tuple(_tuple("comm", self.comm, row, "[S, S] numbers") for row in rows)
+            if any(len(row) != len(rows) for row in matrix):
+                raise ScheduleError(
+                    f"Costs(comm={shorten(self.comm)}) has {len(rows)} rows of "
+                    f"{sorted({len(row) for row in matrix})} numbers: comm[source][target] is a "
+                    f"square of S rows; give that, or one number for all"
+                )
+            object.__setattr__(self, "comm", matrix)
+        for name in ("optimizer", "head", "embed"):
+            self._set(name, getattr(self, name))
+        if self.pair is not None:
+            self._set("pair", self.pair)
+
+    def _set(self, name: str, value: object) -> None:
+        _see_that_it_lasts(name, value, value)
+        object.__setattr__(self, name, _plain(value))
+
+    def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
+        """[4, K] duration of F, B, I and W (the order of `ir.KINDS`) of every stage.
+
+        The first and the last do embed and head, but for those that are shared by all ranks.
+
+        Raises:
+          ScheduleError: one of them is given for another number of stages.
+        """
+        rows = []
+        for name in ("f", "i", "w"):
+            value = getattr(self, name)
+            if not is_number(value) and len(value) != num_stages:
+                raise ScheduleError(
+                    f"Costs({name}={shorten(value)}) has {len(value)} numbers for {num_stages} "
+                    f"stages; give one for each stage, or one number for all"
+                )
+            rows.append(np.broadcast_to(np.asarray(value, np.float64), num_stages))
+        f, i, w = rows
+        table = np.stack([f, i + w, i, w])
+        if "embed" not in shared:
+            table[:3, 0] += self.embed
+        if "head" not in shared:
+            table[1:3, -1] += self.head
+        return table
+
+    def messages(self, num_ranks: int) -> Times:
+        """[S, S] duration of a message from one rank to another, 0 where it stays.
+
+        Raises:
+          ScheduleError: comm is given for another number of ranks.
+        """
+        if not is_number(self.comm) and len(self.comm) != num_ranks:  # type: ignore[arg-type]
+            raise ScheduleError(
+                f"Costs(comm={shorten(self.comm)}) is for "
+                f"{len(self.comm)} ranks, the schedule has "  # type: ignore[arg-type]
+                f"{num_ranks}; give comm[source][target] for each pair, or one number for all"
+            )
+        full = np.broadcast_to(np.asarray(self.comm, np.float64), (num_ranks, num_ranks))
+        return np.where(np.eye(num_ranks, dtype=bool), 0.0, full)
+
+    def lags(self, source: NDArray[np.int64], target: NDArray[np.int64], num_ranks: int) -> Times:
+        """[A] how long messages take from rank to rank, each pair of ranks given by two arrays."""
+        if is_number(self.comm):  # without a table of all pairs, which may be huge
+            return np.where(source == target, 0.0, float(self.comm))  # type: ignore[arg-type]
+        return self.messages(num_ranks)[source, target]
+
+
+def of_unit_length_by_default(costs: Costs | None) -> Costs:
+    """What a function was given for its costs; None is every F, I and W one long.
+
+    Raises:
+      ScheduleError: something else.
+    """
+    if costs is None:
+        return Costs()
+    need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=...), or None")
+    return costs
+
+
+def _plain(value: object) -> float:
+    """A number as one of Python's: those of numpy impose their type on every sum."""
+    if isinstance(value, np.floating):
+        return float(value)
+    whole = integer(value)
+    number: float = value if whole is None else whole  # type: ignore[assignment]
+    return number
+
+
+def _see_that_it_lasts(name: str, given: object, value: object) -> None:
+    within = "" if value is given else f" has {shorten(value)}"
+    see_that_it_is_a_duration(f"Costs({name}={shorten(given)}){within}", value)
+
+
+def _tuple(
+    name: str, given: object, value: object, wanted: str, each: type | None = None
+) -> tuple[float, ...]:
+    """A sequence of durations (or of what ``each`` says) as a tuple."""
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if is_array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+        parts: tuple[float, ...] = tuple(value)  # type: ignore[arg-type]
+        if parts and each is None:
+            for part in parts:
+                _see_that_it_lasts(name, given, part)
+            return tuple(map(_plain, parts))
+        if parts:
+            return parts
+    raise ScheduleError(
+        f"Costs({name}={shorten(given)}): must be one number, or {wanted}; give the measured "
+        f"time, in the same unit for all"
+    )

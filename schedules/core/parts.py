@@ -1,0 +1,46 @@
+"""Whether a schedule is made of what it says: nobody prevents a list of None for its orders.
+
+Rules, grids and clocks count on it. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from schedules.core.arguments import need
+from schedules.ir import Schedule, ScheduleError, shorten
+
+MOST = 10**18  # numbers below it fit 64 bits, and so do a few times as many
+
+
+def see_that_it_is_one(schedule: Schedule) -> None:
+    """See that an object is a schedule, legal or not.
+
+    Raises:
+      ScheduleError: it is none, or one of its parts is not what it has to be.
+    """
+    remedy = "give what schedules.build, from_orders or Schedule.from_csv returned"
+    need("schedule", schedule, Schedule, remedy)
+    for part, rule in _faults(schedule):
+        value = getattr(schedule, part)
+        raise ScheduleError(f"Schedule({part}={shorten(value)}): {rule}; correct it")
+
+
+def _faults(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """(attribute, what it has to be) of each part that is something else."""
+    parts: dict[str, Any] = vars(schedule)
+    if not isinstance(parts["name"], str):
+        yield "name", "a name is a string"
+    if not is_count(parts["num_microbatches"]):
+        yield "num_microbatches", "must be an integer, how many microbatches there are"
+    orders = parts["orders"]
+    if not isinstance(orders, tuple | list) or not all(isinstance(o, tuple | list) for o in orders):
+        yield "orders", "orders are a tuple of S tuples of Action, one for each rank"
+    if not isinstance(parts["placement"], tuple | list):
+        yield "placement", "a placement is a tuple of K ranks, one for each stage"
+
+
+def is_count(value: object) -> bool:
+    """An integer of Python's own that numpy can hold."""
+    return type(value) is int and abs(value) < MOST

@@ -1,0 +1,133 @@
+"""Colours, letters and words that all drawings share.
+
+Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
+B by I and F to W in steps that survive a print without colour; a test computes both. Chunks
+beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from schedules.clocks.explain import Cause
+from schedules.core.arguments import listed, need
+from schedules.ir import KINDS, Kind, Schedule, ScheduleError
+from schedules.report import Report
+
+NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+}
+# What the reader of a wait is told; `schedules.clocks.explain` says which wait has which cause.
+CAUSES: dict[Cause, str] = {
+    "fill": "the pipeline is filling: no backward pass has begun on this rank",
+    "drain": "the pipeline is draining: this rank has run its last forward pass",
+    "imbalance": "the work it needs has not ended elsewhere",
+    "communication": "the message it needs is under way",
+    "lockstep": "its message is there, but the ranks have not all met",
+    "optimizer wait": "it has ended and waits for the last rank",
+}
+TOGETHER = "shared by all ranks"
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One set of colours, as ``#RRGGBB``.
+
+    Attributes:
+      fill: the box of each kind.
+      ink: the text in it.
+      idle: the row behind the boxes.
+      shared: the box of what all ranks do together.
+    """
+
+    fill: dict[Kind, str]
+    ink: dict[Kind, str]
+    idle: str
+    shared: str
+
+
+LIGHT = Theme(
+    fill={"F": "#56B4E9", "B": "#0B3C5D", "I": "#C8500A", "W": "#E8C91C"},
+    ink={"F": "#000000", "B": "#FFFFFF", "I": "#FFFFFF", "W": "#000000"},
+    idle="#F0F0F0",
+    shared="#8A939C",
+)
+DARK = Theme(
+    fill={"F": "#6BBCEC", "B": "#22598C", "I": "#D9621E", "W": "#F2DA55"},
+    ink={"F": "#000000", "B": "#FFFFFF", "I": "#000000", "W": "#000000"},
+    idle="#1C2229",
+    shared="#7C8792",
+)
+# Terminals with 256 colours: the box and its text, for the first chunk and for further ones.
+ANSI: dict[Kind, tuple[tuple[int, int], tuple[int, int]]] = {
+    "F": ((75, 16), (117, 16)),
+    "B": ((24, 231), (25, 231)),
+    "I": ((166, 16), (172, 16)),
+    "W": ((220, 16), (228, 16)),
+}
+
+
+def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
+    """The kinds that occur, in the order of `KINDS`."""
+    found = {a.kind for schedule in schedules for order in schedule.orders for a in order}
+    return [kind for kind in KINDS if kind in found]
+
+
+def several(reports: Report | Iterable[Report]) -> list[Report]:
+    """What a drawing was given, one report or several, as a list.
+
+    Raises:
+      ScheduleError: none, or what is no report.
+    """
+    found: list[Report] = listed(reports, Report)
+    if not found:
+        raise ScheduleError("reports is empty; give what simulate() returned, one or several")
+    for report in found:
+        need("reports", report, Report, "give what simulate() returned, one or several")
+    return found
+
+
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal might obey instead of showing."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def sizes(schedule: Schedule) -> str:
+    """``S=4 K=8 M=16``."""
+    return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}"
+
+
+def joined(report: Report, rank: int) -> tuple[int, ...]:
+    """Positions p where the actions at p and p + 1 are an overlapped pair with no gap between."""
+    pairs = report.schedule.pairs[rank] if report.schedule.pairs else ()
+    starts, ends = report.starts[rank], report.ends[rank]
+    return tuple(p for p in pairs if starts[p + 1] == ends[p])
+
+
+def clock_name(report: Report) -> str:
+    """``lockstep, paired ticks``."""
+    parts = {
+        report.clock: True,
+        f"{report.pattern} ticks": report.pattern,
+        "partners": report.partners,
+        "delayed": report.delayed,
+        f"{' and '.join(report.shared)} shared": report.shared,
+    }
+    return ", ".join(part for part, said in parts.items() if said)
+
+
+def heading(report: Report) -> str:
+    """One line above a drawing of a report.
+
+    A step with one optimizer update at its end waits for the last rank, so the idle share of the
+    longest span is never shown without that of the whole step.
+    """
+    return (
+        f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock_name(report)}   "
+        f"bubble {100 * report.bubble_rate:.1f}% of the span, "
+        f"{100 * report.step_bubble_rate:.1f}% of the step   makespan {report.makespan:.6g}"
+    )

@@ -1,0 +1,244 @@
+"""A timetable in a terminal, in colour: one row per rank, boxes coloured by kind.
+
+    rank 0   0F0  0F1    .  0B0    .  0B1
+    rank 1     .  1F0  1B0  1F1  1B1    .
+
+Or with one character per unit of time, which keeps long schedules and unequal costs readable:
+
+    rank 0  F0F1....B0--..B1--
+    rank 1  ..F0B0--F1B1--....
+
+Every box says in letters what it is, so that colour adds comfort and no meaning. An overlapped
+pair shares a column, ``1F0&2B1``, and in bars its halves are joined by ``&``. Letters as in
+`schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TextIO
+
+import numpy as np
+
+from schedules.clocks.ticks import lay_out
+from schedules.core.arguments import is_number, need
+from schedules.core.grid import in_cells, steps
+from schedules.drawing.palette import (
+    ANSI,
+    NAMES,
+    TOGETHER,
+    heading,
+    joined,
+    kinds,
+    printable,
+    sizes,
+)
+from schedules.ir import Action, Kind, Schedule, ScheduleError, shorten
+from schedules.report import Report
+from schedules.simulate import simulate
+
+MOST_CHARACTERS = 1_000_000  # of a row of bars
+
+
+class Cell(NamedTuple):
+    """A run of characters of one look; ``kind`` is None for what is not coloured."""
+
+    text: str
+    kind: Kind | None = None
+    chunk: int = 0
+
+
+Runs = tuple[Cell, ...]  # what stands in one column
+IDLE = "."
+SHARED = "="
+
+
+def render(
+    drawn: Report | Schedule,
+    *,
+    colour: bool = True,
+    width: int | None = None,
+    unit: float | None = None,
+) -> str:
+    """Draw a schedule, or the report of one, as text.
+
+    Args:
+      drawn: a schedule, or what `simulate` returned.
+      colour: write ANSI escapes, of 256 colours; see `wants_colour`.
+      width: characters of a line; rows longer than that go on below. None: they never do.
+      unit: how much time one character stands for; a schedule is timed with every F, I and W
+        one long. By default every action is one column of the event clock, or one slot in
+        lockstep, whatever it costs.
+
+    Raises:
+      ScheduleError: a width or unit that is not positive, or a unit too small for the makespan.
+    """
+    if not isinstance(drawn, Report):
+        need("drawn", drawn, Schedule, "give a schedule, or what simulate() returned")
+    if width is not None and not (is_number(width) and width >= 1):
+        raise ScheduleError(f"width={shorten(width)}: a line has at least one character; give more")
+    schedule = drawn.schedule if isinstance(drawn, Report) else drawn
+    if unit is None:
+        head = heading(drawn) if isinstance(drawn, Report) else _name(schedule)
+        rows = _columns(schedule, _steps(drawn))
+    else:
+        report = drawn if isinstance(drawn, Report) else simulate(schedule)
+        count = _count(report, unit)
+        head = f"{heading(report)}   one character = {unit:.6g}"
+        rows = [_bar(report, rank, count) for rank in range(schedule.num_ranks)]
+    legend = _legend(schedule, bars=unit is not None)
+    if unit is not None and report.common:
+        legend.append(Cell(f"   {SHARED}  {TOGETHER}"))
+    below = "".join(_paint(cell, colour) for cell in legend)
+    return "\n".join([head, *_fold(rows, width, colour), below])
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether to write colour to a stream: to terminals, unless the user asks otherwise.
+
+    ``NO_COLOR`` (see no-color.org) and ``FORCE_COLOR`` count where they are set and not empty;
+    the first wins. ``FORCE_COLOR=0`` and ``TERM=dumb`` mean no.
+    """
+    environment = os.environ if environment is None else environment
+    if environment.get("NO_COLOR"):
+        return False
+    if force := environment.get("FORCE_COLOR"):
+        return force not in ("0", "false")
+    return environment.get("TERM") != "dumb" and stream.isatty()
+
+
+def _name(schedule: Schedule) -> str:
+    return f"{printable(schedule.name)}   {sizes(schedule)}"
+
+
+def _steps(drawn: Report | Schedule) -> Sequence[Sequence[int]]:
+    """[S] lists of columns."""
+    schedule = drawn.schedule if isinstance(drawn, Report) else drawn
+    if not isinstance(drawn, Report) or drawn.pattern is None:
+        return steps(schedule)
+    ticks = lay_out(schedule, drawn.pattern, delayed=drawn.delayed)
+    used, slots = np.unique(ticks.times, return_inverse=True)
+    cuts = np.cumsum([len(order) for order in schedule.orders])[:-1]
+    return [row.tolist() for row in np.split(slots.reshape(-1), cuts)] if len(used) else []
+
+
+def _columns(schedule: Schedule, columns: Sequence[Sequence[int]]) -> list[list[Runs]]:
+    """[S] rows of runs, as wide as their columns."""
+    cells = [dict(in_cells(schedule, columns, rank)) for rank in range(schedule.num_ranks)]
+    count = max((column + 1 for mine in cells for column in mine), default=0)
+    widths = [
+        max(len("&".join(map(str, mine.get(n, (IDLE,))))) for mine in cells) for n in range(count)
+    ]
+    return [
+        [_runs(schedule, mine.get(n, ()), width) for n, width in enumerate(widths)]
+        for mine in cells
+    ]
+
+
+def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
+    """The one or two actions of a column, or its idleness."""
+    if not actions:
+        return (Cell(f" {IDLE:>{width}} "),)
+    looks = [(action.kind, schedule.chunk_of[action.stage]) for action in actions]
+    *front, last = map(str, actions)
+    left = "".join(f"{text}&" for text in front)
+    texts = [f" {left:>{width - len(last)}}", f"{last} "]
+    if not front:
+        texts = ["".join(texts)]
+    return tuple(Cell(text, *look) for text, look in zip(texts, looks, strict=True))
+
+
+def _count(report: Report, unit: float) -> int:
+    """How many characters the makespan takes."""
+    if not (is_number(unit) and math.isfinite(unit) and unit > 0):
+        raise ScheduleError(
+            f"unit={shorten(unit)}: a character stands for a positive, finite time; give a number "
+            f"> 0"
+        )
+    if report.makespan / unit > MOST_CHARACTERS:
+        raise ScheduleError(
+            f"unit={unit!r} makes rows of {report.makespan / unit:.3g} characters, the most is "
+            f"{MOST_CHARACTERS}; the makespan is {report.makespan:.6g}, so give a larger unit"
+        )
+    return max(1, math.ceil(report.makespan / unit - 1e-9))
+
+
+def _bar(report: Report, rank: int, count: int) -> list[Runs]:
+    """One run per character: an action is labelled as far as the label fits, then filled."""
+    schedule = report.schedule
+    scale = count / report.makespan if report.makespan else 0.0
+    cells = [Cell(IDLE)] * count
+    for start, end in report.common:
+        left, right = round(start * scale), round(end * scale)
+        cells[left:right] = [Cell(SHARED)] * (right - left)
+    times = zip(schedule.orders[rank], report.starts[rank], report.ends[rank], strict=True)
+    for action, start, end in times:
+        left, right = round(start * scale), round(end * scale)
+        chunk = schedule.chunk_of[action.stage]
+        letter = action.kind.lower() if chunk else action.kind
+        label = f"{letter}{action.microbatch}"
+        text = (label if len(label) <= right - left else letter).ljust(right - left, "-")
+        cells[left:right] = [Cell(c, action.kind, chunk) for c in text[: right - left]]
+    for position in joined(report, rank):
+        last = round(report.ends[rank][position] * scale) - 1
+        if cells[last].text == "-":
+            cells[last] = cells[last]._replace(text="&")
+    return [(cell,) for cell in cells]
+
+
+def _legend(schedule: Schedule, *, bars: bool) -> list[Cell]:
+    cells = [
+        cell for k in kinds([schedule]) for cell in (Cell(f" {k} ", k), Cell(f" {NAMES[k]}  "))
+    ]
+    cells += [Cell(IDLE), Cell(" idle")]
+    if schedule.num_stages > schedule.num_ranks:
+        how = "lower case, underlined" if bars else "underlined"
+        cells.append(Cell(f"   {how}: a chunk beyond the first"))
+    return cells
+
+
+def _fold(rows: Sequence[Sequence[Runs]], width: int | None, colour: bool) -> Iterable[str]:
+    """The rows in blocks no wider than asked, at least one column wide."""
+    label = len(f"rank {len(rows) - 1}  ")
+    room = math.inf if width is None else width - label
+    cuts, used = [0], 0
+    for n, runs in enumerate(rows[0] if rows else ()):
+        size = sum(len(cell.text) for cell in runs)
+        used += size
+        if used > room and n > cuts[-1]:
+            cuts.append(n)
+            used = size
+    for first, stop in itertools.pairwise([*cuts, None]):
+        if first:
+            yield ""
+        for rank, row in enumerate(rows):
+            cells = itertools.chain.from_iterable(row[first:stop])
+            text = "".join(_paint(cell, colour) for cell in _joined(cells))
+            yield f"{f'rank {rank}':<{label}}{text if colour else text.rstrip()}"
+
+
+def _joined(cells: Iterable[Cell]) -> Iterable[Cell]:
+    """Neighbours of one look as one cell, so that escapes stay few."""
+    pending: Cell | None = None
+    for cell in cells:
+        if pending is not None and pending[1:] == cell[1:]:
+            pending = cell._replace(text=pending.text + cell.text)
+            continue
+        if pending is not None:
+            yield pending
+        pending = cell
+    if pending is not None:
+        yield pending
+
+
+def _paint(cell: Cell, colour: bool) -> str:
+    if not colour:
+        return cell.text
+    if cell.kind is None:
+        return f"\x1b[2m{cell.text}\x1b[0m" if cell.text.strip(f"{IDLE} ") == "" else cell.text
+    back, ink = ANSI[cell.kind][min(cell.chunk, 1)]
+    underline = "4;" if cell.chunk else ""
+    return f"\x1b[{underline}38;5;{ink};48;5;{back}m{cell.text}\x1b[0m"

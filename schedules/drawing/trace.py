@@ -1,0 +1,184 @@
+"""A timeline for trace viewers: Chrome's JSON, which Perfetto and chrome://tracing open.
+
+A process per report, a thread per rank. On it stand the actions, and between them the waits with
+their causes; arrows are messages, and a counter is the number of stage inputs that the rank holds.
+The format is "Trace Event Format" by the Chromium authors. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from schedules.clocks.explain import Explanation
+from schedules.core.arguments import is_one_of
+from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
+from schedules.held import held
+from schedules.ir import BACKWARD, Action, ScheduleError, shorten
+from schedules.report import Report
+
+Event = dict[str, Any]
+
+# A trace counts in microseconds. Everything is rounded to nanoseconds first, the same way on
+# both sides of a boundary, so that neighbours touch and never overlap.
+NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
+MOST_NANOSECONDS = 2**53  # beyond, a viewer's doubles lose the nanosecond
+
+
+def save_trace(
+    reports: Report | Sequence[Report], path: str | os.PathLike[str], unit: str = "us"
+) -> None:
+    """Write one or several reports as a Chrome trace.
+
+    Args:
+      reports: what `simulate` returned.
+      path: where to; viewers expect ``.json``.
+      unit: what one unit of the costs is: "s", "ms", "us" or "ns". Times are written to the
+        nanosecond.
+
+    Raises:
+      ScheduleError: nothing to write, an unknown unit, or one too large for the makespan.
+    """
+    reports = several(reports)
+    if not is_one_of(unit, NANOSECONDS):
+        raise ScheduleError(
+            f"unit={shorten(unit)} is not a unit of time; choose one of "
+            f"{', '.join(map(repr, NANOSECONDS))}"
+        )
+    scale = NANOSECONDS[unit]
+    longest = max(report.makespan for report in reports)
+    if longest * scale > MOST_NANOSECONDS:
+        raise ScheduleError(
+            f"unit={unit!r} makes the makespan of {longest:.6g} longer than 2**53 ns (104 days), "
+            f"beyond which viewers round; choose a smaller unit"
+        )
+    flows = itertools.count(1)  # viewers match arrows by number, across processes
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        file.write('{"displayTimeUnit":"ns","traceEvents":[')
+        separator = "\n"
+        for process, report in enumerate(reports, start=1):
+            for event in _events(_Slices(report, process, scale, flows)):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
+                separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _events(slices: _Slices) -> Iterator[Event]:
+    """Everything of one report."""
+    report, process = slices.report, slices.process
+    yield from _names(report, process)
+    explanation = report.explain()
+    for rank in range(report.schedule.num_ranks):
+        yield from slices.actions(rank)
+        yield from slices.waits(explanation, rank)
+        for start, end in report.common:
+            yield slices.slice(rank, TOGETHER, "shared", start, end)
+    yield from slices.messages()
+    for rank, steps in enumerate(held(report)):
+        for time, count in steps:
+            yield {
+                "ph": "C",
+                "name": f"activations on rank {rank}",
+                "pid": process,
+                "ts": slices.at(time) / 1000,
+                "args": {"held": count},
+            }
+
+
+def _names(report: Report, process: int) -> Iterator[Event]:
+    def name(what: str, key: str, value: str | int, thread: int = 0) -> Event:
+        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+
+    yield name("process_name", "name", heading(report))
+    yield name("process_sort_index", "sort_index", process)
+    for rank in range(report.schedule.num_ranks):
+        yield name("thread_name", "name", f"rank {rank}", rank + 1)
+        yield name("thread_sort_index", "sort_index", rank, rank + 1)
+
+
+class _Slices:
+    """Turns the times of a report into events of one process."""
+
+    def __init__(self, report: Report, process: int, scale: float, flows: Iterator[int]) -> None:
+        self.report, self.process, self.scale, self.flows = report, process, scale, flows
+
+    def at(self, time: float) -> int:
+        """Nanoseconds."""
+        return round(time * self.scale)
+
+    def slice(self, rank: int, name: str, category: str, start: float, end: float) -> Event:
+        """A box without arguments."""
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": self.process,
+            "tid": rank + 1,
+            "ts": self.at(start) / 1000,
+            "dur": (self.at(end) - self.at(start)) / 1000,
+        }
+
+    def actions(self, rank: int) -> Iterator[Event]:
+        """The work of a rank."""
+        schedule = self.report.schedule
+        order, starts, ends = (
+            schedule.orders[rank],
+            self.report.starts[rank],
+            self.report.ends[rank],
+        )
+        partner = {
+            p + half: order[p + 1 - half] for p in joined(self.report, rank) for half in (0, 1)
+        }
+        for position, action in enumerate(order):
+            event = self.slice(
+                rank, str(action), NAMES[action.kind], starts[position], ends[position]
+            )
+            event["args"] = {
+                "stage": action.stage,
+                "kind": action.kind,
+                "microbatch": action.microbatch,
+                "chunk": schedule.chunk_of[action.stage],
+            }
+            if position in partner:
+                event["args"]["overlaps with"] = str(partner[position])
+            yield event
+
+    def waits(self, explanation: Explanation, rank: int) -> Iterator[Event]:
+        """The idleness of a rank."""
+        order = self.report.schedule.orders[rank]
+        for wait in explanation.waits[rank]:
+            event = self.slice(rank, f"idle: {wait.cause}", "idle", wait.start, wait.end)
+            event["args"] = {"cause": wait.cause, "because": CAUSES[wait.cause]}
+            if wait.position is not None:
+                event["args"]["before"] = str(order[wait.position])
+            if wait.behind is not None:
+                event["args"]["waits for"] = str(wait.behind)
+            yield event
+
+    def messages(self) -> Iterator[Event]:
+        """An arrow from the end of the action that sends to the start of the one that needs it."""
+        orders = self.report.schedule.orders
+        place = {a: (rank, n) for rank, order in enumerate(orders) for n, a in enumerate(order)}
+        for action, (rank, position) in place.items():
+            step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            kinds = {1: ("F",), -1: BACKWARD, 0: ()}[step]
+            needing = (Action(action.stage + step, kind, action.microbatch) for kind in kinds)
+            there, index = next((place[a] for a in needing if a in place), (rank, position))
+            if there == rank:
+                continue
+            begin = self.at(self.report.starts[rank][position])
+            end = self.at(self.report.ends[rank][position])
+            arrow = {
+                "name": "output" if step > 0 else "gradient",
+                "cat": "message",
+                "id": next(self.flows),
+                "pid": self.process,
+            }
+            # The last nanosecond inside the box: at its very end, viewers take the next box.
+            yield {"ph": "s", **arrow, "tid": rank + 1, "ts": max(begin, end - 1) / 1000}
+            arrival = self.at(self.report.starts[there][index])
+            yield {"ph": "f", "bp": "e", **arrow, "tid": there + 1, "ts": arrival / 1000}

@@ -1,0 +1,42 @@
+"""Timetables given by formulas: when each action would run if every stage had a rank of its own.
+
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from schedules.core.flat import Ints
+from schedules.ir import Action, Kind, Schedule, loop_placement
+
+_make = functools.partial(tuple.__new__, Action)  # Action(*fields), with no Python in between
+
+
+def fold(name: str, num_ranks: int, times: Mapping[Kind, Ints]) -> Schedule:
+    """Place actions timed for one rank per stage on fewer ranks, each in order of time.
+
+    Times respect every dependency, so their order does on any placement: a family that is
+    defined for V = 1 runs with V > 1 at no risk of deadlock. Actions of one rank that fall on
+    the same time run the later stage first, which frees memory soonest.
+
+    Args:
+      name: of the family.
+      num_ranks: S.
+      times: for each kind, [K, M] the time of its actions; no two of a stage are the same.
+    """
+    table = np.stack(list(times.values()))
+    kind, stage, microbatch = (index.ravel() for index in np.indices(table.shape))
+    _, num_stages, num_microbatches = table.shape
+    placement = loop_placement(num_stages, num_ranks)
+    rank = np.array(placement)[stage]
+    order = np.lexsort((-stage, table.ravel(), rank))
+    letters = np.array(list(times), object)
+    orders = []
+    for mine in np.split(order, np.cumsum(np.bincount(rank, minlength=num_ranks))[:-1]):
+        columns = stage[mine].tolist(), letters[kind[mine]].tolist(), microbatch[mine].tolist()
+        orders.append(tuple(map(_make, zip(*columns, strict=True))))
+    return Schedule(name, num_microbatches, tuple(orders), placement)

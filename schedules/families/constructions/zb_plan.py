@@ -1,0 +1,188 @@
+"""The heuristic of `schedules.families.zb_auto`: rounds of one F and one I per rank, W where ranks
+wait.
+
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from schedules.ir import KINDS, Action, Schedule, loop_placement
+
+_F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
+
+
+class Choices(NamedTuple):
+    """What the heuristic leaves open.
+
+    Attributes:
+      late: warm up with one more F, although the first I then starts late.
+      skip: leave out an F that the next rank does not wait for.
+      fill: run W in every wait, even one that is shorter than W and costs nothing.
+    """
+
+    late: bool
+    skip: bool
+    fill: bool
+
+    def __str__(self) -> str:
+        chosen = [name for name, value in self._asdict().items() if value]
+        return f"zb_auto({', '.join(chosen)})"
+
+
+@dataclass(eq=False)
+class Plan:
+    """A timetable in the making. A rank's F, I and W each run in ascending order."""
+
+    num_microbatches: int
+    table: list[list[float]]  # [4, S]
+    lag: list[list[float]]  # [S, S]
+    limit: float
+    weight_memory: float
+    choices: Choices
+    orders: list[list[Action]] = field(init=False)
+    count: list[list[int]] = field(init=False)  # [4, S] actions so far
+    clock: list[float] = field(init=False)  # [S] end of the last action
+    bubble: list[float] = field(init=False)  # [S] waiting since the first action
+    begin: list[float] = field(init=False)  # [S] start of the first action
+    sent: list[list[list[float]]] = field(init=False)  # [4, S, <= M] ends
+
+    def __post_init__(self) -> None:
+        num_ranks = len(self.lag)
+        self.orders = [[] for _ in range(num_ranks)]
+        self.count = [[0] * num_ranks for _ in range(4)]
+        self.clock = [0.0] * num_ranks
+        self.bubble = [0.0] * num_ranks
+        self.begin = [0.0] * num_ranks
+        self.sent = [[[] for _ in range(num_ranks)] for _ in range(4)]
+
+    def warm_up(self) -> None:
+        """The first F of every rank, then as many as fit before the first I can start.
+
+        A rank runs fewer than the one before it, unless that one runs all there are.
+        """
+        last = len(self.clock) - 1
+        for rank in range(last + 1):
+            self.put(rank, _F)
+        more = [0] * (last + 1)
+        arrives = self.clock[last] + self.table[_I][last]
+        for rank in reversed(range(last)):
+            arrives += self.lag[rank + 1][rank]
+            now, each = self.clock[rank], self.table[_F][rank]
+            most = min(self.num_microbatches, self.limit) - 1
+            while more[rank] < most and (
+                now < arrives if self.choices.late else now + each <= arrives
+            ):
+                more[rank] += 1
+                now += each
+            arrives = max(now, arrives) + self.table[_I][rank]
+        for rank in range(last + 1):
+            if rank:
+                fewer = more[rank - 1] < self.num_microbatches - 1
+                more[rank] = max(0, min(more[rank], more[rank - 1] - fewer))
+            for _ in range(more[rank]):
+                self.put(rank, _F)
+
+    def forward(self) -> None:
+        """At most one F per rank; a rank that is left out leaves out those before it too."""
+        takes = [self.wants(rank) for rank in range(len(self.clock))]
+        for rank in reversed(range(len(takes) - 1)):
+            takes[rank] = takes[rank] and takes[rank + 1]
+        for rank, take in enumerate(takes):
+            if take and self.arrival(rank, _F) is not None:
+                self.make_room(rank)
+                if self.held(rank) + 1 <= self.limit:
+                    self.place(rank, _F)
+
+    def backward(self) -> None:
+        """One I per rank, the last rank first."""
+        for rank in reversed(range(len(self.clock))):
+            self.place(rank, _I)
+
+    def flush(self) -> None:
+        """The remaining W."""
+        for rank in range(len(self.clock)):
+            while self.has_weights(rank):
+                self.put(rank, _W)
+
+    def wants(self, rank: int) -> bool:
+        """Whether a rank takes an F this round."""
+        done = self.count[_F]
+        if done[rank] == self.num_microbatches:
+            return False
+        after = rank + 1
+        if not self.choices.skip or after == len(done) or done[rank] < done[after] + 2:
+            return True
+        soonest = self.clock[after] + self.table[_F][after] + self.table[_I][after]
+        wait = soonest + self.lag[after][rank] - self.clock[rank]
+        if wait <= 0:
+            return False
+        over = max(0.0, self.held(rank) + 1 - self.limit)
+        if self.table[_F][rank] + over * self.table[_W][rank] <= wait:
+            return True
+        return wait > self.slack(rank)
+
+    def make_room(self, rank: int) -> None:
+        """Run W until another F fits."""
+        while self.held(rank) + 1 > self.limit and self.has_weights(rank):
+            self.put(rank, _W)
+
+    def place(self, rank: int, kind: int) -> None:
+        """Run an action, and before it the W that its wait has room for."""
+        arrives = self.arrival(rank, kind) or 0.0
+        each = self.table[_W][rank]
+        while self.has_weights(rank) and self.clock[rank] + each <= arrives:
+            self.put(rank, _W)
+        wait = arrives - self.clock[rank]
+        if self.has_weights(rank) and wait > 0 and (self.choices.fill or wait > self.slack(rank)):
+            self.put(rank, _W)
+        self.put(rank, kind)
+
+    def put(self, rank: int, kind: int) -> None:
+        """Append an action and time it."""
+        microbatch = self.count[kind][rank]
+        start = max(self.clock[rank], self.arrival(rank, kind) or 0.0)
+        if self.orders[rank]:
+            self.bubble[rank] += start - self.clock[rank]
+        else:
+            self.begin[rank] = start
+        self.clock[rank] = start + self.table[kind][rank]
+        self.sent[kind][rank].append(self.clock[rank])
+        self.count[kind][rank] += 1
+        self.orders[rank].append(Action(rank, KINDS[kind], microbatch))
+
+    def arrival(self, rank: int, kind: int) -> float | None:
+        """When the message is there that a rank's next action awaits; None if it is not sent."""
+        source = {_F: rank - 1, _I: rank + 1}.get(kind, -1)
+        if not 0 <= source < len(self.clock):
+            return 0.0
+        ends, microbatch = self.sent[kind][source], self.count[kind][rank]
+        if microbatch >= len(ends):
+            return None
+        return ends[microbatch] + self.lag[source][rank]
+
+    def held(self, rank: int) -> float:
+        """Stage inputs that a rank holds."""
+        forward, inputs, weights = (self.count[kind][rank] for kind in (_F, _I, _W))
+        return forward - inputs + self.weight_memory * (inputs - weights)
+
+    def has_weights(self, rank: int) -> bool:
+        """Whether a W can run."""
+        return self.count[_W][rank] < self.count[_I][rank]
+
+    def slack(self, rank: int) -> float:
+        """How much longer a rank can wait before it waits longest."""
+        return max(self.bubble) - self.bubble[rank]
+
+    def length(self) -> tuple[float, float]:
+        """The longest span, and the makespan; rounded, so that no rounding error decides."""
+        spans = (end - begin for begin, end in zip(self.begin, self.clock, strict=True))
+        return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
+
+    def schedule(self, name: str) -> Schedule:
+        """What has been planned so far."""
+        num_ranks = len(self.orders)
+        placement = loop_placement(num_ranks, num_ranks)
+        return Schedule(name, self.num_microbatches, tuple(map(tuple, self.orders)), placement)

@@ -1,0 +1,100 @@
+"""DualPipeV: a V of two stages per rank, where forward and backward passes overlap in pairs.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, whose DualPipe has the model twice,
+once in either direction; Sea AI Lab cut it in half: rank r holds stage r and stage 2S - 1 - r, as
+in `zb_v`, and every weight is there once. The phases are those of the DualPipe repository. Letters
+as in `schedules.ir`, F&B a pair; all are the times of one stage, half of a rank's layers.
+
+    idle on the critical rank   (S - 1)(2 F&B - B - 2W) + F + B - F&B where a pair takes F&B,
+                                (S - 1)(F + I - W) where its halves run one after the other;
+                                provided that W <= I <= F <= B and S > 1
+    peak activations            2S + 1, a stage's inputs each
+
+At F = I = W and F&B = F + B the first is (S - 1)(F&B + B - 3W), the formula of the repository.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from schedules.families.constructions.sizes import need_microbatches, need_stages_per_rank
+from schedules.ir import Action, Kind, Schedule
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+    """Build it.
+
+    Raises:
+      ScheduleError: other than two stages per rank, or fewer than 2S microbatches.
+    """
+    need_stages_per_rank("dualpipe_v", 2, num_ranks, num_stages)
+    need_microbatches("dualpipe_v", num_stages, num_microbatches, "2 * num_ranks")
+    orders, pairs = [], []
+    for rank in range(num_ranks):
+        order: list[Action] = []
+        positions = []
+        for cell in _cells(rank, num_ranks, num_microbatches):
+            if len(cell) == 2:
+                positions.append(len(order))
+            order += cell
+        orders.append(tuple(order))
+        pairs.append(tuple(positions))
+    placement = (*range(num_ranks), *reversed(range(num_ranks)))
+    return Schedule("dualpipe_v", num_microbatches, tuple(orders), placement, tuple(pairs))
+
+
+class _Rank:
+    """Counts the microbatches of a rank; 0 and 1 name its stage on the way there and back."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.stages = rank, 2 * num_ranks - 1 - rank
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.weights: deque[Action] = deque()
+
+    def forward(self, chunk: int) -> Action:
+        self.forwards[chunk] += 1
+        return Action(self.stages[chunk], "F", self.forwards[chunk] - 1)
+
+    def backward(self, chunk: int, kind: Kind = "B") -> Action:
+        """The next one of a chunk; of ``I`` the ``W`` is owed."""
+        action = Action(self.stages[chunk], kind, self.backwards[chunk])
+        self.backwards[chunk] += 1
+        if kind == "I":
+            self.weights.append(action._replace(kind="W"))
+        return action
+
+    def weight(self) -> Action:
+        return self.weights.popleft()
+
+
+def _cells(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[tuple[Action, ...]]:
+    """The eight phases of one rank: actions, and pairs of them."""
+    r = _Rank(rank, num_ranks)
+    above = num_ranks - 1 - rank
+    for _ in range(2 * above):
+        yield (r.forward(0),)
+    for _ in range(rank + 1):
+        yield (r.forward(0),)
+        yield (r.forward(1),)
+    for _ in range(above):
+        yield (r.backward(1, "I"),)
+        yield (r.weight(),)
+        yield (r.forward(1),)
+    for n in range(num_microbatches - 2 * num_ranks + rank + 1):
+        pair = r.forward(0), r.backward(1)
+        # On the last rank the first backward passes would wait for the forward pass beside them.
+        yield from zip(pair) if n == 0 and above == 0 else [pair]
+        yield r.forward(1), r.backward(0)
+    for _ in range(above):
+        yield (r.backward(1),)
+        yield r.forward(1), r.backward(0)
+    # Half of what is left splits, so that W fills the drain.
+    full = rank + 1
+    for n in range(2 * (rank + 1)):
+        yield (r.backward(1 - n % 2, "B" if n < full else "I"),)
+    for _ in range(above):
+        yield (r.weight(),)
+        yield (r.backward(0, "I"),)
+    while r.weights:
+        yield (r.weight(),)

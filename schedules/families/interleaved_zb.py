@@ -1,0 +1,46 @@
+"""Interleaved zero bubble: interleaved 1F1B with split backward passes, as ZB-H1 is to 1F1B.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, on the order of
+Narayanan et al., SC 2021, arXiv:2104.04473; the form and the rule for M are those of
+``torch.distributed.pipelining``. Letters as in `schedules.ir`, r a rank; F, I and W are the times
+of one stage, a V-th of a rank's layers.
+
+    idle on the critical rank   (S - 1)(F + I - W), if M >= S and neither F nor I is under W
+    peak activations            min((V - 1) g + S, M V)
+
+g = M / max(1, M // S) is how many microbatches run through a chunk before the next one's turn: S,
+if S divides M.
+"""
+
+from __future__ import annotations
+
+from schedules.families.constructions.sizes import group
+from schedules.families.interleaved_1f1b import turns
+from schedules.ir import Kind, Schedule, loop_placement
+
+
+def interleaved_zb(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:
+    """Build it; rank r runs (V - 1) g + S - 1 - r forward passes ahead, and W r actions behind I.
+
+    Raises:
+      ScheduleError: M does not make rounds of equal size.
+    """
+    size = group("interleaved_zb", num_ranks, num_microbatches)
+    chunks = num_stages // num_ranks
+    total = num_microbatches * chunks
+    kinds: tuple[Kind, ...] = ("F", "I", "W")
+    orders = []
+    for rank in range(num_ranks):
+        forward, backward, weights = (
+            turns(kind, rank, num_ranks, num_microbatches, num_stages, size) for kind in kinds
+        )
+        ahead = min((chunks - 1) * size + num_ranks - 1 - rank, total)
+        order = forward[:ahead]
+        for k in range(total):
+            order += forward[ahead + k : ahead + k + 1]
+            order.append(backward[k])
+            if k >= rank:
+                order.append(weights[k - rank])
+        orders.append((*order, *weights[max(0, total - rank) :]))
+    placement = loop_placement(num_stages, num_ranks)
+    return Schedule("interleaved_zb", num_microbatches, tuple(orders), placement)

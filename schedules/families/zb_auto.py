@@ -1,0 +1,101 @@
+"""ZB-auto: a split-backward timetable for given costs and a memory limit, one stage per rank.
+
+The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
+its three yes-or-no choices; the best of the eight timetables is taken. Letters as in
+`schedules.ir`, r a rank.
+
+    idle on the critical rank   what the costs and the limit leave
+    peak activations            at most the limit, if weight_memory = 1
+
+The paper frees a part of an input's memory at its I, and the rest, weight_memory, at its W: in a
+transformer 32 / (34 + 5as / h) of it, with a heads, s tokens and h features. Its figures for a
+limit of 2S need that: if all is held until W, as `check` counts, the last rank can put off 2S W
+behind its last I and no more, and the first rank idles (S - 1)(F + I + 2 comm) - 2S W or longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from schedules.core.arguments import is_number
+from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.families.constructions.sizes import need_stages_per_rank
+from schedules.families.constructions.zb_plan import Choices, Plan
+from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.search.limits import need_memory
+
+
+def zb_auto(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    weight_memory: float = 1.0,
+) -> Schedule:
+    """Build the best of the `variants`: the shortest span of a rank, which the paper measures.
+
+    Of equal ones it takes the smallest makespan. For a step with a synchronous optimiser the
+    makespan alone counts: `auto` takes the best of the eight by that.
+
+    Args:
+      num_ranks: S.
+      num_microbatches: M.
+      num_stages: K, equal to S.
+      costs: durations; by default F = I = W = 1 and messages are free.
+      memory_limit: how many stage inputs a rank may hold; 2S by default.
+      weight_memory: the part of an input that is held from its I to its W; all of it, as `check`
+        and `Report.peak_activations` count, by default.
+
+    Raises:
+      ScheduleError: other than one stage per rank, a limit that no schedule can meet, or a part
+        that is none.
+    """
+    plans = _plans(num_ranks, num_microbatches, num_stages, costs, memory_limit, weight_memory)
+    best = min((plan for _, plan in plans), key=Plan.length)
+    return best.schedule("zb_auto")
+
+
+def variants(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    weight_memory: float = 1.0,
+) -> dict[str, Schedule]:
+    """All eight, by name; arguments and errors as for `zb_auto`."""
+    plans = _plans(num_ranks, num_microbatches, num_stages, costs, memory_limit, weight_memory)
+    return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
+
+
+def _plans(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    costs: Costs | None,
+    memory_limit: float | None,
+    weight_memory: float,
+) -> Iterator[tuple[Choices, Plan]]:
+    need_stages_per_rank("zb_auto", 1, num_ranks, num_stages)
+    limit = 2 * num_ranks if memory_limit is None else memory_limit
+    need_memory(limit, num_ranks, num_stages)
+    if not (is_number(weight_memory) and 0 <= weight_memory <= 1):
+        raise ScheduleError(
+            f"weight_memory={shorten(weight_memory)}: is the part of a stage input's memory that "
+            f"is held from I to W; give a number from 0 to 1"
+        )
+    costs = of_unit_length_by_default(costs)
+    table, lag = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
+    for choices in itertools.starmap(Choices, itertools.product((False, True), repeat=3)):
+        plan = Plan(num_microbatches, table, lag, limit, weight_memory, choices)
+        plan.warm_up()
+        for microbatch in range(num_microbatches):
+            if microbatch:
+                plan.forward()
+            plan.backward()
+        plan.flush()
+        yield choices, plan

@@ -1,0 +1,160 @@
+"""Timetables as CSV files: one row per rank, one column per step, an empty cell where it idles.
+
+The grammar is that of ``torch.distributed.pipelining``, compute actions only:
+
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+
+An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``.
+
+A cell holds no comma and no line break, so rows and cells are split by hand: every byte of a file
+then has a row and a column to name in an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from schedules.checks.check import check
+from schedules.core.grid import in_cells, steps
+from schedules.files.files import read, replace, shown
+from schedules.ir import Action, Schedule, ScheduleError, from_orders, shorten
+
+MOST_CELLS = 8  # bad cells that an error names; the rest are counted
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+_OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
+_TRAFFIC = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write a schedule; a reader sees the old file or the whole new one, never a part.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    columns = steps(schedule)
+    width = max((row[-1] + 1 for row in columns if row), default=0)
+    lines = []
+    for rank in range(schedule.num_ranks):
+        cells = [""] * width
+        for column, actions in in_cells(schedule, columns, rank):
+            text = ";".join(map(str, actions))
+            cells[column] = f"({text})OVERLAP_F_B" if len(actions) > 1 else text
+        lines.append(",".join(cells) + "\n")
+    replace("".join(lines), path)
+
+
+def from_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
+    """Read a schedule and check it.
+
+    Args:
+      path: a file as `to_csv` or ``torch.distributed.pipelining`` writes it. A byte order mark,
+        any line ends, spaces around actions and blank lines at the end are all fine.
+      name: what to call it; the file's name without its suffix by default.
+
+    Raises:
+      ScheduleError: no such file, no such text, no such action (with its row and column), or
+        no legal schedule (with the grid of `check`).
+    """
+    orders = _orders(path, _rows(path))
+    try:
+        return check(
+            from_orders(orders, name=Path(os.fsdecode(path)).stem if name is None else name)
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{shown(path)}: {error}") from None
+
+
+def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
+    """The cells of every row, stripped."""
+    where, data = shown(path), read(path, "the path of a CSV file")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        row, column = before.count(b"\n") + 1, before[before.rfind(b"\n") + 1 :].count(b",") + 1
+        raise ScheduleError(
+            f"{where}: row {row}, column {column}: byte 0x{data[error.start]:02x} is not UTF-8; "
+            f"save the file as CSV in UTF-8"
+        ) from None
+    lines = _LINE_END.split(text)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise ScheduleError(
+            f"{where}: is empty; a timetable has one row per rank and a cell per action, like 0F0"
+        )
+    return [[_unquote(cell.strip()) for cell in line.split(",")] for line in lines]
+
+
+def _unquote(cell: str) -> str:
+    quoted = len(cell) > 1 and cell[0] == cell[-1] == '"'
+    return cell[1:-1].strip() if quoted else cell
+
+
+def _orders(
+    path: str | os.PathLike[str], rows: Sequence[Sequence[str]]
+) -> list[list[Action | list[Action]]]:
+    """The actions and pairs of every row; raises for cells that are neither."""
+    num_actions = sum(len(_parts(cell)) for row in rows for cell in row if cell)
+    orders: list[list[Action | list[Action]]] = []
+    faults: list[str] = []
+    for row, cells in enumerate(rows, start=1):
+        orders.append([])
+        for column, cell in enumerate(cells, start=1):
+            if cell:
+                found = [_parse(part, num_actions) for part in _parts(cell)]
+                wrong = next((part for part in found if isinstance(part, str)), None)
+                actions = [part for part in found if isinstance(part, Action)]
+                if wrong is not None:
+                    faults.append(f"row {row}, column {column}: {wrong}")
+                else:
+                    orders[-1].append(actions if len(actions) > 1 else actions[0])
+    if faults:
+        more = len(faults) - MOST_CELLS
+        named = [*faults[:MOST_CELLS], f"and {more} more"] if more > 0 else faults
+        raise ScheduleError(f"{shown(path)}: " + "\n".join(named))
+    return orders
+
+
+def _parts(cell: str) -> list[str]:
+    """The actions of a cell: one, or the two of a pair."""
+    pair = _PAIR.fullmatch(cell)
+    return [cell] if pair is None else [part.strip() for part in pair.groups()]
+
+
+def _parse(cell: str, num_actions: int) -> Action | str:
+    """The action in a cell, or what is wrong with it."""
+    try:
+        action = Action.parse(cell)
+    except ScheduleError as error:
+        return _foreign(cell) or str(error)
+    # A legal file has K * M actions or more, so no number in it can reach their count.
+    for word, number in (("stage", action.stage), ("microbatch", action.microbatch)):
+        if number >= num_actions:
+            return (
+                f"action {cell} is of {word} {number}, but the file has {num_actions} actions in "
+                f"all; every {word} from 0 on takes part, so correct the number"
+            )
+    return action
+
+
+def _foreign(cell: str) -> str | None:
+    """What to say of actions that only ``torch.distributed.pipelining`` knows."""
+    if _OVERLAP.fullmatch(cell):
+        return (
+            f"{shorten(cell)} is not a pair of actions; write an F and a backward of another "
+            f"stage, like (1F0;2B1)OVERLAP_F_B"
+        )
+    if _TRAFFIC.fullmatch(cell):
+        return (
+            f"{shorten(cell)} is a communication action of torch.distributed.pipelining; messages "
+            f"follow from the compute actions here, so export those only "
+            f'(format="compute_only")'
+        )
+    return None

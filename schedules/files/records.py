@@ -1,0 +1,121 @@
+"""Schedules and reports as plain dictionaries, for JSON. Letters as in `schedules.ir`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from schedules.checks.check import check
+from schedules.core.grid import in_cells, steps
+from schedules.files.files import read, replace
+from schedules.ir import Schedule, ScheduleError, from_orders, shorten
+from schedules.report import Report
+
+FIELDS = ("name", "num_microbatches", "placement", "orders")
+
+
+def schedule_record(schedule: Schedule) -> dict[str, Any]:
+    """Everything a schedule is; an overlapped pair stands in its order as "1F0&2B1"."""
+    columns = steps(schedule)
+    orders = [
+        ["&".join(map(str, actions)) for _, actions in in_cells(schedule, columns, rank)]
+        for rank in range(schedule.num_ranks)
+    ]
+    return {
+        "name": schedule.name,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": list(schedule.placement),
+        "orders": orders,
+    }
+
+
+def report_record(report: Report) -> dict[str, Any]:
+    """The numbers of a report, per step and per rank, with idle time split by cause."""
+    schedule = report.schedule
+    parts = report.explain().parts
+    return {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "clock": report.clock,
+        "pattern": report.pattern,
+        "partners": report.partners,
+        "delayed": report.delayed,
+        "makespan": report.makespan,
+        "step_time": report.step_time,
+        "efficiency": report.efficiency,
+        "step_bubble_rate": report.step_bubble_rate,
+        "span_bubble_rate": report.bubble_rate,
+        "ranks": [
+            {
+                "rank": rank,
+                "work": report.work[rank],
+                "span": report.span[rank],
+                "idle_in_span": report.idle[rank],
+                "idle": dict(parts[rank]),
+                "peak_activations": report.peak_activations[rank],
+            }
+            for rank in range(schedule.num_ranks)
+        ],
+    }
+
+
+def write_json(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write a schedule as JSON."""
+    replace(json.dumps(schedule_record(schedule)) + "\n", path)
+
+
+def read_json(path: str | os.PathLike[str]) -> Schedule:
+    """Read a schedule that `write_json` wrote, and check it.
+
+    Raises:
+      ScheduleError: no such file, no such record, or no legal schedule.
+    """
+    where, wanted = shorten(os.fsdecode(path), 200), "a JSON file as `convert` writes it"
+    data = read(path, wanted)
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(
+            f"{where}: cannot be read as a timetable: {shorten(str(error), 200)}; give {wanted}"
+        ) from None
+    if not _has_shape(record):
+        raise ScheduleError(
+            f"{where}: is no timetable: a JSON object with {', '.join(FIELDS)}, orders being one "
+            f'list for each rank of actions such as "3F0", and placement one rank for each stage'
+        )
+    try:
+        name = record.get("name")
+        schedule = from_orders(
+            record["orders"],
+            name=name if isinstance(name, str) else Path(os.fsdecode(path)).stem,
+            placement=record["placement"],
+        )
+        _see_that_count_is(record.get("num_microbatches"), schedule.num_microbatches)
+        return check(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def _see_that_count_is(given: object, found: int) -> None:
+    if given not in (None, found):
+        raise ScheduleError(
+            f"num_microbatches is {shorten(given)}, but the orders run {found}; correct it, or add "
+            f"the actions that are missing"
+        )
+
+
+def _has_shape(record: Any) -> bool:
+    """Whether lists of ranks and lists of lists of strings are where they belong."""
+    if not isinstance(record, dict):
+        return False
+    placement, orders = record.get("placement"), record.get("orders")
+    return (
+        isinstance(placement, list)
+        and all(type(rank) is int for rank in placement)
+        and isinstance(orders, list)
+        and all(isinstance(row, list) and all(type(c) is str for c in row) for row in orders)
+    )

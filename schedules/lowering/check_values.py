@@ -1,0 +1,55 @@
+"""The values of a program as numbers: what they are called, and who must read which.
+
+The output of a stage for a microbatch is ``(stage * M + microbatch) * len(WHAT)``, the others that
+belong to it follow; -1 is none. The embedding and the head's gradient, where ranks share them, are
+the output and the input gradient of one stage more than there are. Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+from schedules.ir import Action
+from schedules.lowering.program import Program
+
+WHAT = ("output", "input gradient", "residuals", "crossing values")
+OUTPUT, GRADIENT, RESIDUALS, CROSSING = range(4)
+BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
+
+
+class Values:
+    """The values of one program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._schedule = program, program.schedule
+        self.has_embed, self.has_head = ("embed" in program.shared, "head" in program.shared)
+
+    def output(self, microbatch: int, stage: int | None = None) -> int:
+        """A stage's output for a microbatch; by default the embedding."""
+        stage = self._schedule.num_stages if stage is None else stage
+        return (stage * self._schedule.num_microbatches + microbatch) * len(WHAT) + OUTPUT
+
+    def name(self, value: int) -> str:
+        """The value in words."""
+        if value < 0:
+            return "nothing"
+        item, what = divmod(value, len(WHAT))
+        stage, microbatch = divmod(item, self._schedule.num_microbatches)
+        if stage == self._schedule.num_stages:
+            return f"the {BEYOND[what]} of microbatch {microbatch}"
+        return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
+
+    def reads(self, action: Action) -> tuple[int, int, int, int]:
+        """Where operand, gradient, stash and crossing must point an action; -1: at trash."""
+        stage, kind, microbatch = action
+        own = self.output(microbatch, stage)
+        if kind == "W":
+            return -1, -1, -1, own + CROSSING
+        before = self.output(microbatch, stage - 1) if stage else -1
+        if stage == 0 and self.has_embed:
+            before = self.output(microbatch)
+        if kind == "F":
+            return before, -1, -1, -1
+        is_last = stage == self._schedule.num_stages - 1 and not self.has_head
+        after = -1 if is_last else self.output(microbatch, stage + 1) + GRADIENT
+        if self._program.keep == "input":
+            return before, after, -1, -1
+        return -1, own if is_last else after, own + RESIDUALS, -1

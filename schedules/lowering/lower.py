@@ -1,0 +1,151 @@
+"""From a schedule to a program: choose the slots of a tick, give every value a place.
+
+Letters as in `schedules.ir`, A as in `schedules.core.flat`, C as in `schedules.lowering.program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from schedules.checks.check import check
+from schedules.clocks.lockstep import fastest
+from schedules.clocks.shared import Shared, parts, together
+from schedules.clocks.ticks import Ticks
+from schedules.core.arguments import is_one_of, need
+from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.flat import Ints, flatten
+from schedules.ir import KINDS, Schedule, ScheduleError, shorten
+from schedules.lowering.places import Values, colour, values
+from schedules.lowering.program import Channel, Keep, Op, Program, Slot, Table
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    keep: Keep = "input",
+    pattern: str | None = None,
+    costs: Costs | None = None,
+    partners: bool = False,
+    delayed: bool | None = False,
+    shared: Iterable[str] = (),
+) -> Program:
+    """Compile a schedule; no rank's order changes.
+
+    Args:
+      schedule: a legal schedule.
+      keep: what F leaves for its backward, the stage's input or its residuals.
+      pattern: the slots of a tick: "single" (one action of any kind), "paired" (an F slot, then
+        a backward slot), "unit" (F, then B or I, then W) or "partner" (two slots; ranks of one
+        parity run F while those of the other run backwards, so that classic 1F1B exchanges
+        between disjoint pairs); by default the one with the smallest lockstep makespan.
+      costs: durations for that choice; by default F = I = W.
+      partners: exchanges make only those ranks meet that they join, not all; for that choice.
+      delayed: a message to another rank travels beside the work of the slot after its own and can
+        be used from the slot after that, so that an exchange costs only what is longer than that
+        work; None for what has the smaller makespan.
+      shared: which of "embed" and "head" all ranks share, split by vocabulary.
+
+    Raises:
+      ScheduleError: unknown keep, pattern or shared, or an illegal schedule.
+    """
+    need("partners", partners, bool, "give True or False")
+    if not is_one_of(keep, ("input", "residuals")):
+        raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
+    check(schedule)
+    costs, shared = of_unit_length_by_default(costs), parts(shared)
+    best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+    return allocate(best.ticks, keep, shared)
+
+
+def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
+    """Give every value of a layout its place and write the tables."""
+    schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
+    held = values(ticks, keep, shared)
+    both = zip(held["operand"], held["gradient"], strict=True)
+    messages, stashed = Values(*(np.concatenate(pair, axis=-1) for pair in both)), held["stash"]
+    num_ranks = schedule.num_ranks
+    num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
+    num_stashes, stashes = colour(stashed.rank, stashed.born, stashed.read, num_ranks)
+    crossing = held["crossing"]
+    num_crossings, crossings = colour(crossing.rank, crossing.born, crossing.read, num_ranks)
+    ops, branch = _ops(ticks, shared)
+    arrives = np.ones(len(buffers), bool)
+    arrives[: schedule.num_microbatches] = "embed" not in shared  # nobody sends those
+    arriving = Values(*(column[..., arrives] for column in messages))
+    channels, channel = _channels(ticks, arriving)
+
+    shape = (ticks.num_ticks * width, num_ranks)
+    num_channels = max(map(len, channels))
+    table: dict[str, Table] = {
+        "op": np.zeros(shape, np.int32),
+        "microbatch": np.zeros(shape, np.int32),
+        "operand": np.full(shape, num_buffers, np.int32),
+        "gradient": np.full(shape, num_buffers, np.int32),
+        "stash": np.full(shape, num_stashes, np.int32),
+        "crossing": np.full(shape, num_crossings, np.int32),
+        "arrival": np.full((*shape, num_channels), num_buffers, np.int32),
+    }
+    table["op"][ticks.times, flat.rank] = branch
+    table["microbatch"][ticks.times, flat.rank] = flat.microbatch
+    table["arrival"][arriving.born, arriving.rank, channel] = buffers[arrives]
+    start = len(held["operand"].rank)
+    places = {
+        "operand": buffers[:start],
+        "gradient": buffers[start:],
+        "stash": stashes,
+        "crossing": crossings,
+    }
+    for column, place in places.items():
+        for times in held[column].touched:
+            does = times >= 0
+            table[column][times[does], held[column].rank[does]] = place[does]
+    for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
+        table[name] = work.astype(np.int32)
+    slots = zip(ticks.kinds, ops, channels, strict=True)
+    return Program(
+        schedule=schedule,
+        keep=keep,
+        slots=tuple(Slot(*slot) for slot in slots),
+        num_buffers=num_buffers,
+        num_stashes=num_stashes,
+        num_crossings=num_crossings,
+        delayed=ticks.delayed,
+        **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
+    )
+
+
+def _ops(ticks: Ticks, shared: Shared) -> tuple[list[tuple[Op, ...]], Ints]:
+    """The ops of each slot, in the order of their fields, and [A] the branch of each action."""
+    schedule, flat = ticks.schedule, flatten(ticks.schedule)
+    first = -1 if "embed" in shared else 0
+    last = -1 if "head" in shared else schedule.num_stages - 1
+    stages = [(chunk, k == first, k == last) for k, chunk in enumerate(schedule.chunk_of)]
+    kinds = sorted(set(stages))
+    code = flat.kind * len(kinds) + np.array([kinds.index(s) for s in stages])[flat.stage]
+    slot = ticks.times % ticks.width
+    size = len(KINDS) * len(kinds)
+    is_there = np.zeros((ticks.width, size), bool)
+    is_there[slot, code] = True
+    branch = np.cumsum(is_there, axis=1)[slot, code]
+    ops = [Op(kind, *stage) for kind in KINDS for stage in kinds]
+    return [tuple(ops[n] for n in np.flatnonzero(row)) for row in is_there], branch
+
+
+def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:
+    """The static permutations of each slot, and [N] the channel that brings each message."""
+    num_ranks = ticks.schedule.num_ranks
+    slot = messages.born % ticks.width
+    shift = (messages.rank - messages.source) % num_ranks
+    codes = np.unique((slot * num_ranks + shift) * num_ranks + messages.source)
+    edges: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(ticks.width)]
+    for code in codes.tolist():
+        rest, source = divmod(code, num_ranks)
+        s, d = divmod(rest, num_ranks)
+        edges[s].setdefault(d, []).append((source, (source + d) % num_ranks))
+    channel = np.zeros((ticks.width, num_ranks), np.int64)
+    for s, shifts in enumerate(edges):
+        channel[s, list(shifts)] = range(len(shifts))
+    channels = [tuple(Channel(d, tuple(pairs)) for d, pairs in found.items()) for found in edges]
+    return channels, channel[slot, shift]

@@ -1,0 +1,150 @@
+"""What a schedule lowers to: tables of integers that the kernel scans over.
+
+A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one action per
+rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
+`schedules.ir`; C is the number of channels of a slot.
+
+Every rank owns three pools. *Buffers* hold activation-shaped messages: a stage's input from its
+arrival until the last action that reads it, a gradient from its arrival until its backward.
+*Stashes* hold residuals of a forward pass until its backward (``keep="residuals"`` only).
+*Crossings* hold what I leaves for W, until then; W reads nothing else, so the operand, the
+gradient and the stash of a split backward end at its I. Buffer ``num_buffers``, stash
+``num_stashes`` and crossing ``num_crossings``, one past the last, are trash: what nobody reads is
+written there, so that no store needs a condition.
+
+Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
+them do together around a slot. The embedding of a microbatch is then in the buffer that the first
+stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
+last stage's output would, along the channel of shift 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.ir import Kind, Schedule
+
+Keep = Literal["input", "residuals"]
+Table = NDArray[np.int32]
+
+
+class Op(NamedTuple):
+    """A branch of the kernel: actions of one kind on one chunk that touch the same ends.
+
+    Attributes:
+      kind: what it computes.
+      chunk: which of the rank's V stages.
+      first: it is stage 0, whose input is made from the user's inputs, not from a message. Where
+        all ranks share the embedding, no op is first.
+      last: it is stage K-1, whose output goes to the loss; its backward starts there. Where all
+        ranks share the head, no op is last.
+    """
+
+    kind: Kind
+    chunk: int
+    first: bool
+    last: bool
+
+    @property
+    def label(self) -> str:
+        """``F0``, ``B1_last``: its name among the ops of a slot."""
+        return f"{self.kind}{self.chunk}{'_first' * self.first}{'_last' * self.last}"
+
+
+class Channel(NamedTuple):
+    """A static permutation whose messages are stored when a slot ends.
+
+    Attributes:
+      shift: destination minus source, modulo S; 0 means a store on the same rank.
+      edges: (source, destination) ranks, each rank at most once on either side.
+    """
+
+    shift: int
+    edges: tuple[tuple[int, int], ...]
+
+
+class Slot(NamedTuple):
+    """A part of every tick.
+
+    Attributes:
+      kinds: the kinds of action that may run in it, such as "F" or "BIW".
+      ops: the ops that occur in it; op i is branch i + 1, branch 0 is idle.
+      channels: the exchanges that end it; in a delayed program those between ranks run beside it,
+        with the messages of the slot before.
+    """
+
+    kinds: str
+    ops: tuple[Op, ...]
+    channels: tuple[Channel, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A lowered schedule.
+
+    Attributes:
+      schedule: what was lowered.
+      keep: what a forward pass leaves for its backward: the stage's input or its residuals.
+      slots: the slots of one tick.
+      op: [T, slots, S] branch, 0 where idle.
+      microbatch: [T, slots, S] microbatch of the action, 0 where idle.
+      operand: [T, slots, S] buffer of the stage input; trash where the action reads none.
+      gradient: [T, slots, S] buffer that a backward starts from: the message from the next
+        stage or, on the last stage with ``keep="residuals"``, that stage's own output.
+      stash: [T, slots, S] stash that F writes or a backward reads.
+      crossing: [T, slots, S] crossing that I writes or W reads.
+      arrival: [T, slots, S, C] buffer where each channel's message is stored; C is the largest
+        number of channels of any slot, columns beyond a slot's own are trash.
+      lookup: [T, slots] microbatch that all ranks embed before the slot, -1 for none.
+      head: [T, slots] microbatch whose head all ranks do after the slot's actions, -1 for none.
+      scatter: [T, slots] microbatch whose embedding's gradient all ranks add up then, likewise.
+      num_buffers: message buffers per rank, the peak over ranks.
+      num_stashes: residual stashes per rank, the peak over ranks.
+      num_crossings: crossings per rank, the peak over ranks.
+      delayed: whether a message to another rank is held for a slot, travels beside the work of the
+        next one and is stored when that ends. Every rank then holds one message more, in no
+        buffer: what its last slot has sent. A message that stays on its rank is stored at once.
+    """
+
+    schedule: Schedule
+    keep: Keep
+    slots: tuple[Slot, ...]
+    op: Table
+    microbatch: Table
+    operand: Table
+    gradient: Table
+    stash: Table
+    crossing: Table
+    arrival: Table
+    lookup: Table
+    head: Table
+    scatter: Table
+    num_buffers: int
+    num_stashes: int
+    num_crossings: int
+    delayed: bool = False
+
+    @property
+    def num_ticks(self) -> int:
+        """T."""
+        return int(self.op.shape[0])
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Which ends of the model all ranks share."""
+        found = {"embed": self.lookup, "head": self.head}
+        return tuple(part for part, table in found.items() if (table >= 0).any())
+
+    def ends_of(self, stage: int) -> tuple[bool, bool]:
+        """Whether the ops of a stage are `Op.first` and `Op.last`."""
+        shared, last = self.shared, self.schedule.num_stages - 1
+        return stage == 0 and "embed" not in shared, stage == last and "head" not in shared
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """The kinds of each slot: what a tick looks like."""
+        return tuple(slot.kinds for slot in self.slots)

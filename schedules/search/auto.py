@@ -1,0 +1,223 @@
+"""The best timetable for given costs, memory limit and clock, and why the others lost.
+
+All families, the eight variants of `schedules.families.zb_auto`, list schedules by priority
+(`schedules.search.greedy`), and local improvement of the best of them (`schedules.search.improve`).
+Letters as in `schedules.ir`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from schedules.checks.check import check
+from schedules.core.arguments import integer, is_one_of
+from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.report import Report
+from schedules.search.contest import Find, Setting, known, search
+from schedules.search.limits import need_memory
+from schedules.simulate import see_that_arguments_fit
+
+CLOCKS = ("event", "lockstep")
+BUDGET = 2000  # timetables that local improvement times by default, if they are small
+_WORK = 2_000_000  # actions that it times by default, if they are large
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One timetable of the contest.
+
+    Attributes:
+      name: a family, or how it was made.
+      schedule: the timetable; None if there is none of these sizes.
+      makespan: its time under the clock; infinite if there is none.
+      peak: the most stage inputs that a rank holds; 0 if there is none.
+      lost: why it is not the winner; empty for the winner.
+    """
+
+    name: str
+    schedule: Schedule | None = field(repr=False)
+    makespan: float
+    peak: int
+    lost: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner, and all others.
+
+    Attributes:
+      schedule: the winner.
+      report: when it runs.
+      candidates: all, the winner first, those that do not fit last.
+    """
+
+    schedule: Schedule
+    report: Report
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        """A table, one line for each candidate."""
+        rows = [("candidate", "makespan", "peak", "")]
+        for candidate in self.candidates:
+            there = candidate.schedule is not None
+            times = (f"{candidate.makespan:.6g}", str(candidate.peak)) if there else ("", "")
+            rows.append((candidate.name, *times, candidate.lost or "the winner"))
+        name, time, peak = (max(len(row[column]) for row in rows) for column in range(3))
+        return "\n".join(
+            f"{row[0]:<{name}}  {row[1]:>{time}}  {row[2]:>{peak}}  {row[3]}".rstrip()
+            for row in rows
+        )
+
+
+def auto(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None = None,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    clock: str = "event",
+    partners: bool = False,
+    delayed: bool | None = False,
+    budget: int | None = None,
+    seed: int = 0,
+) -> Choice:
+    """Find the timetable with the smallest makespan; of equal ones that with the smallest peak.
+
+    It is never slower than a family that fits into memory. The same arguments give the same
+    result.
+
+    Args:
+      num_ranks: S.
+      num_microbatches: M.
+      num_stages: K, a multiple of S; S by default.
+      costs: durations; by default F = I = W = 1 and messages are free.
+      memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
+      clock: "event" or "lockstep", as in `simulate`.
+      partners: in lockstep, as in `simulate`.
+      delayed: likewise; None for what is faster.
+      budget: how many timetables local improvement may time; by default 2000, and fewer if they
+        have more than 1000 actions.
+      seed: of its choices.
+
+    Raises:
+      ScheduleError: sizes that no schedule has, a limit that none can meet (with the smallest that
+        one can), costs for other sizes, an unknown clock or one that has no such slots, or a budget
+        or seed that is no number.
+    """
+    setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    see_that_arguments_fit(clock, None, partners, delayed, None)
+    setting = replace(setting, partners=partners, delayed=delayed)
+    if budget is None:
+        budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
+    budget, seed = _count("budget", budget), _count("seed", seed)
+    entries = list(known(setting))
+    fitting = [
+        entry for entry in entries if isinstance(entry, Find) and entry.peak <= setting.limit
+    ]
+    fitting += search(setting, fitting, budget, seed)
+    timed = [(find, setting.simulate(find.get())) for find in fitting]
+    timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
+    best = timed[0][1]
+    check(best.schedule, memory_limit=setting.limit)
+    candidates = [
+        Candidate(find.name, report.schedule, report.makespan, find.peak, _lost(report, best))
+        for find, report in timed
+    ]
+    candidates += _unfit(entries, setting.limit)
+    return Choice(best.schedule, best, tuple(candidates))
+
+
+def build_auto(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    clock: str = "event",
+) -> Schedule:
+    """The winner alone, named "auto"; arguments and errors as for `auto`."""
+    choice = auto(
+        num_ranks,
+        num_microbatches,
+        num_stages,
+        costs=costs,
+        memory_limit=memory_limit,
+        clock=clock,
+    )
+    return replace(choice.schedule, name="auto")
+
+
+def _setting(
+    num_ranks: int,
+    num_microbatches: int,
+    num_stages: int | None,
+    costs: Costs | None,
+    memory_limit: float | None,
+    clock: str,
+) -> Setting:
+    """The arguments, if they make sense."""
+    from schedules.registry import build  # noqa: PLC0415  it imports this module
+
+    costs = of_unit_length_by_default(costs)
+    if not is_one_of(clock, CLOCKS):
+        raise ScheduleError(
+            f"clock={shorten(clock)}: a timetable can be chosen for one of "
+            f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
+        )
+    largest = build(  # which takes all sizes that make sense
+        "gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages=num_stages
+    )
+    num_ranks, num_stages = largest.num_ranks, largest.num_stages
+    limit = math.inf if memory_limit is None else memory_limit
+    need_memory(limit, num_ranks, num_stages)
+    return Setting(num_ranks, largest.num_microbatches, num_stages, costs, limit, clock)
+
+
+def _count(argument: str, value: object) -> int:
+    count = integer(value)
+    if count is None or count < 0:
+        raise ScheduleError(
+            f"{argument}={shorten(value)}: must be an integer >= 0; leave it out for the usual"
+        )
+    return count
+
+
+def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:
+    """Those that hold too much, then those that do not exist."""
+    for entry in entries:
+        if isinstance(entry, Find) and entry.peak > limit:
+            lost = f"needs {entry.peak} stage inputs, the limit is {limit}"
+            yield Candidate(entry.name, entry.get(), entry.makespan, entry.peak, lost)
+    for entry in entries:
+        if not isinstance(entry, Find):
+            name, reason = entry
+            yield Candidate(name, None, math.inf, 0, f"cannot be built: {reason}")
+
+
+def _rounded(makespan: float) -> float:
+    """Nine digits: rounding errors make nobody win."""
+    return float(f"{makespan:.9g}")
+
+
+def _lost(report: Report, best: Report) -> str:
+    """Why a timetable is not the best, in one sentence."""
+    if report is best:
+        return ""
+    if report.schedule == best.schedule:
+        return "the same timetable"
+    if _rounded(report.makespan) == _rounded(best.makespan):
+        peak, least = max(report.peak_activations), max(best.peak_activations)
+        if peak == least:
+            return "as fast and as small, but not as simple"
+        return f"as fast, but holds {peak} stage inputs, not {least}"
+    slower = f"{report.makespan / best.makespan - 1:.2%} slower" if best.makespan else "slower"
+    parts = report.explain().parts
+    causes = {cause: sum(part[cause] for part in parts) for cause in parts[0]}
+    idle = sum(causes.values())
+    cause = max(causes, key=causes.__getitem__)
+    return f"{slower}: {causes[cause] / idle:.0%} of its idle time is {cause}" if idle else slower

@@ -1,0 +1,203 @@
+"""The search behind `schedules.auto`: every family, every policy, then local improvement.
+
+Letters as in `schedules.ir`, codes as in `schedules.search.problem`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from schedules.core.costs import Costs
+from schedules.families.zb_auto import variants
+from schedules.ir import Schedule, ScheduleError, loop_placement
+from schedules.report import Report
+from schedules.search.greedy import run
+from schedules.search.improve import improve
+from schedules.search.limits import shortest
+from schedules.search.policies import policies
+from schedules.search.problem import Orders, peak, pose
+from schedules.search.timing import Timer, timers
+from schedules.simulate import simulate
+
+_KEPT = 3  # timetables of the policies that are shown, and timetables that are improved
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a timetable is wanted for.
+
+    Attributes:
+      num_ranks: S.
+      num_microbatches: M.
+      num_stages: K.
+      costs: durations.
+      limit: stage inputs that a rank may hold, infinity for no limit.
+      clock: "event" or "lockstep".
+      partners: as in `simulate`.
+      delayed: likewise.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    num_stages: int
+    costs: Costs
+    limit: float
+    clock: str
+    partners: bool = False
+    delayed: bool | None = False
+    _timers: dict[tuple[int, ...], list[Timer]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def timers(self, placement: tuple[int, ...]) -> list[Timer]:
+        """The clocks for orders on a placement: in lockstep one for each slot pattern."""
+        if placement not in self._timers:
+            sizes = self.num_ranks, self.num_microbatches
+            problem = pose(placement, *sizes, self.costs, self.limit)
+            self._timers[placement] = timers(
+                problem, self.clock, partners=self.partners, delayed=self.delayed
+            )
+        return self._timers[placement]
+
+    def simulate(self, schedule: Schedule) -> Report:
+        """When it runs."""
+        partners, delayed = self.partners, self.delayed
+        return simulate(schedule, self.costs, self.clock, partners=partners, delayed=delayed)
+
+    def placements(self) -> list[tuple[int, ...]]:
+        """A loop and, with V > 1, a V: there and back on consecutive chunks."""
+        num_ranks = self.num_ranks
+        loop = loop_placement(self.num_stages, num_ranks)
+        back = tuple(
+            r if chunk % 2 == 0 else num_ranks - 1 - r
+            for chunk, r in ((k // num_ranks, k % num_ranks) for k in range(self.num_stages))
+        )
+        return [loop] if back == loop else [loop, back]
+
+
+@dataclass(frozen=True, eq=False)
+class Find:
+    """A timetable that was found.
+
+    Attributes:
+      name: how.
+      schedule: the timetable; None while it is only orders.
+      makespan: its time.
+      orders: [S] codes.
+      timer: the clock under which it takes the makespan, if it has no overlapped pairs.
+    """
+
+    name: str
+    schedule: Schedule | None
+    makespan: float
+    orders: Orders
+    timer: Timer
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """The most stage inputs that a rank holds."""
+        return max(peak(self.timer.problem, order) for order in self.orders)
+
+    def get(self) -> Schedule:
+        """The timetable."""
+        return self.schedule or self.timer.problem.decode(self.name, self.orders)
+
+
+def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
+    """Time a schedule."""
+    choices = setting.timers(schedule.placement)
+    orders = choices[0].problem.encode(schedule)
+    timed = [(timer(orders)[0], index) for index, timer in enumerate(choices)]
+    makespan, index = min(timed)
+    if schedule.pairs:  # which the search takes apart
+        makespan = setting.simulate(schedule).makespan
+    return Find(name, schedule, makespan, orders, choices[index])
+
+
+def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
+    """Every family and every variant of zb_auto; a name and a reason for one that has no such."""
+    from schedules.registry import build, names, options  # noqa: PLC0415  it imports `auto`
+
+    sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
+    for name in names():
+        if options(name):
+            continue
+        try:
+            schedule = build(
+                name, num_ranks=sizes[0], num_microbatches=sizes[1], num_stages=sizes[2]
+            )
+        except ScheduleError as error:
+            yield name, str(error).partition(";")[0]
+        else:
+            yield judge(setting, name, schedule)
+    if setting.num_stages == setting.num_ranks:
+        found = variants(*sizes, costs=setting.costs, memory_limit=setting.limit)
+        for name, schedule in found.items():
+            yield judge(setting, name, schedule)
+
+
+def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> list[Find]:
+    """Timetables beside the given ones: the best of the policies, and what improving made.
+
+    Args:
+      setting: what is wanted.
+      finds: timetables within the limit, to start from.
+      budget: how many timetables local improvement may time.
+      seed: of its choices.
+    """
+    finds = list(finds)
+    made: list[Find] = []
+    for placement in setting.placements():
+        least = min((find.makespan for find in finds + made), default=math.inf)
+        made = _best(made + list(_greedy(setting, placement, least)))
+    rng = random.Random(seed)  # noqa: S311  no secret
+    return made + list(_improved(_best(finds + made), budget, rng))
+
+
+def _best(finds: Iterable[Find]) -> list[Find]:
+    """The few fastest that differ."""
+    kept: list[Find] = []
+    for find in sorted(finds, key=lambda find: find.makespan):
+        if len(kept) == _KEPT:
+            break
+        if all(find.orders != other.orders for other in kept):
+            kept.append(find)
+    return kept
+
+
+def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Iterator[Find]:
+    """What the policies make, until one cannot be beaten."""
+    shape = "" if len(setting.placements()) == 1 else "loop, "
+    if placement != setting.placements()[0]:
+        shape = "V, "
+    for timer in setting.timers(placement):
+        floor = _floor(timer)
+        slots = "" if timer.pattern is None else f"{timer.pattern} slots, "
+        slots += "delayed, " * timer.delayed
+        for words, policy in policies(timer):
+            if least <= floor:
+                return
+            orders = run(timer, policy)
+            makespan = timer(orders)[0]
+            least = min(least, makespan)
+            name = f"list({shape}{slots}{words})"
+            yield Find(name, None, makespan, orders, timer)
+
+
+def _improved(starts: list[Find], budget: int, rng: random.Random) -> Iterator[Find]:
+    """What is better than its start."""
+    for find in starts:
+        timer, part = find.timer, budget // len(starts)
+        if find.makespan <= _floor(timer):
+            continue
+        makespan, orders = improve(timer, find.orders, budget=part, floor=_floor(timer), rng=rng)
+        if makespan < find.makespan:
+            yield Find(f"{find.name}, improved", None, makespan, orders, timer)
+
+
+def _floor(timer: Timer) -> float:
+    return shortest(timer.problem) * (1 + 1e-12)

@@ -1,0 +1,217 @@
+"""A timetable by priorities: a rank that is free runs the most urgent action that can start.
+
+Under the event clock time moves from the end of one action to the next; in lockstep from slot to
+slot, and there an action may be passed over because all other ranks would wait for it. Letters as
+in `schedules.ir`, codes as in `schedules.search.problem`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from schedules.core.flat import B, F, I, W
+from schedules.search.problem import Problem
+from schedules.search.timing import Timer
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What decides between actions that can start.
+
+    Attributes:
+      urgency: [C] smaller runs first.
+      ahead: [S] how many F a rank may be ahead of its I or B; V or more.
+      whole: [K * M] whether a backward is one B, at stage * M + microbatch; where a W of the stage
+        still has to run, it is I and W all the same.
+      patience: the part of a W's time that a rank rather waits for a message under way.
+      even: in lockstep, pass over what would make a slot last too long for the work in it.
+      quorum: in lockstep, how many ranks have to run W in a slot in which nothing else runs.
+    """
+
+    urgency: Sequence[float]
+    ahead: Sequence[float]
+    whole: Sequence[bool]
+    patience: float = 0.0
+    even: bool = False
+    quorum: int = 0
+
+
+class Board:
+    """What has run, and what can.
+
+    Attributes:
+      forward: [K] F so far.
+      back: [K] I or B so far.
+      weights: [K] W or B so far.
+      held: [S] stage inputs.
+      flying: [S] F whose backward has not run.
+      there: [C] when messages arrive, -1 while they are not sent.
+      orders: [S] codes.
+    """
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        """Nothing has run."""
+        self.problem, self.policy = problem, policy
+        self.forward, self.back, self.weights = ([0] * problem.num_stages for _ in range(3))
+        self.held, self.flying = [0] * problem.num_ranks, [0] * problem.num_ranks
+        self.there = [-1.0] * len(problem.awaited)
+        self.orders: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+        self._size = problem.num_stages * problem.num_microbatches
+
+    def messages(self, rank: int) -> list[tuple[float, int]]:
+        """(arrival, code) of the next F and backward actions whose messages have been sent.
+
+        A rank needs room for an F. One of a later microbatch has to leave room for the oldest that
+        has not passed all stages: else ranks with V > 1 fill up with microbatches of which none
+        can turn round.
+        """
+        problem, forward, back, there = self.problem, self.forward, self.back, self.there
+        each, awaited, stages = problem.num_microbatches, problem.awaited, problem.stages_of[rank]
+        most = min(problem.limit, self.policy.ahead[rank])
+        room = self.held[rank] < problem.limit and self.flying[rank] < most
+        spare = most - len(stages)
+        if room and len(stages) > 1:
+            oldest = min([forward[k] for k in stages])
+            spare -= sum([forward[k] - oldest - 1 for k in stages if forward[k] > oldest])
+        else:
+            oldest = forward[stages[0]]
+        found = []
+        for k in stages:
+            m = forward[k]
+            if room and m < each and (m == oldest or spare >= 1):
+                message = awaited[k * each + m]
+                if message < 0:
+                    found.append((0.0, k * each + m))
+                elif there[message] >= 0.0:
+                    found.append((there[message], k * each + m))
+            m = back[k]
+            if m < forward[k]:
+                item = k * each + m  # a B may not overtake a W
+                kind = B if self.policy.whole[item] and self.weights[k] == m else I
+                code = kind * self._size + item
+                message = awaited[code]
+                if message < 0:
+                    found.append((0.0, code))
+                elif there[message] >= 0.0:
+                    found.append((there[message], code))
+        return found
+
+    def accumulations(self, rank: int) -> list[int]:
+        """Codes of the next W of every stage."""
+        each, back, weights, first = (
+            self.problem.num_microbatches,
+            self.back,
+            self.weights,
+            W * self._size,
+        )
+        return [
+            first + k * each + weights[k]
+            for k in self.problem.stages_of[rank]
+            if weights[k] < back[k]
+        ]
+
+    def put(self, rank: int, code: int, arrival: float) -> None:
+        """Run an action, whose message arrives at a time."""
+        kind, item = divmod(code, self._size)
+        stage = item // self.problem.num_microbatches
+        self.orders[rank].append(code)
+        if kind == F:
+            self.forward[stage] += 1
+            self.held[rank] += 1
+            self.flying[rank] += 1
+        else:
+            if kind != W:
+                self.back[stage] += 1
+                self.flying[rank] -= 1
+            if kind != I:
+                self.weights[stage] += 1
+                self.held[rank] -= 1
+        message = self.problem.sent[code]
+        if message >= 0:
+            self.there[message] = arrival
+
+
+def run(timer: Timer, policy: Policy) -> list[list[int]]:
+    """[S] orders: every rank runs what is most urgent as soon as it can, under a timer's clock."""
+    board = Board(timer.problem, policy)
+    if timer.pattern is None:
+        _by_event(board)
+    else:
+        _by_slot(board, timer.waits, delayed=timer.delayed)
+    return board.orders
+
+
+def _by_event(board: Board) -> None:
+    problem, policy = board.problem, board.policy
+    durations, urgency = problem.durations, policy.urgency
+    busy = [0.0] * problem.num_ranks
+    queue = [(0.0, rank) for rank in range(problem.num_ranks)]
+    while queue:
+        now, rank = heapq.heappop(queue)
+        if busy[rank] > now:
+            continue
+        sent = board.messages(rank)
+        ready = [code for time, code in sent if time <= now]
+        soon = min((time for time, _ in sent if time > now), default=math.inf)
+        code = min(ready, key=urgency.__getitem__, default=-1)
+        weights = min(board.accumulations(rank), key=urgency.__getitem__, default=-1)
+        if (
+            weights >= 0
+            and soon - now >= policy.patience * durations[weights]
+            and (code < 0 or urgency[weights] < urgency[code])
+        ):
+            code = weights
+        if code < 0:
+            if soon < math.inf:
+                heapq.heappush(queue, (soon, rank))
+            continue
+        end = now + durations[code]
+        arrival = end + problem.lag[code]
+        board.put(rank, code, arrival)
+        busy[rank] = end
+        heapq.heappush(queue, (end, rank))
+        if problem.sent[code] >= 0:
+            heapq.heappush(queue, (arrival, problem.reader[code]))
+
+
+def _by_slot(board: Board, waits: Sequence[Sequence[int]], *, delayed: bool) -> None:
+    problem, policy = board.problem, board.policy
+    first_weights = W * problem.num_stages * problem.num_microbatches
+    width, slot, idle = len(waits), 0, 0
+    # In one round nobody may run W for want of others, in none at all; a message may be under way.
+    while idle <= 2 * width + delayed:
+        wait = waits[slot % width]
+        options = []
+        for rank in range(problem.num_ranks):
+            codes = [code for time, code in board.messages(rank) if time <= slot and not wait[code]]
+            codes += [code for code in board.accumulations(rank) if not wait[code]]
+            options.append(sorted(codes, key=policy.urgency.__getitem__))
+        if policy.even:
+            options = _even(problem, options)
+        chosen = [(rank, codes[0]) for rank, codes in enumerate(options) if codes]
+        only_weights = all(code >= first_weights for _, code in chosen)
+        if only_weights and len(chosen) < policy.quorum and idle < width:
+            chosen = []
+        for rank, code in chosen:
+            late = delayed and problem.reader[code] != rank
+            board.put(rank, code, slot + 1 + late)
+        idle = 0 if chosen else idle + 1
+        slot += 1
+
+
+def _even(problem: Problem, options: list[list[int]]) -> list[list[int]]:
+    """Leave out what lasts longer than the duration that gives a slot most work for its time."""
+    durations = problem.durations
+    levels = sorted({durations[code] for codes in options for code in codes}, reverse=True)
+
+    def use(level: float) -> float:
+        work = 0.0
+        for codes in options:
+            work += next((durations[code] for code in codes if durations[code] <= level), 0.0)
+        return work / level if level else 0.0
+
+    best = max(levels, key=use, default=0.0)
+    return [[code for code in codes if durations[code] <= best] for codes in options]

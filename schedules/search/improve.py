@@ -1,0 +1,138 @@
+"""Local improvement of orders: move, swap, retime.
+
+Annealing: at first a change that makes a timetable a little slower may be kept, at last none; what
+is returned is the best that was met. Letters as in `schedules.ir`, C and codes as in
+`schedules.search.problem`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from schedules.core.flat import B, F, I, W
+from schedules.search.greedy import Policy, run
+from schedules.search.problem import Orders, Problem, peak
+from schedules.search.timing import Timer
+
+_RETIMES = 0.02  # the share of trials that run everything again, which takes as long as ten moves
+_SWAPS = 0.3  # the share of the others that swap the same neighbours at many places
+_REACH = (1, 1, 2, 3, 5, 8)  # how many places an action moves
+_HEAT = 0.002  # the part of the makespan by which a trial may be slower, at first
+
+
+def improve(
+    timer: Timer, orders: Orders, *, budget: int, floor: float, rng: random.Random
+) -> tuple[float, Orders]:
+    """The makespan and the orders of the best timetable found; the given one if none is better.
+
+    Args:
+      timer: the clock.
+      orders: a start, within the problem's limit.
+      budget: how many timetables to time.
+      floor: a makespan at which to stop.
+      rng: where chance comes from.
+    """
+    size = timer.problem.num_stages * timer.problem.num_microbatches
+    kinds = {code for order in orders for code in order if code // size == B}
+    whole = [B * size + item in kinds for item in range(size)]
+    least, times = timer(orders)
+    best, now, current = orders, least, orders
+    for step in range(budget):
+        if least <= floor:
+            break
+        if rng.random() < _RETIMES:
+            trial: Orders | None = _retime(timer, times, whole, rng)
+        else:
+            change = _swap if rng.random() < _SWAPS else _move
+            trial = change(timer.problem, current, rng)
+        if trial is None:
+            continue
+        makespan, begun = timer(trial)
+        heat = _HEAT * least * (1 - step / budget)
+        if makespan <= now or (heat and rng.random() < math.exp((now - makespan) / heat)):
+            current, now, times = trial, makespan, begun
+            if now < least * (1 - 1e-9):
+                best, least = current, now
+    return least, best
+
+
+def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
+    """One action of a rank some places earlier or later; None if its order or memory forbids it."""
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    rank = rng.randrange(len(orders))
+    order = orders[rank]
+    start = rng.randrange(len(order))
+    code = order[start]
+    kind, item = divmod(code, size)
+    reach = rng.choice(_REACH)
+    step = rng.choice((-1, 1))
+    to = start
+    while abs(to - start) < reach and 0 <= to + step < len(order):
+        other, neighbour = divmod(order[to + step], size)
+        same_turn = other == kind or {other, kind} == {B, W}  # both run in ascending order
+        if neighbour == item or (same_turn and neighbour // each == item // each):
+            break
+        to += step
+    if to == start:
+        return None
+    changed = [*order[:start], *order[start + 1 :]]
+    changed.insert(to, code)
+    if not _fits(problem, changed):
+        return None
+    result = list(orders)
+    result[rank] = changed
+    return result
+
+
+def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
+    """Two neighbours of a rank, and all of the same kinds and stages before or after them."""
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    rank = rng.randrange(len(orders))
+    changed = list(orders[rank])
+    start, last = rng.randrange(len(changed) - 1), len(changed) - 1
+    first, second = changed[start] // each, changed[start + 1] // each
+    kinds = {first // problem.num_stages, second // problem.num_stages}
+    if first == second or ((first - second) % problem.num_stages == 0 and kinds == {B, W}):
+        return None
+    n, end = rng.choice(((0, start + 1), (start, last), (0, last)))
+    while n < end:
+        one, other = changed[n], changed[n + 1]
+        if one // each == first and other // each == second and one % size != other % size:
+            changed[n], changed[n + 1] = other, one
+            n += 1
+        n += 1
+    if not _fits(problem, changed):
+        return None
+    result = list(orders)
+    result[rank] = changed
+    return result
+
+
+def _fits(problem: Problem, order: Sequence[int]) -> bool:
+    """Whether a rank's order stays within the limit."""
+    return math.isinf(problem.limit) or peak(problem, order) <= problem.limit
+
+
+def _retime(
+    timer: Timer, times: Sequence[float], whole: Sequence[bool], rng: random.Random
+) -> Orders:
+    """All actions again, urgent as they were early, but some of a stage earlier or later."""
+    problem = timer.problem
+    each = problem.num_microbatches
+    urgency = list(times)
+    first = problem.code(rng.choice((F, B, I, W)), rng.randrange(problem.num_stages), 0)
+    begin = rng.randrange(each) if rng.random() < 0.5 else 0
+    end = rng.randint(begin + 1, each) if rng.random() < 0.5 else each
+    shift = rng.uniform(-1, 1) * rng.choice((0.5, 1, 2, 4)) * max(times) / each
+    for code in range(first + begin, first + end):
+        urgency[code] += shift
+    policy = Policy(
+        urgency,
+        [math.inf] * problem.num_ranks,
+        whole,
+        patience=rng.choice((0.0, 0.5, 1.0)),
+        even=rng.random() < 0.5,
+    )
+    return run(timer, policy)
