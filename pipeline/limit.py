@@ -18,7 +18,7 @@ from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.tree import signature
 from schedules import ScheduleError, build, names
-from schedules.registry import options
+from schedules.build import options
 
 
 def see_that_it_fits(

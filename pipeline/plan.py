@@ -15,9 +15,9 @@ from pipeline.loss import LossFn
 from pipeline.placement import DataParallel
 from pipeline.straight import is_straight
 from schedules.clocks.shared import Shared
-from schedules.ir import Schedule
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Keep, Program
+from schedules.schedule import Schedule
 
 Remat = Literal["stage"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]

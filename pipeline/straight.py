@@ -18,7 +18,8 @@ from collectives import vary
 from pipeline.actions import Actions
 from pipeline.cell import Cell
 from pipeline.tree import at
-from schedules.ir import Action, Kind, Schedule, from_orders
+from schedules.core.action import Action, Kind
+from schedules.schedule import Schedule, from_orders
 
 
 def is_straight(schedule: Schedule) -> bool:

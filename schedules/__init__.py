@@ -1,14 +1,14 @@
 """Pipeline-parallel timetables as data: build, check, time, draw and lower them. Needs no jax."""
 
+from schedules.build import build, names
 from schedules.checks.check import check
-from schedules.clocks.explain import Explanation
+from schedules.core.action import Action, Kind, ScheduleError
 from schedules.core.costs import Costs
-from schedules.ir import Action, Kind, Schedule, ScheduleError, from_orders
 from schedules.lowering.check_program import check_program
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
-from schedules.registry import build, names
-from schedules.report import Report
+from schedules.report import Explanation, Report
+from schedules.schedule import Schedule, from_orders
 from schedules.search.auto import Choice, auto
 from schedules.simulate import simulate
 

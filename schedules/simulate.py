@@ -1,6 +1,6 @@
 """How long a schedule takes, under a clock of your choice.
 
-Letters as in `schedules.ir`, A as in `schedules.core.flat`.
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from schedules.checks.check import check
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.meetings import meet
 from schedules.clocks.shared import Shared, parts
+from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import is_one_of, need, see_that_it_is_a_duration
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import links, run
 from schedules.core.flat import Flat, flatten
-from schedules.ir import Action, Schedule, ScheduleError, shorten
 from schedules.report import Report, sum_up
+from schedules.schedule import Schedule
 
 CLOCKS = ("event", "lockstep", "measured")
 

@@ -17,7 +17,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import ScheduleError, build, names
-from schedules.registry import options
+from schedules.build import options
 from tests import models
 from tests.models import CLASSES, WIDTH, WORDS, Hostile, Layered, Noisy, Readout, Sided, Sliced
 

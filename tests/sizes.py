@@ -1,7 +1,7 @@
 """Which sizes each family is defined for: stated once, so that a sweep leaves out no legal one.
 
 `test_families` proves that `build` accepts these sizes and refuses all others. Letters as in
-`schedules.ir`.
+`schedules.core.action`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, check, names, simulate
+from schedules.build import options
 from schedules.clocks.ticks import PATTERNS
-from schedules.registry import options
 from schedules.search.auto import auto, build_auto
 from schedules.search.contest import Find, Setting, known, search
 from schedules.search.greedy import Policy, run

@@ -12,7 +12,7 @@ import pytest
 import schedules
 from schedules import Costs, Schedule, build, simulate
 from schedules.cli.main import main
-from schedules.files.records import read_json, report_record
+from schedules.cli.records import read_json, report_record
 
 SIZES = ["-S", "4", "-M", "8"]
 

@@ -1,6 +1,6 @@
 """Delayed sends in `lower`, `simulate` and `check_program`: one slot later, and hidden behind work.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from schedules import (
     simulate,
 )
 from schedules.clocks import slots
-from schedules.clocks.explain import Wait
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.slots import slot_times
 from schedules.clocks.ticks import PATTERNS
 from schedules.drawing.terminal import render
 from schedules.lowering.program import Channel
+from schedules.report import Wait
 from tests.sizes import CHUNKS, is_legal, sizes
 from tests.test_check_program import CASES, KEEPS, SMALL, SMALL_CASES, TABLES, VARIANTS, reordered
 from tests.test_events import moved

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
-from schedules.clocks.explain import CAUSES, Wait
+from schedules.report import CAUSES, Wait
 from tests.sizes import CHUNKS, is_legal
 
 CLOCKS = [

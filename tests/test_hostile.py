@@ -30,12 +30,12 @@ from schedules import (
     simulate,
 )
 from schedules.cli.main import main
+from schedules.cli.records import read_json, report_record
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.page import save_page
 from schedules.drawing.terminal import render
 from schedules.drawing.trace import save_trace
-from schedules.files.files import replace
-from schedules.files.records import read_json, report_record
+from schedules.files.whole import replace
 
 S = build("1f1b", num_ranks=2, num_microbatches=2)
 ONE = ((Action(0, "F", 0),),)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import Action, Schedule, ScheduleError, from_orders
+from schedules.core.action import KINDS
+from schedules.core.timetable import loop_placement
 from schedules.families.constructions.fold import fold
-from schedules.ir import KINDS, loop_placement
 
 NUMBERS = st.integers(0, 10**17)
 

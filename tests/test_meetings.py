@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import schedules
 from schedules import Action, Costs, build, from_orders, simulate
-from schedules.clocks.explain import CAUSES, Wait
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import together
+from schedules.core.action import KINDS
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.terminal import render
 from schedules.drawing.trace import save_trace
-from schedules.ir import KINDS
+from schedules.report import CAUSES, Wait
 from tests.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")

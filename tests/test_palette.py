@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from schedules import Costs, build, from_orders, simulate
-from schedules.clocks.explain import Cause
+from schedules.core.action import KINDS
 from schedules.drawing.palette import ANSI, CAUSES, DARK, LIGHT, NAMES, clock_name, heading, joined
-from schedules.ir import KINDS
+from schedules.report import Cause
 
 # G. M. Machado et al., "A Physiologically-based Model for Simulation of Color Vision Deficiency",
 # IEEE Transactions on Visualization and Computer Graphics 15(6), 2009: full severity, linear RGB.

@@ -1,26 +1,30 @@
 """Prove that a schedule is legal, or show every fault of it.
 
 It trusts nobody: it shares no code with the families, nor with the lowering. Letters as in
-`schedules.ir`, A as in `schedules.core.flat`.
+`schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from schedules.checks.faults import MOST_NAMED, Culprit, Fault, error
 from schedules.checks.rules import RULES, Case, inspect
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
 from schedules.core.costs import Times
 from schedules.core.events import run
 from schedules.core.flat import B, F, I, activations, is_dense, once
 from schedules.core.parts import is_count, see_that_it_is_one
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.core.timetable import Timetable
+
+Made = TypeVar("Made", bound=Timetable)
 
 
-def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
+def check(schedule: Made, *, memory_limit: float | None = None) -> Made:
     """Return the schedule if it is legal.
 
     Legal means: every rank holds the same number of stages; every stage runs, on its own rank,
@@ -51,7 +55,7 @@ def check(schedule: Schedule, *, memory_limit: float | None = None) -> Schedule:
 
 
 @once
-def _faults(schedule: Schedule) -> tuple[Fault, ...]:
+def _faults(schedule: Timetable) -> tuple[Fault, ...]:
     """All faults but those of memory; a schedule is asked for them again and again."""
     faults = list(_sizes(schedule))
     if not faults:
@@ -65,7 +69,7 @@ def _is_limit(value: object) -> bool:
     return is_number(value) and value >= 1  # type: ignore[operator]
 
 
-def _sizes(schedule: Schedule) -> Iterator[Fault]:
+def _sizes(schedule: Timetable) -> Iterator[Fault]:
     """Faults that leave nothing to look at."""
     num_ranks, num_stages, num_microbatches = (
         schedule.num_ranks,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import grid
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.core.timetable import Timetable
 
 MOST_NAMED = 8  # culprits of one fault that are named, and marked; the rest are counted
 MOST_CHARACTERS = 600  # of their names together
@@ -44,7 +45,7 @@ class Fault:
     count: int
 
 
-def error(schedule: Schedule, faults: Sequence[Fault]) -> ScheduleError:
+def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
     """One error for all faults."""
     total = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
     sizes = (

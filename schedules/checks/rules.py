@@ -1,7 +1,7 @@
 """The rules that a legal schedule obeys, each as a function from a schedule to its faults.
 
-Waiting for each other and memory are in `schedules.check`. Letters as in `schedules.ir`, A as in
-`schedules.core.flat`.
+Waiting for each other and memory are in `schedules.check`. Letters as in `schedules.core.action`, A
+as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from schedules.checks.faults import MOST_NAMED, Culprit, Fault
+from schedules.core.action import KINDS, Action, shorten
 from schedules.core.events import Links, links
 from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, flatten
 from schedules.core.grid import label, steps
-from schedules.ir import KINDS, Action, Schedule, shorten
+from schedules.core.timetable import Timetable
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Case:
       repeated: [A] True for an action that is already among those before it.
     """
 
-    schedule: Schedule
+    schedule: Timetable
     flat: Flat
     wires: Links
     at: Ints
@@ -54,7 +55,7 @@ class Case:
         return f"{label(action)} (rank {rank}, step {self.columns[rank][position]})"
 
 
-def inspect(schedule: Schedule) -> Case:
+def inspect(schedule: Timetable) -> Case:
     """Prepare a schedule of dense sizes."""
     flat = flatten(schedule)
     size = schedule.num_stages * schedule.num_microbatches
@@ -208,7 +209,7 @@ def _overlaps(case: Case) -> Iterator[Fault]:
     )
 
 
-def _lost_pairs(schedule: Schedule) -> Iterator[tuple[int, int]]:
+def _lost_pairs(schedule: Timetable) -> Iterator[tuple[int, int]]:
     """(rank, position) of every pair outside its order, or in part of a pair before it."""
     for rank, positions in enumerate(schedule.pairs):
         lowest, last = 0, len(schedule.orders[rank]) - 1

@@ -10,21 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from schedules.build import names
 from schedules.checks.check import check
 from schedules.cli import options as given
 from schedules.cli import output as files
+from schedules.cli.records import report_record, schedule_record
 from schedules.cli.text import columns, complain, number, reason, say
-from schedules.clocks.explain import CAUSES
+from schedules.core.action import ScheduleError
 from schedules.drawing.palette import printable
 from schedules.drawing.terminal import render, wants_colour
-from schedules.files.files import shown
-from schedules.files.records import report_record, schedule_record
-from schedules.ir import ScheduleError
+from schedules.families.constructions.sizes import OutOfReachError
+from schedules.files.whole import shown
 from schedules.lowering.lower import lower
-from schedules.registry import names
-from schedules.report import Report
+from schedules.report import CAUSES, Report
 from schedules.search.auto import Choice, auto
-from schedules.search.limits import OutOfReachError
 
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from schedules.build import names
 from schedules.cli import commands, options
 from schedules.cli.text import complain
+from schedules.core.action import ScheduleError
 from schedules.drawing.palette import printable
-from schedules.files.files import shown
-from schedules.ir import ScheduleError
-from schedules.registry import names
+from schedules.files.whole import shown
 from schedules.search.auto import BUDGET
 
 USAGE_EXIT, INTERRUPTED = 2, 130

@@ -1,6 +1,6 @@
 """What the commands have in common: a timetable, its sizes, its costs, its clock.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from schedules import registry
+from schedules.build import build, names
+from schedules.build import options as options_of
+from schedules.cli.records import read_json
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
-from schedules.files.records import read_json
-from schedules.ir import Schedule
-from schedules.registry import build, names
 from schedules.report import Report
+from schedules.schedule import Schedule
 from schedules.simulate import CLOCKS, simulate
 
 FILES = (".csv", ".json")
@@ -200,7 +200,7 @@ def load(options: argparse.Namespace, name: str, num_stages: int | None = None) 
 
 def _wanted(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """The options of a family that is made to measure, as far as they were given."""
-    taken = registry.options(name)
+    taken = options_of(name)
     wishes: dict[str, Callable[[], Any]] = {
         "costs": lambda: costs(options) if hasattr(options, "f") else None,
         "memory_limit": lambda: getattr(options, "memory_limit", None),

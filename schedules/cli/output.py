@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from schedules.cli import options as given
+from schedules.cli.records import write_json
 from schedules.drawing.terminal import render
-from schedules.files.records import write_json
-from schedules.ir import Schedule
+from schedules.schedule import Schedule
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from schedules.core.action import ScheduleError
 from schedules.drawing.palette import printable
-from schedules.ir import ScheduleError
 
 
 def say(text: str) -> None:

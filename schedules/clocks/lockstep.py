@@ -7,8 +7,8 @@ not wait for each other, unless every exchange is a barrier, but for the work th
 all do before a slot is over when it begins, what they do after it precedes its exchange.
 
 Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
-whichever is longer, and partners meet where it begins. Letters as in `schedules.ir`, A as in
-`schedules.core.flat`.
+whichever is longer, and partners meet where it begins. Letters as in `schedules.core.action`, A as
+in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, flatten
 from schedules.core.walk import follow
-from schedules.ir import Schedule
+from schedules.schedule import Schedule
 
 
 class Slots(NamedTuple):

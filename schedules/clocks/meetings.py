@@ -3,7 +3,7 @@
 Under this clock a rank waits only for its data; but what all ranks do together
 (`schedules.clocks.shared`) begins when the last of them has come. Where it stands in the order of
 each rank is for lockstep to say: before or after the slot that the common work belongs to. Letters
-as in `schedules.ir`, A as in `schedules.core.flat`; n is the number of meetings.
+as in `schedules.core.action`, A as in `schedules.core.flat`; n is the number of meetings.
 """
 
 from __future__ import annotations

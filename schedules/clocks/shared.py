@@ -5,7 +5,7 @@ itself: before the slot with the first stage's F of a microbatch all ranks look 
 words; after the slot with the last stage's F they do its head, each on its part of the vocabulary,
 which also gives the gradient that the last stage's backward starts from; after the slot with the
 first stage's B or I they add that gradient to the rows they hold. The first and the last stage are
-then stages like all others. Letters as in `schedules.ir`.
+then stages like all others. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import B, F, I, Ints, flatten
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.schedule import Schedule
 
 SHARED = ("embed", "head")
 Shared = tuple[str, ...]

@@ -1,6 +1,6 @@
 """The first slot of a pattern in which each action can run: what a lockstep layout is.
 
-Letters as in `schedules.ir`, A as in `schedules.core.flat`.
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import itertools
 
 import numpy as np
 
+from schedules.core.action import KINDS
 from schedules.core.flat import Ints, Mask, breadth, flatten, once
+from schedules.core.timetable import Timetable
 from schedules.core.walk import follow, order
-from schedules.ir import KINDS, Schedule
+from schedules.schedule import Schedule
 
 # What a slot permits: strings of kinds, taken in turn by rank modulo their number.
 Pattern = tuple[tuple[str, ...], ...]
@@ -49,7 +51,7 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
 
 
 @once
-def _known(schedule: Schedule) -> dict[tuple[Pattern, bool], Ints]:  # noqa: ARG001  `once` keeps it there
+def _known(schedule: Timetable) -> dict[tuple[Pattern, bool], Ints]:  # noqa: ARG001  `once` keeps it there
     return {}
 
 

@@ -5,7 +5,7 @@ A message sent in one slot can be used in the next. How long slots take is for
 
 Sends may be *delayed*: the exchange of a slot then runs beside the work of the next one, and its
 messages can be used from the slot after that. Messages that stay on their rank are not. Letters as
-in `schedules.ir`, A as in `schedules.core.flat`.
+in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from schedules.clocks.slots import Pattern, slot_times
+from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.core.capacity import see_that_slots_fit
 from schedules.core.flat import Ints, flatten
 from schedules.core.walk import follow
-from schedules.ir import KINDS, Schedule, ScheduleError, shorten
+from schedules.schedule import Schedule
 
 PATTERNS: dict[str, Pattern] = {
     "single": (("FBIW",),),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.ir import ScheduleError, shorten
+from schedules.core.action import ScheduleError, shorten
 
 LONGEST = 1e200  # duration
 

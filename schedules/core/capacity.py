@@ -1,7 +1,7 @@
 """Refuse what needs more memory than there is, before any of it is allocated.
 
-Letters as in `schedules.ir`. The figures per action and per slot are measured, and rounded down:
-nothing is refused that would have run.
+Letters as in `schedules.core.action`. The figures per action and per slot are measured, and rounded
+down: nothing is refused that would have run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.core.action import ScheduleError, shorten
+from schedules.core.timetable import Timetable
 
 HELD = 250  # bytes for an action, as an object and in the columns of `schedules.core.flat`
 LOWERED = 100  # more bytes for an action while a schedule is lowered
@@ -33,7 +34,7 @@ def see_that_actions_fit(num_stages: int, num_microbatches: int) -> None:
     )
 
 
-def see_that_slots_fit(schedule: Schedule, num_slots: int) -> None:
+def see_that_slots_fit(schedule: Timetable, num_slots: int) -> None:
     """See that a schedule can be lowered to this many slots, of all ticks together.
 
     Raises:

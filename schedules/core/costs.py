@@ -1,6 +1,6 @@
 """How long actions and messages take. The only place that turns an action into a duration.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_number, need, see_that_it_is_a_duration
-from schedules.ir import ScheduleError, shorten
 
 Times = NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """The event clock: a rank waits only for its data, and sending does not occupy it.
 
 It shares no code with `schedules.core.walk`, so that `check` is a second opinion on what `lower`
-does. Letters as in `schedules.ir`, A as in `schedules.core.flat`.
+does. Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from schedules.core.costs import Times
 from schedules.core.flat import B, F, Flat, I, Ints, breadth
-from schedules.ir import Schedule
+from schedules.core.timetable import Timetable
 
 MANY = 24  # ranks that work at a time; from here on it is quicker to let all step together
 
@@ -32,7 +32,7 @@ class Links(NamedTuple):
     target: Ints
 
 
-def links(schedule: Schedule, flat: Flat) -> Links:
+def links(schedule: Timetable, flat: Flat) -> Links:
     """Outputs go to the next stage, gradients to the one before; 2km and 2km + 1 number them."""
     last, num_microbatches = schedule.num_stages - 1, schedule.num_microbatches
     index = flat.stage * num_microbatches + flat.microbatch
@@ -70,7 +70,7 @@ Clock = Callable[[Steps, int], Times]  # from steps and the number of messages t
 
 
 def run(
-    schedule: Schedule,
+    schedule: Timetable,
     flat: Flat,
     wires: Links,
     *,
@@ -98,7 +98,7 @@ def run(
     return _paired_starts(clock(schedule), flat, steps, num_messages, pair)
 
 
-def clock(schedule: Schedule) -> Clock:
+def clock(schedule: Timetable) -> Clock:
     """What is quick for as many ranks as work at a time."""
     return _sweep if breadth(schedule) >= MANY else _visit
 

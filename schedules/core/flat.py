@@ -1,6 +1,7 @@
 """A schedule as flat arrays, so that rules over a million actions stay a few array operations.
 
-Letters as in `schedules.ir`; A is the number of actions of all ranks together, rank 0's first.
+Letters as in `schedules.core.action`; A is the number of actions of all ranks together, rank 0's
+first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.ir import KINDS, Action, Schedule
+from schedules.core.action import KINDS, Action
+from schedules.core.timetable import Timetable
 
 Result = TypeVar("Result")
 Ints = NDArray[np.int64]
@@ -26,7 +28,7 @@ _CODE = np.zeros(128, np.int64)  # ASCII -> position in KINDS
 _CODE[[ord(kind) for kind in KINDS]] = F, B, I, W
 
 
-def once(function: Callable[[Schedule], Result]) -> Callable[[Schedule], Result]:
+def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Result]:
     """Remember what a function says of a schedule, in the schedule, if that cannot change.
 
     `functools.cached_property` keeps its results there too; a cache by value would have to hash
@@ -35,7 +37,7 @@ def once(function: Callable[[Schedule], Result]) -> Callable[[Schedule], Result]
     name = f"{function.__module__}.{function.__name__}"
 
     @functools.wraps(function)
-    def look(schedule: Schedule) -> Result:
+    def look(schedule: Timetable) -> Result:
         parts = schedule.orders, schedule.placement, schedule.pairs, *schedule.orders
         if not all(type(part) is tuple for part in parts):
             return function(schedule)  # made of lists, which the types forbid but nobody prevents
@@ -72,7 +74,7 @@ class Flat:
 
 
 @once
-def flatten(schedule: Schedule) -> Flat:
+def flatten(schedule: Timetable) -> Flat:
     """Read a schedule, legal or not."""
     actions = list(itertools.chain.from_iterable(schedule.orders))
     lengths = [len(order) for order in schedule.orders]
@@ -99,7 +101,7 @@ def flatten(schedule: Schedule) -> Flat:
     )
 
 
-def is_dense(schedule: Schedule) -> bool:
+def is_dense(schedule: Timetable) -> bool:
     """Whether a table of K * M entries is in proportion to the actions that are there.
 
     A legal schedule has at least K * M actions; a mistyped number must not allocate memory.
@@ -108,7 +110,7 @@ def is_dense(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches <= 8 * actions + 4096
 
 
-def breadth(schedule: Schedule) -> float:
+def breadth(schedule: Timetable) -> float:
     """About how many ranks work at a time, where the pipeline is filled and drained once.
 
     What a clock does for all ranks together is quick if there are many of them at every step.
@@ -133,13 +135,13 @@ def inputs_held(kinds: Ints) -> Ints:
     return np.cumsum(taken.astype(np.int64) - freed) + freed
 
 
-def activations(schedule: Schedule) -> list[Ints]:
+def activations(schedule: Timetable) -> list[Ints]:
     """[S] arrays: how many stage inputs a rank holds while each of its actions runs."""
     flat = flatten(schedule)
     return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
 
 
-def _pairs(schedule: Schedule, first: Sequence[int]) -> list[int]:
+def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
     """Indices of the first actions of pairs; without those that fit no order or share an action."""
     found: list[int] = []
     rows = schedule.pairs if isinstance(schedule.pairs, tuple) else ()

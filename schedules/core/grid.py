@@ -4,7 +4,7 @@
     rank 0  0F0  0F1    .  0B0    .  0B1
     rank 1    .  1F0  1B0  1F1  1B1    .
 
-An overlapped pair shares a cell: ``1F0&2B1``. Letters as in `schedules.ir`.
+An overlapped pair shares a cell: ``1F0&2B1``. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from schedules.core.action import Action, shorten
 from schedules.core.events import links, run
 from schedules.core.flat import flatten, is_dense
 from schedules.core.parts import is_count
-from schedules.ir import Action, Schedule, shorten
+from schedules.core.timetable import Timetable
 
 MOST_RANKS, MOST_COLUMNS = 16, 120  # rows and characters of a clipped grid
 MOST_OF_A_CELL = 40  # two numbers of 18 digits fit
@@ -26,7 +27,7 @@ GAP = "..."
 
 
 def grid(
-    schedule: Schedule,
+    schedule: Timetable,
     *,
     marks: Collection[tuple[int, int]] = (),
     notes: Mapping[int, str] | None = None,
@@ -77,7 +78,7 @@ def label(action: object) -> str:
     return text if len(text) <= MOST_OF_A_CELL and text.isprintable() else shorten(action)
 
 
-def steps(schedule: Schedule) -> list[list[int]]:
+def steps(schedule: Timetable) -> list[list[int]]:
     """[S] lists of the column of each action: the two of a pair share one.
 
     Event-clock steps, or one after the other where that clock never ends.
@@ -95,7 +96,7 @@ def steps(schedule: Schedule) -> list[list[int]]:
 
 
 def in_cells(
-    schedule: Schedule, columns: Sequence[Sequence[int]], rank: int
+    schedule: Timetable, columns: Sequence[Sequence[int]], rank: int
 ) -> Iterator[tuple[int, list[Action]]]:
     """Every (column, its one or two actions) of a rank."""
     for column, entries in itertools.groupby(

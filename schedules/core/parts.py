@@ -1,6 +1,6 @@
 """Whether a schedule is made of what it says: nobody prevents a list of None for its orders.
 
-Rules, grids and clocks count on it. Letters as in `schedules.ir`.
+Rules, grids and clocks count on it. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from schedules.core.arguments import need
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.core.action import ScheduleError, shorten
+from schedules.core.timetable import Timetable
 
 MOST = 10**18  # numbers below it fit 64 bits, and so do a few times as many
 
 
-def see_that_it_is_one(schedule: Schedule) -> None:
+def see_that_it_is_one(schedule: Timetable) -> None:
     """See that an object is a schedule, legal or not.
 
     Raises:
       ScheduleError: it is none, or one of its parts is not what it has to be.
     """
     remedy = "give what schedules.build, from_orders or Schedule.from_csv returned"
-    need("schedule", schedule, Schedule, remedy)
+    if not isinstance(schedule, Timetable):
+        raise ScheduleError(f"schedule={shorten(schedule)} is not a Schedule; {remedy}")
     for part, rule in _faults(schedule):
         value = getattr(schedule, part)
         raise ScheduleError(f"Schedule({part}={shorten(value)}): {rule}; correct it")
 
 
-def _faults(schedule: Schedule) -> Iterator[tuple[str, str]]:
+def _faults(schedule: Timetable) -> Iterator[tuple[str, str]]:
     """(attribute, what it has to be) of each part that is something else."""
     parts: dict[str, Any] = vars(schedule)
     if not isinstance(parts["name"], str):

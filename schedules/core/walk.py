@@ -1,7 +1,7 @@
 """The order in which messages let actions run: one walk, shared by the ticks and by lowering.
 
-Letters as in `schedules.ir`, A as in `schedules.core.flat`. A message has a number: twice the
-position of its (stage, microbatch) for the output of a stage, one more for the gradient for its
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`. A message has a number: twice
+the position of its (stage, microbatch) for the output of a stage, one more for the gradient for its
 input.
 """
 
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedules.core.action import ScheduleError
 from schedules.core.flat import F, Ints, Mask, W, flatten, once
-from schedules.ir import Schedule, ScheduleError
+from schedules.core.timetable import Timetable
 
 
 class Walk(NamedTuple):
@@ -32,7 +33,7 @@ class Walk(NamedTuple):
 
 
 @once
-def follow(schedule: Schedule) -> Walk:
+def follow(schedule: Timetable) -> Walk:
     """Number the messages of a schedule."""
     flat = flatten(schedule)
     last = schedule.num_stages - 1
@@ -51,7 +52,7 @@ def follow(schedule: Schedule) -> Walk:
 
 
 @once
-def order(schedule: Schedule) -> Ints:
+def order(schedule: Timetable) -> Ints:
     """[A] indices of the actions: each rank's in its order, none before what it waits for.
 
     Raises:

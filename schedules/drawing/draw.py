@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedules.clocks.explain import CAUSES, Cause, Wait
+from schedules.core.action import Kind, ScheduleError
 from schedules.drawing.palette import LIGHT, NAMES, TOGETHER, heading, joined, kinds, several
-from schedules.ir import Kind, ScheduleError
-from schedules.report import Report
+from schedules.report import CAUSES, Cause, Report, Wait
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,8 @@
 
 The file loads nothing and is allowed to: its Content-Security-Policy permits the one style and the
 one script that are in it, by hash, and no markup from strings. The data, schedule names included,
-is JSON in which no character can end the element that holds it. Letters as in `schedules.ir`.
+is JSON in which no character can end the element that holds it. Letters as in
+`schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from schedules.clocks.explain import CAUSES, Wait
+from schedules.core.action import KINDS, Action, ScheduleError, shorten
 from schedules.core.arguments import listed
 from schedules.core.costs import Costs
 from schedules.drawing.palette import CAUSES as REASONS
@@ -36,8 +37,8 @@ from schedules.drawing.palette import (
     printable,
     sizes,
 )
-from schedules.ir import KINDS, Action, Schedule, ScheduleError, shorten
-from schedules.report import Report
+from schedules.report import CAUSES, Report, Wait
+from schedules.schedule import Schedule
 from schedules.simulate import CLOCKS, simulate
 
 MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB

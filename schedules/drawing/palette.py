@@ -2,7 +2,7 @@
 
 Blue against orange and yellow tells kinds apart for colour-blind readers, and lightness climbs from
 B by I and F to W in steps that survive a print without colour; a test computes both. Chunks
-beyond the first are hatched, underlined or in lower case. Letters as in `schedules.ir`.
+beyond the first are hatched, underlined or in lower case. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schedules.clocks.explain import Cause
+from schedules.core.action import KINDS, Kind, ScheduleError
 from schedules.core.arguments import listed, need
-from schedules.ir import KINDS, Kind, Schedule, ScheduleError
-from schedules.report import Report
+from schedules.report import Cause, Report
+from schedules.schedule import Schedule
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -21,7 +21,7 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-# What the reader of a wait is told; `schedules.clocks.explain` says which wait has which cause.
+# What the reader of a wait is told; `schedules.report` says which wait has which cause.
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline is filling: no backward pass has begun on this rank",
     "drain": "the pipeline is draining: this rank has run its last forward pass",

@@ -10,7 +10,7 @@ Or with one character per unit of time, which keeps long schedules and unequal c
 
 Every box says in letters what it is, so that colour adds comfort and no meaning. An overlapped
 pair shares a column, ``1F0&2B1``, and in bars its halves are joined by ``&``. Letters as in
-`schedules.ir`.
+`schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from schedules.clocks.ticks import lay_out
+from schedules.core.action import Action, Kind, ScheduleError, shorten
 from schedules.core.arguments import is_number, need
 from schedules.core.grid import in_cells, steps
 from schedules.drawing.palette import (
@@ -36,8 +37,8 @@ from schedules.drawing.palette import (
     printable,
     sizes,
 )
-from schedules.ir import Action, Kind, Schedule, ScheduleError, shorten
 from schedules.report import Report
+from schedules.schedule import Schedule
 from schedules.simulate import simulate
 
 MOST_CHARACTERS = 1_000_000  # of a row of bars

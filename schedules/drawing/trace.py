@@ -2,7 +2,7 @@
 
 A process per report, a thread per rank. On it stand the actions, and between them the waits with
 their causes; arrows are messages, and a counter is the number of stage inputs that the rank holds.
-The format is "Trace Event Format" by the Chromium authors. Letters as in `schedules.ir`.
+The format is "Trace Event Format" by the Chromium authors. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedules.clocks.explain import Explanation
+from schedules.core.action import BACKWARD, Action, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
-from schedules.held import held
-from schedules.ir import BACKWARD, Action, ScheduleError, shorten
-from schedules.report import Report
+from schedules.report import Explanation, Report, held
 
 Event = dict[str, Any]
 

@@ -1,5 +1,41 @@
 """The published schedules, a file each: from sizes to an order of actions for every rank.
 
-A file is named after its family and says who published it. What several share stands in
-`schedules.families.constructions`. A family decides orders only: never a clock, a slot or a buffer.
+A file is named after its family and says who published it; `FAMILIES` lists those that are the
+same for all costs. What several share stands in `schedules.families.constructions`. A family
+decides orders only: never a clock, a slot or a buffer.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from schedules.families.dualpipe_v import dualpipe_v
+from schedules.families.eager_1f1b import eager_1f1b
+from schedules.families.gpipe import gpipe
+from schedules.families.interleaved_1f1b import interleaved_1f1b
+from schedules.families.interleaved_zb import interleaved_zb
+from schedules.families.looped_bfs import looped_bfs
+from schedules.families.one_f_one_b import one_f_one_b
+from schedules.families.v_half import v_half
+from schedules.families.v_min import v_min
+from schedules.families.zb_h1 import zb_h1
+from schedules.families.zb_h2 import zb_h2
+from schedules.families.zb_v import zb_v
+from schedules.schedule import Schedule
+
+Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
+
+FAMILIES: dict[str, Family] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+}

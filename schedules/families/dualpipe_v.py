@@ -3,7 +3,7 @@
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, whose DualPipe has the model twice,
 once in either direction; Sea AI Lab cut it in half: rank r holds stage r and stage 2S - 1 - r, as
 in `zb_v`, and every weight is there once. The phases are those of the DualPipe repository. Letters
-as in `schedules.ir`, F&B a pair; all are the times of one stage, half of a rank's layers.
+as in `schedules.core.action`, F&B a pair; all are the times of one stage, half of a rank's layers.
 
     idle on the critical rank   (S - 1)(2 F&B - B - 2W) + F + B - F&B where a pair takes F&B,
                                 (S - 1)(F + I - W) where its halves run one after the other;
@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from schedules.core.action import Action, Kind
 from schedules.families.constructions.sizes import need_microbatches, need_stages_per_rank
-from schedules.ir import Action, Kind, Schedule
+from schedules.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -1,7 +1,7 @@
 """GPipe: all forward passes, then all backward passes.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-NeurIPS 2019, arXiv:1811.06965. Letters as in `schedules.ir`; F and B are the times of one
+NeurIPS 2019, arXiv:1811.06965. Letters as in `schedules.core.action`; F and B are the times of one
 stage, a V-th of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedules.families.constructions.fold import fold
-from schedules.ir import Schedule
+from schedules.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -1,9 +1,8 @@
 """Interleaved 1F1B: ranks that hold V stages each alternate between them, to fill sooner.
 
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", SC 2021, arXiv:2104.04473; the rule for M is that of
-``torch.distributed.pipelining``. Letters as in `schedules.ir`, r a rank; F and B are the times of
-one stage, a V-th of a rank's layers.
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+SC 2021, arXiv:2104.04473; the rule for M is that of ``torch.distributed.pipelining``. Letters as in
+`schedules.core.action`, r a rank; F and B are the times of one stage, a V-th of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S,
                                 else (S - 1 + (V - 1)(S - M))(F + B)
@@ -20,8 +19,10 @@ S = 8, M = 32, V = 2 and F = I = W, efficiency is .901 in paired ticks as on the
 
 from __future__ import annotations
 
+from schedules.core.action import Action, Kind
+from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import group
-from schedules.ir import Action, Kind, Schedule, loop_placement
+from schedules.schedule import Schedule
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

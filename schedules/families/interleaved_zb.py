@@ -2,8 +2,8 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, on the order of
 Narayanan et al., SC 2021, arXiv:2104.04473; the form and the rule for M are those of
-``torch.distributed.pipelining``. Letters as in `schedules.ir`, r a rank; F, I and W are the times
-of one stage, a V-th of a rank's layers.
+``torch.distributed.pipelining``. Letters as in `schedules.core.action`, r a rank; F, I and W are
+the times of one stage, a V-th of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + I - W), if M >= S and neither F nor I is under W
     peak activations            min((V - 1) g + S, M V)
@@ -14,9 +14,11 @@ if S divides M.
 
 from __future__ import annotations
 
+from schedules.core.action import Kind
+from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import group
 from schedules.families.interleaved_1f1b import turns
-from schedules.ir import Kind, Schedule, loop_placement
+from schedules.schedule import Schedule
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -1,7 +1,7 @@
 """Looped breadth-first: all microbatches through one chunk of a rank, then through the next.
 
 Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953. Letters as in
-`schedules.ir`; F and B are the times of one stage, a V-th of a rank's layers.
+`schedules.core.action`; F and B are the times of one stage, a V-th of a rank's layers.
 
     idle on the critical rank   (S - 1)(F + B) if M >= S, also in lockstep;
                                 else (S - 1 + (V - 1)(S - M))(F + B)
@@ -10,7 +10,9 @@ Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953
 
 from __future__ import annotations
 
-from schedules.ir import Action, Schedule, loop_placement
+from schedules.core.action import Action
+from schedules.core.timetable import loop_placement
+from schedules.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

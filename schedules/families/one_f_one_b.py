@@ -2,7 +2,7 @@
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
 synchronous, flushed form: Fan et al., "DAPPLE", PPoPP 2021, arXiv:2007.01045. Letters as in
-`schedules.ir`, r a rank. For V = 1:
+`schedules.core.action`, r a rank. For V = 1:
 
     idle on the critical rank   (S - 1)(F + B)
     peak activations            min(S - r, M)
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedules.core.action import Kind
 from schedules.core.flat import Ints
 from schedules.families.constructions.fold import fold
-from schedules.ir import Kind, Schedule
+from schedules.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -1,7 +1,7 @@
 """V-Half: half the memory of 1F1B, from a V whose way back is short.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362. Letters
-as in `schedules.ir`; F, I and W are the times of one stage, half of a rank's layers.
+as in `schedules.core.action`; F, I and W are the times of one stage, half of a rank's layers.
 
     idle on the critical rank   (3S - 7)F if S is even, (3S - 4)F if it is odd,
                                 at F = I = W, if M >= S > 2
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from schedules.families.constructions.sizes import need_stages_per_rank
 from schedules.families.constructions.v_slots import from_pattern
-from schedules.ir import Schedule
+from schedules.schedule import Schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -2,7 +2,7 @@
 
 The heuristic of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, with
 its three yes-or-no choices; the best of the eight timetables is taken. Letters as in
-`schedules.ir`, r a rank.
+`schedules.core.action`, r a rank.
 
     idle on the critical rank   what the costs and the limit leave
     peak activations            at most the limit, if weight_memory = 1
@@ -18,12 +18,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_number
 from schedules.core.costs import Costs, of_unit_length_by_default
-from schedules.families.constructions.sizes import need_stages_per_rank
+from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
-from schedules.ir import Schedule, ScheduleError, shorten
-from schedules.search.limits import need_memory
+from schedules.schedule import Schedule
 
 
 def zb_auto(

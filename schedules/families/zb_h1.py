@@ -1,7 +1,7 @@
 """ZB-H1: 1F1B with split backward passes, whose weight gradients fill the drain.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Letters as in
-`schedules.ir`, r a rank.
+`schedules.core.action`, r a rank.
 
     idle on the critical rank   (S - 1)(F + I - W) if M >= S, else (S - 1)(F + I) - (M - 1)W;
                                 provided that neither F nor I is shorter than W
@@ -10,8 +10,10 @@ Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Lett
 
 from __future__ import annotations
 
+from schedules.core.action import Action
+from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.ir import Action, Schedule, loop_placement
+from schedules.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

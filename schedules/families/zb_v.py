@@ -1,10 +1,10 @@
 """ZB-V: two stages per rank in a V, there and back, so that every rank starts and ends alike.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362, and
-"Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds stage r and stage
-2S - 1 - r: the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble,
-but ranks start one after another, so the makespan adds (S - 1)F. Letters as in `schedules.ir`, r
-a rank; F, I and W are the times of one stage, half of a rank's layers.
+"Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241. Rank r holds stage r and stage 2S -
+1 - r: the loss is on the rank of the first stage. At F = I = W a rank's span has no bubble, but
+ranks start one after another, so the makespan adds (S - 1)F. Letters as in `schedules.core.action`,
+r a rank; F, I and W are the times of one stage, half of a rank's layers.
 
     idle on the critical rank   2(S - 1)(I - W) if W <= F <= I and M >= 2S - 1: none at F = I = W
     peak activations            min(2S, M + 1 + r, 2M), a stage's inputs each
@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from schedules.core.action import Action, Kind
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.ir import Action, Kind, Schedule
+from schedules.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

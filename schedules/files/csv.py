@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from schedules.checks.check import check
+from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.grid import in_cells, steps
-from schedules.files.files import read, replace, shown
-from schedules.ir import Action, Schedule, ScheduleError, from_orders, shorten
+from schedules.core.timetable import Timetable
+from schedules.files.whole import read, replace, shown
+
+Orders = list[list[Action | list[Action]]]  # an inner list of two is a pair
 
 MOST_CELLS = 8  # bad cells that an error names; the rest are counted
 
@@ -31,12 +32,8 @@ _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
 _TRAFFIC = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule; a reader sees the old file or the whole new one, never a part.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:
+    """Write a schedule (`schedules.Schedule.to_csv`)."""
     columns = steps(schedule)
     width = max((row[-1] + 1 for row in columns if row), default=0)
     lines = []
@@ -49,25 +46,13 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     replace("".join(lines), path)
 
 
-def from_csv(path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
-    """Read a schedule and check it.
-
-    Args:
-      path: a file as `to_csv` or ``torch.distributed.pipelining`` writes it. A byte order mark,
-        any line ends, spaces around actions and blank lines at the end are all fine.
-      name: what to call it; the file's name without its suffix by default.
+def read_csv(path: str | os.PathLike[str]) -> Orders:
+    """The orders in a file, one for each row, as `schedules.from_orders` takes them.
 
     Raises:
-      ScheduleError: no such file, no such text, no such action (with its row and column), or
-        no legal schedule (with the grid of `check`).
+      ScheduleError: no such file, no such text, or no such action, with its row and column.
     """
-    orders = _orders(path, _rows(path))
-    try:
-        return check(
-            from_orders(orders, name=Path(os.fsdecode(path)).stem if name is None else name)
-        )
-    except ScheduleError as error:
-        raise ScheduleError(f"{shown(path)}: {error}") from None
+    return _orders(path, _rows(path))
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
@@ -97,12 +82,10 @@ def _unquote(cell: str) -> str:
     return cell[1:-1].strip() if quoted else cell
 
 
-def _orders(
-    path: str | os.PathLike[str], rows: Sequence[Sequence[str]]
-) -> list[list[Action | list[Action]]]:
+def _orders(path: str | os.PathLike[str], rows: Sequence[Sequence[str]]) -> Orders:
     """The actions and pairs of every row; raises for cells that are neither."""
     num_actions = sum(len(_parts(cell)) for row in rows for cell in row if cell)
-    orders: list[list[Action | list[Action]]] = []
+    orders: Orders = []
     faults: list[str] = []
     for row, cells in enumerate(rows, start=1):
         orders.append([])

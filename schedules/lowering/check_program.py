@@ -2,7 +2,7 @@
 
 Buffers and stashes hold numbers that stand for values. What each action must read follows from
 `schedules.lowering.program` alone: no code is shared with the lowering. Letters as in
-`schedules.ir`, C as in `schedules.lowering.program`.
+`schedules.core.action`, C as in `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.ir import Action, Kind
+from schedules.core.action import Action, Kind
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, Values

@@ -1,6 +1,6 @@
 """What can be said of a program's tables without running them: shapes, ranges, permutations.
 
-Letters as in `schedules.ir`, C as in `schedules.lowering.program`.
+Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NoReturn, get_args
 
 import numpy as np
 
-from schedules.ir import KINDS, ScheduleError
+from schedules.core.action import KINDS, ScheduleError
 from schedules.lowering.program import Keep, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank

@@ -3,7 +3,7 @@
 That is the head of what the last stage has just returned, and the embedding's gradient of what the
 first has.
 
-Letters as in `schedules.ir`, values as in `schedules.lowering.check_values`.
+Letters as in `schedules.core.action`, values as in `schedules.lowering.check_values`.
 """
 
 from __future__ import annotations

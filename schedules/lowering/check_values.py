@@ -2,12 +2,13 @@
 
 The output of a stage for a microbatch is ``(stage * M + microbatch) * len(WHAT)``, the others that
 belong to it follow; -1 is none. The embedding and the head's gradient, where ranks share them, are
-the output and the input gradient of one stage more than there are. Letters as in `schedules.ir`.
+the output and the input gradient of one stage more than there are. Letters as in
+`schedules.core.action`.
 """
 
 from __future__ import annotations
 
-from schedules.ir import Action
+from schedules.core.action import Action
 from schedules.lowering.program import Program
 
 WHAT = ("output", "input gradient", "residuals", "crossing values")

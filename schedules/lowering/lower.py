@@ -1,6 +1,7 @@
 """From a schedule to a program: choose the slots of a tick, give every value a place.
 
-Letters as in `schedules.ir`, A as in `schedules.core.flat`, C as in `schedules.lowering.program`.
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
+`schedules.lowering.program`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from schedules.checks.check import check
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, parts, together
 from schedules.clocks.ticks import Ticks
+from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of, need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, flatten
-from schedules.ir import KINDS, Schedule, ScheduleError, shorten
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Keep, Op, Program, Slot, Table
+from schedules.schedule import Schedule
 
 
 def lower(

@@ -2,7 +2,7 @@
 
 A value holds its place from the slot at whose end it arrives to the slot that reads it last. A
 freed place is used again, so the number of places is the true peak. Letters as in
-`schedules.ir`; N is a number of values.
+`schedules.core.action`; N is a number of values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import Ticks
+from schedules.core.action import KINDS
 from schedules.core.flat import B, F, I, Ints, Mask, W, flatten
-from schedules.ir import KINDS
 from schedules.lowering.program import Keep
 
 

@@ -2,7 +2,7 @@
 
 A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one action per
 rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
-`schedules.ir`; C is the number of channels of a slot.
+`schedules.core.action`; C is the number of channels of a slot.
 
 Every rank owns three pools. *Buffers* hold activation-shaped messages: a stage's input from its
 arrival until the last action that reads it, a gradient from its arrival until its backward.
@@ -26,7 +26,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.ir import Kind, Schedule
+from schedules.core.action import Kind
+from schedules.schedule import Schedule
 
 Keep = Literal["input", "residuals"]
 Table = NDArray[np.int32]

@@ -2,7 +2,7 @@
 
 All families, the eight variants of `schedules.families.zb_auto`, list schedules by priority
 (`schedules.search.greedy`), and local improvement of the best of them (`schedules.search.improve`).
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from schedules.checks.check import check
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of
 from schedules.core.costs import Costs, of_unit_length_by_default
-from schedules.ir import Schedule, ScheduleError, shorten
+from schedules.families.constructions.sizes import check_sizes, need_memory
 from schedules.report import Report
+from schedules.schedule import Schedule
 from schedules.search.contest import Find, Setting, known, search
-from schedules.search.limits import need_memory
 from schedules.simulate import see_that_arguments_fit
 
 CLOCKS = ("event", "lockstep")
@@ -161,21 +162,16 @@ def _setting(
     clock: str,
 ) -> Setting:
     """The arguments, if they make sense."""
-    from schedules.registry import build  # noqa: PLC0415  it imports this module
-
     costs = of_unit_length_by_default(costs)
     if not is_one_of(clock, CLOCKS):
         raise ScheduleError(
             f"clock={shorten(clock)}: a timetable can be chosen for one of "
             f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
         )
-    largest = build(  # which takes all sizes that make sense
-        "gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages=num_stages
-    )
-    num_ranks, num_stages = largest.num_ranks, largest.num_stages
+    ranks, microbatches, stages = check_sizes(num_ranks, num_microbatches, num_stages)
     limit = math.inf if memory_limit is None else memory_limit
-    need_memory(limit, num_ranks, num_stages)
-    return Setting(num_ranks, largest.num_microbatches, num_stages, costs, limit, clock)
+    need_memory(limit, ranks, stages)
+    return Setting(ranks, microbatches, stages, costs, limit, clock)
 
 
 def _count(argument: str, value: object) -> int:

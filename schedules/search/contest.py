@@ -1,6 +1,6 @@
 """The search behind `schedules.auto`: every family, every policy, then local improvement.
 
-Letters as in `schedules.ir`, codes as in `schedules.search.problem`.
+Letters as in `schedules.core.action`, codes as in `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
+from schedules.core.timetable import loop_placement
+from schedules.families import FAMILIES
 from schedules.families.zb_auto import variants
-from schedules.ir import Schedule, ScheduleError, loop_placement
 from schedules.report import Report
+from schedules.schedule import Schedule
 from schedules.search.greedy import run
 from schedules.search.improve import improve
 from schedules.search.limits import shortest
@@ -120,16 +123,10 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
 
 def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
     """Every family and every variant of zb_auto; a name and a reason for one that has no such."""
-    from schedules.registry import build, names, options  # noqa: PLC0415  it imports `auto`
-
     sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
-    for name in names():
-        if options(name):
-            continue
+    for name, family in FAMILIES.items():
         try:
-            schedule = build(
-                name, num_ranks=sizes[0], num_microbatches=sizes[1], num_stages=sizes[2]
-            )
+            schedule = family(*sizes)
         except ScheduleError as error:
             yield name, str(error).partition(";")[0]
         else:

@@ -2,7 +2,7 @@
 
 Under the event clock time moves from the end of one action to the next; in lockstep from slot to
 slot, and there an action may be passed over because all other ranks would wait for it. Letters as
-in `schedules.ir`, codes as in `schedules.search.problem`.
+in `schedules.core.action`, codes as in `schedules.search.problem`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Local improvement of orders: move, swap, retime.
 
 Annealing: at first a change that makes a timetable a little slower may be kept, at last none; what
-is returned is the best that was met. Letters as in `schedules.ir`, C and codes as in
+is returned is the best that was met. Letters as in `schedules.core.action`, C and codes as in
 `schedules.search.problem`.
 """
 

@@ -1,45 +1,12 @@
-"""What no timetable can beat: the smallest memory limit, and the shortest makespan.
+"""What no timetable can beat: the shortest makespan.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
 
-import math
-
-from schedules.core.arguments import is_number
 from schedules.core.flat import F, I, W
-from schedules.ir import ScheduleError, shorten
 from schedules.search.problem import Problem
-
-
-class OutOfReachError(ScheduleError):
-    """A limit that no timetable can meet."""
-
-
-def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
-    """See that some timetable meets a limit of stage inputs per rank.
-
-    One microbatch has to pass all stages before its first gradient, so a rank holds V inputs at
-    once; and V are enough on any placement, one microbatch after the other.
-
-    Raises:
-      ScheduleError: no number.
-      OutOfReachError: one under V.
-    """
-    if not is_number(memory_limit) or math.isnan(memory_limit):  # type: ignore[arg-type]
-        raise ScheduleError(
-            f"memory_limit={shorten(memory_limit)}: must be a number of stage inputs per rank, or "
-            f"None; give how many fit into a rank's memory"
-        )
-    least = num_stages // num_ranks
-    if memory_limit < least:  # type: ignore[operator]
-        raise OutOfReachError(
-            f"memory_limit={shorten(memory_limit)} with num_ranks={num_ranks} and "
-            f"num_stages={num_stages}: a microbatch passes all {least} stages of a rank before its "
-            f"first gradient, so no schedule holds fewer than {least} stage inputs; use "
-            f"memory_limit={least} or more"
-        )
 
 
 def shortest(problem: Problem) -> float:

@@ -1,7 +1,7 @@
 """The lockstep clock where exchanges make only those ranks meet that they join, for a search.
 
-It says what `schedules.clocks.lockstep` does, of plain lists. Letters as in `schedules.ir`, C and
-codes as in `schedules.search.problem`.
+It says what `schedules.clocks.lockstep` does, of plain lists. Letters as in
+`schedules.core.action`, C and codes as in `schedules.search.problem`.
 """
 
 from __future__ import annotations

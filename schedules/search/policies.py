@@ -1,6 +1,6 @@
 """Policies for `schedules.search.greedy` that are worth trying, those that win most often first.
 
-Letters as in `schedules.ir`, C and codes as in `schedules.search.problem`.
+Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
 """
 
 from __future__ import annotations

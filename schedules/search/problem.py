@@ -1,8 +1,8 @@
 """A scheduling problem as plain lists, for a search that times thousands of orders.
 
-Letters as in `schedules.ir`; C = 4 K M. Here an action is its code, ``(kind * K + stage) * M +
-microbatch`` with kind a position in `KINDS`, and a message is the code of the F, or for gradients
-of the I, whose end releases it (that of a B too).
+Letters as in `schedules.core.action`; C = 4 K M. Here an action is its code, ``(kind * K + stage) *
+M + microbatch`` with kind a position in `KINDS`, and a message is the code of the F, or for
+gradients of the I, whose end releases it (that of a B too).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
 from schedules.core.flat import B, F, I, W, inputs_held
-from schedules.ir import KINDS, Action, Schedule
+from schedules.schedule import Schedule
 
 Orders = Sequence[Sequence[int]]  # [S] codes in order of time
 

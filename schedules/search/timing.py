@@ -1,7 +1,7 @@
 """How long orders take: what `simulate` says, but thousands of times.
 
 Nothing is checked, except that the ranks do not wait for each other in a circle: then the time is
-infinite. Letters as in `schedules.ir`, C and codes as in `schedules.search.problem`.
+infinite. Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from schedules.clocks.slots import Pattern
 from schedules.clocks.ticks import PATTERNS
-from schedules.ir import KINDS
+from schedules.core.action import KINDS
 from schedules.search.partners import among_partners
 from schedules.search.problem import Orders, Problem
 

@@ -1,6 +1,6 @@
 """Timetables given by formulas: when each action would run if every stage had a rank of its own.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
-from schedules.ir import Action, Kind, Schedule, loop_placement
+from schedules.core.timetable import loop_placement
+from schedules.schedule import Schedule
 
 _make = functools.partial(tuple.__new__, Action)  # Action(*fields), with no Python in between
 

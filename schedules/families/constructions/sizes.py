@@ -1,13 +1,46 @@
-"""Sizes that only some families can run, and the errors for the rest.
+"""Sizes and limits: what every timetable needs, what only some families run, and the errors.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 
-from schedules.ir import ScheduleError
+from schedules.core.action import ScheduleError, shorten
+from schedules.core.arguments import integer, is_number
+from schedules.core.capacity import see_that_actions_fit
+
+
+def check_sizes(
+    num_ranks: object, num_microbatches: object, num_stages: object = None
+) -> tuple[int, int, int]:
+    """S, M and K, by default S, of a timetable that has room.
+
+    Raises:
+      ScheduleError: one is no integer >= 1, K is no multiple of S, or the timetable needs more
+        memory than there is.
+    """
+    ranks, microbatches = _size("num_ranks", num_ranks), _size("num_microbatches", num_microbatches)
+    stages = ranks if num_stages is None else _size("num_stages", num_stages)
+    if stages % ranks:
+        lower = stages // ranks * ranks
+        near = [k for k in (lower, lower + ranks) if k > 0]
+        raise ScheduleError(
+            f"num_stages={shorten(stages)} is not a multiple of num_ranks={shorten(ranks)}: every "
+            f"rank holds the same number of stages; use "
+            f"num_stages={' or '.join(map(shorten, near))}, or another number of ranks"
+        )
+    see_that_actions_fit(stages, microbatches)
+    return ranks, microbatches, stages
+
+
+def _size(argument: str, value: object) -> int:
+    size = integer(value)
+    if size is None or size < 1:
+        raise ScheduleError(f"{argument}={shorten(value)}: must be an integer >= 1")
+    return size
 
 
 def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: int) -> None:
@@ -66,3 +99,32 @@ def group(family: str, num_ranks: int, num_microbatches: int) -> int:
 
 def _rounds(num_ranks: int, num_microbatches: int) -> int:
     return max(1, num_microbatches // num_ranks)
+
+
+class OutOfReachError(ScheduleError):
+    """A limit that no timetable can meet."""
+
+
+def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
+    """See that some timetable meets a limit of stage inputs per rank.
+
+    One microbatch has to pass all stages before its first gradient, so a rank holds V inputs at
+    once; and V are enough on any placement, one microbatch after the other.
+
+    Raises:
+      ScheduleError: no number.
+      OutOfReachError: one under V.
+    """
+    if not is_number(memory_limit) or math.isnan(memory_limit):  # type: ignore[arg-type]
+        raise ScheduleError(
+            f"memory_limit={shorten(memory_limit)}: must be a number of stage inputs per rank, or "
+            f"None; give how many fit into a rank's memory"
+        )
+    least = num_stages // num_ranks
+    if memory_limit < least:  # type: ignore[operator]
+        raise OutOfReachError(
+            f"memory_limit={shorten(memory_limit)} with num_ranks={num_ranks} and "
+            f"num_stages={num_stages}: a microbatch passes all {least} stages of a rank before its "
+            f"first gradient, so no schedule holds fewer than {least} stage inputs; use "
+            f"memory_limit={least} or more"
+        )

@@ -8,7 +8,7 @@ many are held at once.
 
 Only the steady state keeps these slots. Before it and after it nothing is in the way, and actions
 move up as far as what they wait for permits, while no rank holds more than in the steady state.
-Letters as in `schedules.ir`, r a rank; N is the number of slots of a timetable.
+Letters as in `schedules.core.action`, r a rank; N is the number of slots of a timetable.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
-from schedules.ir import Action, Kind, Schedule
+from schedules.schedule import Schedule
 
 PERIOD = 6  # slots that a microbatch takes of every rank: F, I and W of two stages
 STEPS: tuple[tuple[int, Kind], ...] = ((0, "F"), (1, "F"), (1, "I"), (0, "I"))  # (chunk, kind)

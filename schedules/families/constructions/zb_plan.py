@@ -1,7 +1,7 @@
 """The heuristic of `schedules.families.zb_auto`: rounds of one F and one I per rank, W where ranks
 wait.
 
-Letters as in `schedules.ir`.
+Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schedules.ir import KINDS, Action, Schedule, loop_placement
+from schedules.core.action import KINDS, Action
+from schedules.core.timetable import loop_placement
+from schedules.schedule import Schedule
 
 _F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
 

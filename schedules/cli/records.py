@@ -1,4 +1,4 @@
-"""Schedules and reports as plain dictionaries, for JSON. Letters as in `schedules.ir`."""
+"""Schedules and reports as plain dictionaries, for JSON. Letters as in `schedules.core.action`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from schedules.checks.check import check
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import in_cells, steps
-from schedules.files.files import read, replace
-from schedules.ir import Schedule, ScheduleError, from_orders, shorten
+from schedules.files.whole import read, replace
 from schedules.report import Report
+from schedules.schedule import Schedule, from_orders
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
 

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from schedules.ir import ScheduleError, shorten
+from schedules.core.action import ScheduleError, shorten
 
 Where = str | os.PathLike[str]
 

@@ -1,0 +1,81 @@
+"""A timetable: an order of actions for every rank, and a placement of stages on ranks.
+
+Letters as in `schedules.core.action`. What users hold is a `schedules.Schedule`, a timetable that
+reads and writes files and prints itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Self
+
+from schedules.core.action import Action
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Orders of actions and a placement of stages. It says in which order each rank works, not
+    when: a clock says when.
+
+    Attributes:
+      name: the family it came from, or what the author called it; no part of equality.
+      num_microbatches: M.
+      orders: [S] tuples of Action, the order of each rank.
+      placement: [K] ranks, the rank that holds each stage.
+      pairs: [S] tuples of ascending positions: the actions at p and p + 1 of that rank's order
+        are an overlapped pair, F and then B or I of another stage. Where a clock runs them as
+        one, they start when both have their messages, and both send at their common end. ``()``
+        if no rank has any.
+    """
+
+    name: str = field(compare=False)
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    pairs: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        # A schedule without pairs is written in one way only, so that equality is what it seems.
+        if type(self.pairs) is tuple and all(type(row) is tuple and not row for row in self.pairs):
+            object.__setattr__(self, "pairs", ())
+
+    @property
+    def num_ranks(self) -> int:
+        """S."""
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.placement)
+
+    @functools.cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """[S] tuples of the stages on each rank, in layer order; index in it is the chunk."""
+        held: list[list[int]] = [[] for _ in self.orders]
+        for stage, rank in enumerate(self.placement):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @functools.cached_property
+    def chunk_of(self) -> tuple[int, ...]:
+        """[K] the local index of each stage on its rank."""
+        chunk = {k: n for held in self.stages_of for n, k in enumerate(held)}
+        return tuple(chunk[k] for k in range(self.num_stages))
+
+    @functools.cached_property
+    def is_forward(self) -> bool:
+        """True for a timetable without any backward action: inference."""
+        return all(action.kind == "F" for order in self.orders for action in order)
+
+    def forward(self) -> Self:
+        """The same timetable with its forward actions only, and so without pairs."""
+        orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
+        return dataclasses.replace(self, orders=orders, pairs=())
+
+
+def loop_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """[K] ranks: stage k on rank k % S."""
+    return tuple(k % num_ranks for k in range(num_stages))

@@ -1,0 +1,150 @@
+"""A schedule: a timetable with its doors, to files, to text and to orders written by hand.
+
+Letters as in `schedules.core.action`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from schedules.checks.check import check
+from schedules.core.action import Action, ScheduleError, shorten
+from schedules.core.grid import grid
+from schedules.core.timetable import Timetable
+from schedules.files.csv import read_csv, to_csv
+from schedules.files.whole import shown
+
+
+class Schedule(Timetable):
+    """A timetable that is read from and written to CSV files, and prints as a grid.
+
+    Its attributes are those of `schedules.core.timetable.Timetable`.
+    """
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a CSV file: one row per rank, an empty cell for an idle step.
+
+        A reader sees the old file or the whole new one, never a part.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        to_csv(self, path)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], *, name: str | None = None) -> Schedule:
+        """Read a CSV file and check it.
+
+        Args:
+          path: a file as `to_csv` or ``torch.distributed.pipelining`` writes it. A byte order mark,
+            any line ends, spaces around actions and blank lines at the end are all fine.
+          name: what to call it; the file's name without its suffix by default.
+
+        Raises:
+          ScheduleError: no such file, no such text, no such action (with its row and column), or
+            no legal schedule (with the grid of `check`).
+        """
+        orders = read_csv(path)
+        try:
+            stem = Path(os.fsdecode(path)).stem
+            return check(from_orders(orders, name=stem if name is None else name))
+        except ScheduleError as error:
+            raise ScheduleError(f"{shown(path)}: {error}") from None
+
+    def __str__(self) -> str:
+        """The timetable as a grid, clipped where it is too large to read."""
+        return grid(self, clip=True)
+
+
+def from_orders(
+    orders: Sequence[Sequence[Action | str | Sequence[Action | str]]],
+    *,
+    name: str = "custom",
+    placement: Sequence[int] | None = None,
+) -> Schedule:
+    """A schedule from hand-written orders; M is read off them, and placement unless given.
+
+    Args:
+      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``. An overlapped pair
+        is text like ``"1F0&2B1"``, or a tuple or list of two actions.
+      name: what to call it.
+      placement: [K] ranks.
+
+    Raises:
+      ScheduleError: an action that does not parse, or a stage that no rank holds. Whether the
+        schedule is legal is for `check` to say.
+    """
+    parsed: list[tuple[Action, ...]] = []
+    pairs: list[tuple[int, ...]] = []
+    for order in _items("orders", orders, "one sequence of actions for each rank"):
+        actions: list[Action] = []
+        positions: list[int] = []
+        for item in _items("orders", order, "one sequence of actions for each rank"):
+            found = _read(item)
+            if len(found) == 2:
+                positions.append(len(actions))
+            actions += found
+        parsed.append(tuple(actions))
+        pairs.append(tuple(positions))
+    placement = (
+        _read_placement(parsed)
+        if placement is None
+        else _items("placement", placement, "one rank for each stage")
+    )
+    microbatches = 1 + max((a.microbatch for order in parsed for a in order), default=-1)
+    return Schedule(name, microbatches, tuple(parsed), tuple(placement), tuple(pairs))
+
+
+def _items(argument: str, value: Iterable[Any], wanted: str) -> tuple[Any, ...]:
+    """What is in a sequence; numpy's integers as Python's."""
+    try:
+        if not isinstance(value, str):
+            return tuple(getattr(value, "tolist", lambda: value)())
+    except TypeError:  # nothing to iterate over
+        pass
+    raise ScheduleError(f"{argument} hold {shorten(value)}, which is not {wanted}; give that")
+
+
+def _read(item: object) -> list[Action]:
+    """One action, or the two of a pair."""
+    parts: Sequence[object]
+    if isinstance(item, str):
+        parts = item.split("&") if item.count("&") == 1 else [item]
+    elif isinstance(item, tuple | list) and not isinstance(item, Action) and len(item) == 2:
+        parts = item
+    else:
+        parts = [item]
+    actions = [Action.parse(part) if isinstance(part, str) else part for part in parts]
+    if not all(map(_is_action, actions)):
+        raise ScheduleError(
+            f"orders hold {shorten(item)}, which is neither an action nor a pair of two; write an "
+            f"action like '3F0' and a pair like '1F0&2B1'"
+        )
+    return actions  # type: ignore[return-value]
+
+
+def _is_action(item: object) -> bool:
+    """Whether it is one, with numbers for numbers; whether those make sense is for `check`."""
+    return isinstance(item, Action) and type(item.stage) is type(item.microbatch) is int
+
+
+def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """[K] the rank with most of a stage's actions: one that strayed is the culprit then."""
+    tally: dict[int, Counter[int]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            tally.setdefault(action.stage, Counter())[rank] += 1
+    rank_of = {stage: ranks.most_common(1)[0][0] for stage, ranks in tally.items()}
+    # With K distinct stages, one that is not in 0..K-1 leaves a gap there.
+    gap = next((k for k in range(len(rank_of)) if k not in rank_of), None)
+    if gap is not None:
+        stray = next(k for k in rank_of if not 0 <= k < len(rank_of))
+        raise ScheduleError(
+            f"orders mention stage {shorten(stray)} but never stage {gap}; stages are numbered "
+            f"0..K-1 without gaps, so add stage {gap} or renumber"
+        )
+    return tuple(rank_of[k] for k in range(len(rank_of)))
