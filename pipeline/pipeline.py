@@ -18,6 +18,7 @@ from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
+from pipeline.jitted import hold
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
@@ -155,6 +156,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_weights_are_divided(self, plan.mesh, given)
+        hold(plan, self)
 
     @property
     def schedule(self) -> Schedule:
@@ -279,4 +281,5 @@ class Pipeline(nnx.Module):
 
     def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:
         plan = self.plan
+        hold(plan, self)
         return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)

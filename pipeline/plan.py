@@ -55,6 +55,8 @@ class Plan:
       whole: parts of a stage's backward that could not be split, found when a step is traced.
       seen: the last step's operands, as types.
       warned: types of steps whose memory was looked at.
+      jitted: functions jitted for this plan, and what was traced and compiled of them.
+      pipelines: weak references to those that need them (`pipeline.jitted`), by their id.
     """
 
     mesh: Mesh
@@ -76,6 +78,12 @@ class Plan:
     whole: list[str] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     warned: set[Any] = field(default_factory=set)
+    jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    pipelines: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is another plan, with functions of its own.
+        return vars(self) | {"jitted": {}, "pipelines": {}}
 
     @property
     def keep(self) -> Keep:

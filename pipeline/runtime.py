@@ -7,7 +7,6 @@ and reduces once what the ticks (`pipeline.ticks`) have added up.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from collectives import DATA, STAGE
 from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.effects import see_that_effects_happen_once
+from pipeline.jitted import PerPlan
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -40,7 +40,7 @@ from schedules.program import Program
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "model", "want_inputs", "normalise"))
+@PerPlan
 def train(
     plan: Plan,
     model: Model,
@@ -126,7 +126,7 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
     return actions
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "model", "take_loss"))
+@PerPlan
 def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss: bool) -> Tree:
     """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank."""
 
