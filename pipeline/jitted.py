@@ -71,16 +71,16 @@ class PerPlan:
 
 def hold(plan: Plan, pipe: Any) -> None:
     """Keep what is jitted for a plan as long as this pipeline lives."""
-    name, of_plan = id(pipe), weakref.ref(plan)
+    if id(pipe) not in plan.pipelines:
+        plan.pipelines.add(id(pipe))
+        weakref.finalize(pipe, _let_go, weakref.ref(plan), id(pipe)).atexit = False
 
-    def let_go(_: Any) -> None:
-        plan = of_plan()
-        if plan is not None:
-            plan.pipelines.pop(name, None)
-            _leave(plan)
 
-    if name not in plan.pipelines:
-        plan.pipelines[name] = weakref.ref(pipe, let_go)
+def _let_go(of_plan: weakref.ref[Plan], pipe: int) -> None:
+    plan = of_plan()
+    if plan is not None:
+        plan.pipelines.discard(pipe)
+        _leave(plan)
 
 
 def _leave(plan: Plan) -> None:

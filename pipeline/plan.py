@@ -56,7 +56,7 @@ class Plan:
       seen: the last step's operands, as types.
       warned: types of steps whose memory was looked at.
       jitted: functions jitted for this plan, and what was traced and compiled of them.
-      pipelines: weak references to those that need them (`pipeline.jitted`), by their id.
+      pipelines: the ids of those that need them (`pipeline.jitted`).
     """
 
     mesh: Mesh
@@ -79,11 +79,11 @@ class Plan:
     seen: list[Any] = field(default_factory=list)
     warned: set[Any] = field(default_factory=set)
     jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    pipelines: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+    pipelines: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is another plan, with functions of its own.
-        return vars(self) | {"jitted": {}, "pipelines": {}}
+        return vars(self) | {"jitted": {}, "pipelines": set()}
 
     @property
     def keep(self) -> Keep:
