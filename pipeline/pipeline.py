@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -28,6 +29,7 @@ from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.precision import check_dtype, keep_params_in
 from pipeline.randomness import advance
+from pipeline.replace import check_changes, refusal, replaced
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
@@ -124,6 +126,7 @@ class Pipeline(nnx.Module):
         memory_limit: int | None = None,
         ignore: Sequence[str] = (),
     ) -> None:
+        options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
         check_kinds(stages, embed, head)
         self.plan = plan = make_plan(
@@ -146,6 +149,7 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
         )
+        plan.options.update(options)
         stages, embed, head = apart(stages, embed, head)
         stages, self.ignored = ignoring(stages, ignore)
         warn_of_attributes(stages)
@@ -157,6 +161,11 @@ class Pipeline(nnx.Module):
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_weights_are_divided(self, plan.mesh, given)
         hold(plan, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stages" or name in _OPTIONS:
+            raise AttributeError(refusal(name))
+        super().__setattr__(name, value)
 
     @property
     def schedule(self) -> Schedule:
@@ -249,6 +258,26 @@ class Pipeline(nnx.Module):
         }
         return [self.ignored.give_back(found[k], k) for k in range(len(found))]
 
+    def replace(self, **options: Any) -> Self:
+        """Another pipeline of the same stages and weights, and of other options.
+
+        The rest is as it was given to the constructor, and chosen anew where it was left open.
+        Weights are those of now: what one of the two learns later the other does not. Arrays that
+        stay where they are are not copied, so do not donate those of one and go on with both.
+        State of an optimizer is laid out as weights are: make it anew if mesh, placement or
+        ``data_parallel`` change.
+
+        Args:
+          options: any of the constructor's but ``stages``, such as ``num_microbatches=8``,
+            ``schedule="zb_v"``, ``mesh=mesh`` or ``head=head``.
+
+        Raises:
+          TypeError: ``stages``, or no option of a pipeline.
+          ValueError: as the constructor.
+        """
+        check_changes(options, _OPTIONS)
+        return replaced(self, options, Pipeline.__init__)
+
     def describe(
         self,
         inputs: Tree = None,
@@ -283,3 +312,7 @@ class Pipeline(nnx.Module):
         plan = self.plan
         hold(plan, self)
         return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)
+
+
+_OPTIONS = tuple(inspect.signature(Pipeline.__init__).parameters)[2:]  # but self and stages
+_REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has

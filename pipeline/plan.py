@@ -52,6 +52,7 @@ class Plan:
       auto_axes: mesh axes left to the compiler.
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
+      options: those of the pipeline, as the user gave them.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
       seen: the last step's operands, as types.
       warned: types of steps whose memory was looked at.
@@ -75,6 +76,7 @@ class Plan:
     compute_dtype: Any = None
     shared: Shared = ()
     memory_limit: int | None = None
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: list[str] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     warned: set[Any] = field(default_factory=set)
