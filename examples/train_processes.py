@@ -23,8 +23,7 @@ from flax import nnx
 
 import corpus
 import gpt
-from pipeline import ParallelConfig, Pipeline, initialize, shard_batch
-from pipeline.processes import local_rows
+from pipeline import ParallelConfig, Pipeline, initialize, local_rows, shard_batch
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Namespace]:

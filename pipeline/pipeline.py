@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -14,7 +14,7 @@ from pipeline import differentiable, runtime
 from pipeline.ahead import check_kinds, lower_step, require_arrays
 from pipeline.apart import apart
 from pipeline.chunks import make_chunks, make_ends
-from pipeline.describe import describe
+from pipeline.describe import describe, summary
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
@@ -88,6 +88,9 @@ class Pipeline(nnx.Module):
       ignore: names of attributes that make no difference to what a stage computes, such as
         ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
         have the value of the first; `stages()` gives each its own back.
+
+    Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
+    each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -166,6 +169,13 @@ class Pipeline(nnx.Module):
         if name == "stages" or name in _OPTIONS:
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        """What `print` shows, here or within another module; `describe` says more."""
+        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
+        yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
+        for name, text in summary(self, _DEFAULTS).items():
+            yield nnx.reprlib.Attr(name, text, use_raw_value=True)
 
     @property
     def schedule(self) -> Schedule:
@@ -314,5 +324,7 @@ class Pipeline(nnx.Module):
         return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)
 
 
-_OPTIONS = tuple(inspect.signature(Pipeline.__init__).parameters)[2:]  # but self and stages
+_PARAMETERS = inspect.signature(Pipeline.__init__).parameters
+_OPTIONS = tuple(_PARAMETERS)[2:]  # but self and stages
+_DEFAULTS = {name: _PARAMETERS[name].default for name in _OPTIONS[_OPTIONS.index("remat") :]}
 _REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has

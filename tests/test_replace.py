@@ -1,4 +1,4 @@
-"""`Pipeline.replace`: the same weights under another plan; and options that cannot be assigned."""
+"""`Pipeline.replace`, the same weights under another plan; and how options show and are kept."""
 
 from __future__ import annotations
 
@@ -175,6 +175,31 @@ def test_options_are_not_assigned() -> None:
     )
     pipe.epoch, pipe.seen = 3, nnx.Variable(jnp.zeros(()))  # which are the user's
     assert nnx.merge(*nnx.split(pipe)).epoch == 3
+
+
+def test_a_pipeline_prints_in_ten_lines() -> None:
+    """Options that are as by default, and arrays, are not shown."""
+    ends = {"embed": models.Words(nnx.Rngs(6)), "head": jnp.tanh}
+    stages = [models.Layered(nnx.Rngs(k), layers=1 + k) for k in range(2)]
+    pipe = Pipeline(stages, 2, mesh=make_mesh(stage=2), loss_fn=models.squares, **ends)
+    pipe = pipe.replace(remat=None, grad_dtype="weights", sharding=lambda path, variable: None)
+    pipe.epoch = 3
+    outer = nnx.Dict(pipe=pipe)
+    assert (
+        repr(pipe)
+        == str(pipe)
+        == """\
+Pipeline(  # 344 parameters
+  stages=2 of Layered, embed Words, head tanh,
+  mesh=data 1 x stage 2, 1 stages per rank,
+  num_microbatches=2,
+  schedule=eager_1f1b,
+  loss_fn=squares,
+  options=remat=None, grad_dtype='weights', sharding=<lambda>,
+  attributes=epoch
+)"""
+    )
+    assert len(repr(outer).splitlines()) == 2 + len(repr(pipe).splitlines())
 
 
 def test_what_cannot_be_replaced_is_said() -> None:
