@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipeline.chunks import lead_of
+from pipeline.filters import leaving_frozen, trained_parts
 from pipeline.pipeline import Pipeline
 from pipeline.placement import Spread, spread_of
 from pipeline.tree import Tree, is_abstract
@@ -28,17 +29,23 @@ Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its s
 
 
 def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
-    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=nnx.Param)``, also of types.
+    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=pipe.wrt)``, also of types.
+
+    Of arrays in which only some stages are trained it changes nothing else.
 
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
       tx: any optax transformation.
     """
-    sharded = shard_optimizer(tx, pipe)
+    stages_of, trained = pipe.schedule.stages_of, pipe.trained
+    parts = trained_parts(trained, pipe.chunks, stages_of)
+    sharded = shard_optimizer(leaving_frozen(tx, parts), pipe)
+
+    wrt = pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
-        return nnx.Optimizer(pipe, sharded, wrt=nnx.Param)
+        return nnx.Optimizer(pipe, sharded, wrt=wrt)
 
     if not is_abstract(nnx.state(pipe)):
         return make(pipe)

@@ -16,12 +16,13 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
+from pipeline.filters import own_filter, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
-from pipeline.operands import Operands, make_operands
+from pipeline.operands import Operands, make_operands, trained_by
 from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
@@ -30,6 +31,7 @@ from pipeline.randomness import advance
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
+from pipeline.trained import Trained
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -85,6 +87,9 @@ class Pipeline(nnx.Module):
       ignore: names of attributes that make no difference to what a stage computes, such as
         ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
         have the value of the first; `stages()` gives each its own back.
+      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
+        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
+        is frozen has no gradient, and stages before the first that is trained no backward.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
@@ -122,6 +127,7 @@ class Pipeline(nnx.Module):
         vocabulary: Mode = "ends",
         memory_limit: int | None = None,
         ignore: Sequence[str] = (),
+        wrt: nnx.filterlib.Filter = nnx.Param,
     ) -> None:
         check_functions(sharding=sharding)
         check_kinds(stages, embed, head)
@@ -144,6 +150,7 @@ class Pipeline(nnx.Module):
             auto_axes=auto_axes,
             vocabulary=vocabulary,
             memory_limit=memory_limit,
+            wrt=wrt,
         )
         stages, embed, head = apart(stages, embed, head)
         stages, self.ignored = ignoring(stages, ignore)
@@ -155,6 +162,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_weights_are_divided(self, plan.mesh, given)
+        warn_of_frozen_parts(trained_by(wrt, plan, self.chunks, self.ends), plan, self.chunks)
 
     @property
     def schedule(self) -> Schedule:
@@ -170,6 +178,15 @@ class Pipeline(nnx.Module):
     def num_microbatches(self) -> int:
         """M."""
         return self.plan.schedule.num_microbatches
+
+    @property
+    def wrt(self) -> nnx.filterlib.Filter:
+        """What is trained, as a filter of the pipeline's own state.
+
+        For ``nnx.Optimizer(pipe, tx, wrt=pipe.wrt)`` and ``nnx.DiffState(0, pipe.wrt)``. With
+        stages of one chunk that are not trained alike use `make_optimizer`.
+        """
+        return self._filter(self.plan.wrt)
 
     @property
     def embed(self) -> Any:
@@ -203,11 +220,27 @@ class Pipeline(nnx.Module):
         return differentiable.loss(self.plan, *operands)
 
     def value_and_grad(
-        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        wrt: nnx.filterlib.Filter | None = None,
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
-        """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
+        """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
+
+        Args:
+          inputs: [N, ...] leaves.
+          targets: likewise.
+          extras: likewise, by name, for every stage.
+          wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
+
+        Raises:
+          ValueError: a batch or a filter that does not fit; or it was differentiated.
+        """
+        wrt = self.plan.wrt if wrt is None else wrt
         operands = require_arrays(
-            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad")
+            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad", wrt)
         )
         advance(self)
         see_that_it_fits(self.plan, *operands)
@@ -216,7 +249,7 @@ class Pipeline(nnx.Module):
             "loss(), or call value_and_grad() alone"
         ):
             value, grads, _ = watched(runtime.train, self.plan, *operands)
-        layout = jax.tree.structure(nnx.state(self, nnx.Param))
+        layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
     def lower(
@@ -277,6 +310,18 @@ class Pipeline(nnx.Module):
             memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
         return describe(self.plan, self.chunks, memory)
 
-    def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:
-        plan = self.plan
-        return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)
+    def _operands(
+        self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
+    ) -> Operands:
+        state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
+        return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
+
+    @property
+    def trained(self) -> Trained:
+        """Which leaves of its parameters have gradients."""
+        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)
+
+    def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
+        """The filter of the pipeline's own state for one of the plain model's."""
+        trained = trained_by(wrt, self.plan, self.chunks, self.ends)
+        return own_filter(wrt, trained, self.chunks, self.ends)
