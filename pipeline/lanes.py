@@ -41,17 +41,17 @@ class Lane:
     Attributes:
       stages: their indices; seat: that of the first.
       x, y: the types of their input and output.
-      x_view, y_view: the same as messages, None where no message has that type.
       way: how far their backward goes.
+      x_view, y_view: x and y as messages, None where no message has that type.
     """
 
     stages: tuple[int, ...]
     seat: Seat
     x: Tree
     y: Tree
+    way: Way
     x_view: View | None
     y_view: View | None
-    way: Way
 
 
 def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[Lane, ...]]:
@@ -69,8 +69,8 @@ def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[La
             cell.model.stages[stages[0]],
             activations[stages[0]],
             activations[stages[0] + 1],
+            way,
             *(view_of.get(end) for end in ends),
-            way=way,
         )
         for (_, _, ends, way), stages in members.items()
     ]
