@@ -10,12 +10,14 @@ stages share.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -30,6 +32,8 @@ from pipeline.variables import type_text
 Path = tuple[Any, ...]
 Flat = Sequence[tuple[Path, Any]]  # paths and variables
 Places = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
+Parts = list[list[tuple[int, int]]]  # [S] lists of (start, stop)
+WHOLE = 0, np.iinfo(np.int32).max
 
 
 def find_trained(
@@ -50,7 +54,7 @@ def find_trained(
     found: dict[int, Mask] = {}
     unions = []
     for v, chunk in enumerate(chunks):
-        union = [False] * len(jax.tree.leaves(nnx.state(chunk, nnx.Param)))
+        union = [False] * len(_leaves(chunk))
         view = _view_of(chunk)
         for rank, held in enumerate(stages):
             found[held[v]] = asks.mask(("stages", held[v]), *view(rank))
@@ -178,12 +182,33 @@ def _halves(module: nnx.Module) -> tuple[Flat, Flat]:
     return nnx.to_flat_state(as_before(parts[1])), nnx.to_flat_state(as_before(parts[2]))
 
 
+def trained_lines(
+    plan: Plan, trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
+) -> list[str]:
+    """A line on what is trained; none where everything is."""
+    sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
+    for rank, held in enumerate(plan.schedule.stages_of):
+        for chunk, k in zip(chunks, held, strict=True):
+            spots = spots_of(chunk, rank)
+            sizes += zip((math.prod(s.shape) for s in spots), trained.stages[k], strict=True)
+    if all(yes for _, yes in sizes):
+        return []
+    frozen = [str(k) for k, mask in enumerate(trained.stages) if not any(mask)]
+    more = f"; nothing in stages {', '.join(frozen)}" if frozen else ""
+    some = sum(size for size, yes in sizes if yes)
+    return [f"trained: {some:,} of {sum(size for size, _ in sizes):,} parameters{more}"]
+
+
+def _leaves(module: nnx.Module) -> list[Any]:
+    """Of its parameters."""
+    return jax.tree.leaves(nnx.state(module, nnx.Param))
+
+
 def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
     """Where the leaves of a rank's stage lie among those of its chunk's parameters."""
     if isinstance(chunk, Overlaid):
         return chunk.views[rank].params.spots
-    leaves = jax.tree.leaves(nnx.state(chunk, nnx.Param))
-    return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(leaves)]
+    return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]
 
 
 # --- arrays that are trained in part ---
@@ -191,29 +216,27 @@ def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
 
 def trained_parts(
     trained: Trained, chunks: Sequence[nnx.Module], stages: Places
-) -> dict[str, list[list[tuple[int, int]]]]:
+) -> dict[str, Parts]:
     """The arrays of chunks that some stage is trained in, and another that has a place there not.
 
     Returns:
       By path, ``chunks/0/kernel``, for each rank the parts that are trained, (start, stop) on the
-      axis behind that of ranks; of a whole row, (0, its length).
+      axis behind that of ranks.
     """
-    found: dict[str, list[list[tuple[int, int]]]] = {}
+    found: dict[str, Parts] = {}
     for v, chunk in enumerate(chunks):
         params = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
-        leaves = [(path, leaf) for path, of in params for leaf in jax.tree.leaves(of)]
-        parts: list[list[list[tuple[int, int]]]] = [[[] for _ in stages] for _ in leaves]
-        frozen = [False] * len(leaves)
+        paths = [path for path, of in params for _ in jax.tree.leaves(of)]
+        parts: list[Parts] = [[[] for _ in stages] for _ in paths]
+        frozen = [False] * len(paths)
         for rank, held in enumerate(stages):
             mask = trained.stages[held[v]]
             for spot, yes in zip(spots_of(chunk, rank), mask, strict=True):
-                shape = leaves[spot.cell][1].shape
                 if yes:
-                    whole = 0, shape[1] if len(shape) > 1 else 1
-                    parts[spot.cell][rank].append(spot.part or whole)
+                    parts[spot.cell][rank].append(spot.part or WHOLE)
                 else:
                     frozen[spot.cell] = True
-        for (path, _), of, is_part in zip(leaves, parts, frozen, strict=True):
+        for path, of, is_part in zip(paths, parts, frozen, strict=True):
             if is_part and any(of):
                 found["/".join(map(str, ("chunks", v, *path)))] = of
     return found
@@ -234,7 +257,7 @@ def warn_of_frozen_parts(trained: Trained, plan: Plan, chunks: Sequence[nnx.Modu
 
 
 def leaving_frozen(
-    tx: optax.GradientTransformation, parts: dict[str, list[list[tuple[int, int]]]]
+    tx: optax.GradientTransformation, parts: Mapping[str, Parts]
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that changes nothing of what is frozen in arrays that are trained in part.
 
@@ -250,7 +273,10 @@ def leaving_frozen(
 
     def one(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return jnp.where(_is_trained(parts[name], leaf), leaf, 0) if name in parts else leaf
+        for own, of in parts.items():
+            if f"{name}/".startswith(f"{own}/"):
+                return jnp.where(_is_trained(of, leaf), leaf, jnp.zeros_like(leaf))
+        return leaf
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, state = tx.update(grads, state, params, **extra)
@@ -259,7 +285,7 @@ def leaving_frozen(
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _is_trained(ranks: list[list[tuple[int, int]]], leaf: Any) -> jax.Array:
+def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
     """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
     most = max(map(len, ranks))
     bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]

@@ -30,19 +30,12 @@ Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its s
 
 def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
     """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=pipe.wrt)``, also of types.
-
-    Of arrays in which only some stages are trained it changes nothing else.
-
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
       tx: any optax transformation.
     """
-    stages_of, trained = pipe.schedule.stages_of, pipe.trained
-    parts = trained_parts(trained, pipe.chunks, stages_of)
-    sharded = shard_optimizer(leaving_frozen(tx, parts), pipe)
-
-    wrt = pipe.wrt
+    sharded, wrt = shard_optimizer(tx, pipe), pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
         return nnx.Optimizer(pipe, sharded, wrt=wrt)
@@ -60,13 +53,15 @@ def shard_optimizer(
     """An optimizer whose state lies where the pipeline's gradients do.
 
     Its updates are laid out as the weights, so that under jit the update of a step runs on shards
-    and is gathered once, and no weight changes its place from step to step.
+    and is gathered once, and no weight changes its place from step to step. Of arrays in which only
+    some stages are trained the rest is left as it is.
 
     Args:
       tx: any optax transformation.
       pipe: the pipeline whose parameters it will update.
     """
-    tx = optax.with_extra_args_support(tx)
+    parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
+    tx = leaving_frozen(optax.with_extra_args_support(tx), parts)
     places = _places(pipe)
 
     def lay_out(tree: Tree, which: str) -> Tree:

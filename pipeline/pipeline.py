@@ -16,7 +16,7 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
-from pipeline.filters import own_filter, warn_of_frozen_parts
+from pipeline.filters import own_filter, trained_lines, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.limit import see_that_it_fits
@@ -307,8 +307,12 @@ class Pipeline(nnx.Module):
         if optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
-            memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
-        return describe(self.plan, self.chunks, memory)
+            state, trained = (self.chunks, self.ends), self.trained
+            memory = describe_memory(
+                self.plan, *state, operands, trained=trained, compiled=compiled
+            )
+        lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
+        return describe(self.plan, self.chunks, [*lines, *memory])
 
     def _operands(
         self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None

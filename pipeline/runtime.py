@@ -177,9 +177,9 @@ def _shard(
 
     def run(weights: Weights, batch: Batch) -> Any:
         layout = model.layout
-        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "stored")
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
-        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest, "stored")
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
@@ -193,11 +193,11 @@ def _shard(
     return run
 
 
-def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any, what: str) -> Any:
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
     """The specs of a state's leaves, each in the place of its leaf."""
 
     def one(state: Tree, spreads: Any) -> Tree:
-        specs = [getattr(spread, what) for spread in spreads]
+        specs = [spread.stored for spread in spreads]
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
