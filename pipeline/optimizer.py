@@ -30,6 +30,7 @@ Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its s
 
 def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
     """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=pipe.wrt)``, also of types.
+
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
