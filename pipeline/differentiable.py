@@ -159,7 +159,7 @@ def _asked(model: Model, weights: Any) -> Model:
         asked = tuple(_perturbed(leaf) for _, leaf in found)
         for (path, _), yes, has in zip(found, asked, trained, strict=True):
             if yes and not has:
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
                 raise ValueError(
                     f"a pipeline was differentiated with respect to {where}.{name}, which its "
                     f"wrt= leaves frozen: say which parameters to differentiate, "

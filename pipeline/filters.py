@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from pipeline.fit import outside
 from pipeline.overlay import Spot
 from pipeline.placement import as_before
 from pipeline.plan import Plan
@@ -101,7 +102,7 @@ class _Asks:
         self._seen: list[str] = []
         try:
             self._predicate: Callable[..., Any] = nnx.filterlib.to_predicate(wrt)
-        except TypeError:
+        except (TypeError, ValueError):
             raise ValueError(
                 f"wrt={wrt!r} is no filter; give a type such as nnx.Param or nnx.LoRAParam, or "
                 f"anything that nnx.state takes: nnx.PathContains('head'), a function of a path "
@@ -252,7 +253,7 @@ def warn_of_frozen_parts(trained: Trained, plan: Plan, chunks: Sequence[nnx.Modu
             f"wrt freezes a part of arrays that stages share, {whose}in {len(parts)} such as "
             f"{next(iter(parts))}; its gradients are zeros, and pipeline.make_optimizer(pipe, tx) "
             f"leaves it as it is, where weight decay in an nnx.Optimizer would change it",
-            stacklevel=3,
+            stacklevel=outside(),
         )
 
 
