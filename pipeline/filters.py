@@ -290,7 +290,7 @@ def _is_trained(ranks: Parts, leaf: Any) -> jax.Array:
     """[S, n, 1, ...] for each entry of a leaf whether it is trained."""
     most = max(map(len, ranks))
     bounds = jnp.asarray([[*of, *[(0, 0)] * (most - len(of))] for of in ranks])  # [S, parts, 2]
-    entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)
+    entries = jnp.arange(leaf.shape[1] if leaf.ndim > 1 else 1)[None, None]
     within = (entries >= bounds[..., :1]) & (entries < bounds[..., 1:])
     found = within.any(axis=1)
     return found[:, 0] if leaf.ndim == 1 else found.reshape(*found.shape, *[1] * (leaf.ndim - 2))
