@@ -36,6 +36,7 @@ from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
 from pipeline.trained import Mask, Way, chosen
 from pipeline.tree import Leaves, Tree, as_numbers, numbers_as
+from pipeline.turns import without
 from pipeline.workers import Crew
 from schedules.program import Program
 
@@ -66,15 +67,16 @@ def train(
       The loss, a float32 scalar; gradients for those leaves of ``weights.chunks`` and of
       ``weights.ends`` that are trained; and for the inputs' float leaves, [N, ...].
     """
+    ways = model.trained.ways(want_inputs=want_inputs)
+    program = without(plan.training, [way.x for way in ways])
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
-        ways = model.trained.ways(want_inputs=want_inputs)
         cell = _cell(plan, model, weights, batch, ways)
         # The weight of means is known before the step: no gradient need be divided after it.
         known = normalise and cell.loss_is_mean()
         if known:
             cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
-        actions = _train(cell, plan, tables, want_inputs=want_inputs)
+        actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
         total, weight = total_over(actions.loss.all(), plan.axes)
         if normalise and not known:
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
@@ -111,13 +113,13 @@ def train(
         _gradient_specs(layout.ends, trained.ends),
     )
     out_specs = P(), _manual(plan, specs), data
-    loss, grads, inputs = _shard(plan, model, plan.training, body, out_specs)(weights, batch)
+    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
 
 
-def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions:
+def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
     """Run a step; what it adds up is left in what ran it."""
     if plan.is_straight and not cell.lanes:
         step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
@@ -127,13 +129,13 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
     see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
     actions = _actions(cell)(
         cell,
-        plan.training,
+        program,
         take_loss=True,
         want_inputs=want_inputs,
         masked=plan.is_masked,
     )
     plan.whole[:] = actions.halves.whole if actions.halves else ()
-    run_ticks(actions, plan.training, tables, masked=plan.is_masked)
+    run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions
 
 

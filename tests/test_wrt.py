@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 
 from collectives import make_mesh
 from examples import gpt
-from pipeline import Pipeline, make_optimizer
+from pipeline import Pipeline, make_optimizer, traffic
 from tests import dots, hlo, models
 from tests.models import CLASSES, WIDTH
 
@@ -326,12 +326,18 @@ def test_below_what_is_trained_nothing_goes_back():
         pipe = decoder(
             lambda path, v: path[1] >= 2 and isinstance(v, nnx.LoRAParam), schedule="zb_h1"
         )
-    count = Multiplied(pipe.lower(x, x).compile(), pipe).count
+    found = Multiplied(pipe.lower(x, x).compile(), pipe)
+    count = found.count
     forward = products(
         nnx.merge(*nnx.split(Decoder(D_MODEL, nnx.Rngs(0)))), jnp.ones((1, TOKENS, D_MODEL))
     )
     assert count[0] == count[1] == M * forward
     assert M * forward < count[2:].min()
+    # Stage 3 sends M gradients to stage 2, stages 0 to 2 send M activations each.
+    assert found.over("stage").sum() >= 4 * M * x[0].nbytes
+    below = traffic.predict(pipe.plan, *pipe._operands(x, x, None))
+    np.testing.assert_array_equal(below.over("stage"), found.over("stage"))
+    np.testing.assert_array_equal(below.read, [M, M, M, M])
 
 
 def test_bytes_are_predicted_and_said():
