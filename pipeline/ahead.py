@@ -70,6 +70,13 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
             f"optimizer is of type {type(optimizer).__name__}; give an nnx.Optimizer of this "
             f"pipeline: pipeline.make_optimizer(pipe, tx), of arrays or of types"
         )
+    asked, trained = (_paths(nnx.state(pipe, wrt)) for wrt in (optimizer.wrt, pipe.wrt))
+    if asked != trained:
+        raise ValueError(
+            f"optimizer updates {len(asked)} parameters, wrt={optimizer.wrt!r}, and the pipeline "
+            f"trains {len(trained)}, wrt={pipe.plan.wrt!r}; make one for it: "
+            f"pipeline.make_optimizer(pipe, tx), or nnx.Optimizer(pipe, tx, wrt=pipe.wrt)"
+        )
     needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
     if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
         raise ValueError(
@@ -115,6 +122,10 @@ def require_arrays(method: str, operands: Operands) -> Operands:
             f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
         )
     return operands
+
+
+def _paths(state: Tree) -> list[Any]:
+    return [path for path, _ in nnx.to_flat_state(state)]
 
 
 def _types(tree: Tree) -> list[tuple[Any, ...]]:

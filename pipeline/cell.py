@@ -6,6 +6,7 @@ knows the types of what passes between stages, and whether those are alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -23,19 +24,21 @@ from pipeline.model import Batch, Model, Weights
 from pipeline.randomness import own_axes
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import code
+from pipeline.trained import Way
 from pipeline.tree import Index, Leaves, Tree, at, blank, combine, partition, signature
 
 
 class Cell(Forward):
     """A rank's weights, the functions made of them, and their pullbacks.
 
-    Arguments as for `Forward`.
+    Arguments as for `Forward`, and ``ways``.
 
     Attributes:
       activation, output: trees of types, a stage's input and the last stage's output.
       wire: a tree of types, a message.
       lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
       home: a chunk that has stages of this kind.
+      ways: [K] how far each stage's backward goes; way: that of the stages of this lane.
       loss_share: what a microbatch's loss is multiplied with, to be differentiated.
     """
 
@@ -47,10 +50,12 @@ class Cell(Forward):
         axes: tuple[str, ...],
         *,
         gathers: bool = False,
+        ways: Sequence[Way],
     ) -> None:
         super().__init__(model, weights, batch, axes, gathers=gathers)
         self.lanes: tuple[Lane, ...] = ()
         self.home = 0
+        self.ways, self.way = ways, ways[0]
         self.loss_share = 1.0
         self._follow_activations()
 
@@ -91,21 +96,29 @@ class Cell(Forward):
         return self._differentiate_ends(f, floats)
 
     def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
-        return differentiate(f, self.ends_weights, floats, grad_dtype=self.model.grad_dtype)
+        return differentiate(
+            f,
+            self.ends_weights,
+            floats,
+            grad_dtype=self.model.grad_dtype,
+            trained=self.model.trained.ends,
+        )
 
     def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
         """A stage's output; over its weights and its input."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x)
 
     def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
-        return stage_pullback(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
+        return stage_pullback(
+            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way
+        )
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
         if self.lanes:
             return SharedResiduals(self)
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
-        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
+        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
@@ -120,8 +133,13 @@ class Cell(Forward):
             linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
             stash = blank(residuals.stashed, self.axes)
         arguments = *self.stage_arguments(home, 0), stash, dy
-        grad_dtype = self.model.grad_dtype
-        return SplitBackward(linearize, *arguments, in_place=in_place, grad_dtype=grad_dtype)
+        return SplitBackward(
+            linearize,
+            *arguments,
+            in_place=in_place,
+            grad_dtype=self.model.grad_dtype,
+            way=self.way,
+        )
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
@@ -143,7 +161,8 @@ class Cell(Forward):
         if self.model.tables.is_used:
             see_that_activations_are_alike(found)
         codes = {code(self, seat) for seat in self.model.stages}
-        if len(codes) > 1 or len(set(map(signature, found))) > 1:
+        alike = len(codes) == len(set(map(signature, found))) == len(set(self.ways)) == 1
+        if not alike:
             self.wire, self.lanes = make_lanes(self, found)
         else:
             self.output = self.activation

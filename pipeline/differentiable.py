@@ -24,7 +24,8 @@ from pipeline.model import Batch, Model, Weights
 from pipeline.nans import is_watched, watched
 from pipeline.plan import Plan
 from pipeline.runtime import infer, train
-from pipeline.tree import Tree, combine, partition, times
+from pipeline.trained import Mask, Trained, woven
+from pipeline.tree import Leaves, Tree, combine, partition, times
 
 # jax 0.10 cannot discharge the refs of what is whole to it.
 _HAS_WHOLE = jax.__version_info__ >= (0, 12)
@@ -42,12 +43,13 @@ def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
 
 
 def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
-    want_inputs = _wants_inputs(weights, batch)
+    want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
     run = _as_one(functools.partial(watched, train, plan, model, want_inputs=want_inputs))
     with refusing_twice(_TWICE):
         value, grads, inputs = run(weights, batch)
+    grads = _in_their_places(weights, model.trained, grads)
     return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
 
 
@@ -70,23 +72,24 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
 
 
 def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
-    want_inputs = _wants_inputs(weights, batch)
+    want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))
     with refusing_twice(_TWICE):
-        return run(weights, batch), (weights, batch, want_inputs)
+        return run(weights, batch), (weights, batch, want_inputs, asked.trained)
 
 
 def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
-    weights, batch, want_inputs = kept
+    weights, batch, want_inputs, trained = kept
     cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
-    model = dataclasses.replace(model, loss_fn=pairing)
+    model = dataclasses.replace(model, loss_fn=pairing, trained=trained)
     batch = dataclasses.replace(batch, targets=cotangents)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
     with refusing_twice(_TWICE):
-        _, (chunks, ends), inputs = watched(
+        _, grads, inputs = watched(
             train, plan, model, weights, batch, want_inputs=want_inputs, normalise=False
         )
+    chunks, ends = _in_their_places(weights, trained, grads)
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), Batch(found, None, None)
 
@@ -142,6 +145,53 @@ def _wants_inputs(weights: Any, batch: Any) -> bool:
                 f"pass it as part of inputs"
             )
     return _perturbed(batch.inputs)
+
+
+def _asked(model: Model, weights: Any) -> Model:
+    """The model with gradients for those parameters only that are differentiated.
+
+    Raises:
+      ValueError: one is that is frozen.
+    """
+
+    def mask(tree: Any, trained: Mask, where: str) -> Mask:
+        found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
+        asked = tuple(_perturbed(leaf) for _, leaf in found)
+        for (path, _), yes, has in zip(found, asked, trained, strict=True):
+            if yes and not has:
+                name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+                raise ValueError(
+                    f"a pipeline was differentiated with respect to {where}.{name}, which its "
+                    f"wrt= leaves frozen: say which parameters to differentiate, "
+                    f"nnx.value_and_grad(f, argnums=nnx.DiffState(0, pipe.wrt)), or make the "
+                    f"pipeline with wrt=nnx.Param"
+                )
+        return asked
+
+    trained = model.trained
+    chunks = tuple(
+        mask(chunk, own, f"chunks.{v}")
+        for v, (chunk, own) in enumerate(zip(weights.chunks, trained.chunks, strict=True))
+    )
+    ends = mask(weights.ends, trained.ends, "ends")
+    cells = [
+        (seat.chunk, [spot.cell for spot in seat.views.params.spots] if seat.views else None)
+        for seat in model.stages
+    ]
+    return dataclasses.replace(model, trained=trained.asked(chunks, ends, cells))
+
+
+def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
+    """Gradients in the structures of parameters, None for those that are not trained."""
+
+    def one(tree: Tree, mask: Mask, found: Leaves) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, woven(found, [None] * len(leaves), mask))
+
+    chunks, ends = grads
+    return tuple(map(one, weights.chunks, trained.chunks, chunks)), one(
+        weights.ends, trained.ends, ends
+    )
 
 
 def _is_primal(x: Any) -> bool:

@@ -57,7 +57,7 @@ def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[A
     message = alike(arrays, remedy=_remedy)
     for text in (message, _misspelt(given, arrays, mesh)):
         if text:
-            warnings.warn(text, stacklevel=_outside())
+            warnings.warn(text, stacklevel=outside())
 
 
 def _variables(state: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str
     )
 
 
-def _outside() -> int:
+def outside() -> int:
     """The stacklevel, for who calls this, of the first line outside of this library and flax."""
     level, frame = 0, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:

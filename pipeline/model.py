@@ -15,6 +15,7 @@ from pipeline.ends import Tables
 from pipeline.loss import LossFn
 from pipeline.spread import Layout
 from pipeline.stage import Definition, Seat
+from pipeline.trained import Trained
 from pipeline.tree import Tree
 
 
@@ -61,6 +62,7 @@ class Model:
       compute_dtype: to which parameters and activations are cast before they are used, or None.
       grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
       layout: where the leaves of its state lie.
+      trained: which of its parameters have gradients.
       tables: those of embed and head that all ranks share.
     """
 
@@ -71,6 +73,7 @@ class Model:
     has_head: bool
     loss_fn: LossFn | None = field(hash=False)  # an object may be called that has no hash
     layout: Layout
+    trained: Trained
     policy: Any = field(default=None, hash=False)
     grad_dtype: GradDtype = None
     compute_dtype: Any = None

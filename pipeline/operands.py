@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from pipeline.chunks import lay_out
 from pipeline.ends import find_tables
+from pipeline.filters import find_trained
 from pipeline.microbatch import make_batch, place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.stage import Ends, define, seats
+from pipeline.trained import Trained
 from pipeline.tree import Tree
 
 Operands = tuple[Model, Weights, Batch]
@@ -29,6 +32,8 @@ def make_operands(
     targets: Tree,
     extras: Any,
     loss_for: str = "",
+    *,
+    wrt: Any = nnx.Param,
 ) -> Operands:
     """The static half of the model, its state, and the batch on the mesh.
 
@@ -40,6 +45,7 @@ def make_operands(
       targets: likewise.
       extras: None, or a dict of trees of such leaves.
       loss_for: the method that takes a loss, if one does.
+      wrt: a filter, what is trained.
 
     Raises:
       ValueError: there is no loss to take, or a batch that does not fit.
@@ -64,9 +70,27 @@ def make_operands(
         has_head=ends.head is not None,
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
+        trained=trained_by(wrt, plan, chunks, ends),
         policy=plan.remat if callable(plan.remat) else None,
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch
+
+
+def trained_by(wrt: Any, plan: Plan, chunks: Sequence[nnx.Module], ends: Ends) -> Trained:
+    """What a filter trains, remembered: to ask it about every variable takes milliseconds.
+
+    Raises:
+      ValueError: as `pipeline.filters.find_trained`.
+    """
+    state = nnx.state((*chunks, ends), nnx.Param)
+    key = (tuple(wrt) if isinstance(wrt, list) else wrt), jax.tree.structure(state)
+    try:
+        found = plan.filtered.get(key)
+    except TypeError:  # a filter without a hash
+        return find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+    if found is None:
+        found = plan.filtered[key] = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+    return found

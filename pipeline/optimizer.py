@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipeline.chunks import lead_of
+from pipeline.filters import leaving_frozen, trained_parts
 from pipeline.pipeline import Pipeline
 from pipeline.placement import Spread, spread_of
 from pipeline.tree import Tree, is_abstract
@@ -28,17 +29,17 @@ Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its s
 
 
 def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
-    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=nnx.Param)``, also of types.
+    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=pipe.wrt)``, also of types.
 
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
       tx: any optax transformation.
     """
-    sharded = shard_optimizer(tx, pipe)
+    sharded, wrt = shard_optimizer(tx, pipe), pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
-        return nnx.Optimizer(pipe, sharded, wrt=nnx.Param)
+        return nnx.Optimizer(pipe, sharded, wrt=wrt)
 
     if not is_abstract(nnx.state(pipe)):
         return make(pipe)
@@ -53,13 +54,15 @@ def shard_optimizer(
     """An optimizer whose state lies where the pipeline's gradients do.
 
     Its updates are laid out as the weights, so that under jit the update of a step runs on shards
-    and is gathered once, and no weight changes its place from step to step.
+    and is gathered once, and no weight changes its place from step to step. Of arrays in which only
+    some stages are trained the rest is left as it is.
 
     Args:
       tx: any optax transformation.
       pipe: the pipeline whose parameters it will update.
     """
-    tx = optax.with_extra_args_support(tx)
+    parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
+    tx = leaving_frozen(optax.with_extra_args_support(tx), parts)
     places = _places(pipe)
 
     def lay_out(tree: Tree, which: str) -> Tree:

@@ -17,13 +17,14 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe, summary
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
+from pipeline.filters import own_filter, trained_lines, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.jitted import hold
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
-from pipeline.operands import Operands, make_operands
+from pipeline.operands import Operands, make_operands, trained_by
 from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
@@ -33,6 +34,7 @@ from pipeline.replace import check_changes, refusal, replaced
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
+from pipeline.trained import Trained
 from pipeline.tree import Tree
 from schedules import Schedule
 
@@ -88,6 +90,9 @@ class Pipeline(nnx.Module):
       ignore: names of attributes that make no difference to what a stage computes, such as
         ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
         have the value of the first; `stages()` gives each its own back.
+      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
+        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
+        is frozen has no gradient, and stages before the first that is trained no backward.
 
     Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
     each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
@@ -128,6 +133,7 @@ class Pipeline(nnx.Module):
         vocabulary: Mode = "ends",
         memory_limit: int | None = None,
         ignore: Sequence[str] = (),
+        wrt: nnx.filterlib.Filter = nnx.Param,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
@@ -151,6 +157,7 @@ class Pipeline(nnx.Module):
             auto_axes=auto_axes,
             vocabulary=vocabulary,
             memory_limit=memory_limit,
+            wrt=wrt,
         )
         plan.options.update(options)
         stages, embed, head = apart(stages, embed, head)
@@ -163,6 +170,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_weights_are_divided(self, plan.mesh, given)
+        warn_of_frozen_parts(trained_by(wrt, plan, self.chunks, self.ends), plan, self.chunks)
         hold(plan, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -191,6 +199,15 @@ class Pipeline(nnx.Module):
     def num_microbatches(self) -> int:
         """M."""
         return self.plan.schedule.num_microbatches
+
+    @property
+    def wrt(self) -> nnx.filterlib.Filter:
+        """What is trained, as a filter of the pipeline's own state.
+
+        For ``nnx.Optimizer(pipe, tx, wrt=pipe.wrt)`` and ``nnx.DiffState(0, pipe.wrt)``. With
+        stages of one chunk that are not trained alike use `make_optimizer`.
+        """
+        return self._filter(self.plan.wrt)
 
     @property
     def embed(self) -> Any:
@@ -224,11 +241,27 @@ class Pipeline(nnx.Module):
         return differentiable.loss(self.plan, *operands)
 
     def value_and_grad(
-        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        wrt: nnx.filterlib.Filter | None = None,
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
-        """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
+        """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
+
+        Args:
+          inputs: [N, ...] leaves.
+          targets: likewise.
+          extras: likewise, by name, for every stage.
+          wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
+
+        Raises:
+          ValueError: a batch or a filter that does not fit; or it was differentiated.
+        """
+        wrt = self.plan.wrt if wrt is None else wrt
         operands = require_arrays(
-            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad")
+            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad", wrt)
         )
         advance(self)
         see_that_it_fits(self.plan, *operands)
@@ -237,7 +270,7 @@ class Pipeline(nnx.Module):
             "loss(), or call value_and_grad() alone"
         ):
             value, grads, _ = watched(runtime.train, self.plan, *operands)
-        layout = jax.tree.structure(nnx.state(self, nnx.Param))
+        layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
     def lower(
@@ -315,13 +348,29 @@ class Pipeline(nnx.Module):
         if optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
-            memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
-        return describe(self.plan, self.chunks, memory)
+            state, trained = (self.chunks, self.ends), self.trained
+            memory = describe_memory(
+                self.plan, *state, operands, trained=trained, compiled=compiled
+            )
+        lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
+        return describe(self.plan, self.chunks, [*lines, *memory])
 
-    def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:
-        plan = self.plan
-        hold(plan, self)
-        return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)
+    def _operands(
+        self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
+    ) -> Operands:
+        hold(self.plan, self)
+        state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
+        return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
+
+    @property
+    def trained(self) -> Trained:
+        """Which leaves of its parameters have gradients."""
+        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)
+
+    def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
+        """The filter of the pipeline's own state for one of the plain model's."""
+        trained = trained_by(wrt, self.plan, self.chunks, self.ends)
+        return own_filter(wrt, trained, self.chunks, self.ends)
 
 
 _PARAMETERS = inspect.signature(Pipeline.__init__).parameters

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
@@ -52,10 +53,12 @@ class Plan:
       auto_axes: mesh axes left to the compiler.
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
+      wrt: a filter, what is trained.
       options: those of the pipeline, as the user gave them.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
       seen: the last step's operands, as types.
       warned: types of steps whose memory was looked at.
+      filtered: what filters were found to train.
       jitted: functions jitted for this plan, and what was traced and compiled of them.
       pipelines: the ids of those that need them (`pipeline.jitted`).
     """
@@ -76,10 +79,12 @@ class Plan:
     compute_dtype: Any = None
     shared: Shared = ()
     memory_limit: int | None = None
+    wrt: Any = nnx.Param
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: list[str] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     warned: set[Any] = field(default_factory=set)
+    filtered: dict[Any, Any] = field(default_factory=dict)
     jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     pipelines: set[int] = field(default_factory=set, init=False, repr=False)
 

@@ -50,6 +50,7 @@ def make_plan(
     auto_axes: Sequence[str],
     vocabulary: Mode,
     memory_limit: int | None,
+    wrt: Any,
 ) -> Plan:
     """The plan of K stages; arguments as of `pipeline.Pipeline`.
 
@@ -94,4 +95,5 @@ def make_plan(
         compute_dtype=check_dtype("compute_dtype", compute_dtype),
         shared=shared,
         memory_limit=memory_limit,
+        wrt=wrt,
     )

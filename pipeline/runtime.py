@@ -7,7 +7,7 @@ and reduces once what the ticks (`pipeline.ticks`) have added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from pipeline.effects import see_that_effects_happen_once
 from pipeline.jitted import PerPlan
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
+from pipeline.placement import Spread
 from pipeline.plan import Plan
 from pipeline.scopes import COMMON
 from pipeline.spread import (
@@ -33,7 +34,9 @@ from pipeline.spread import (
 )
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
-from pipeline.tree import Tree, as_numbers, numbers_as
+from pipeline.trained import Mask, Way, chosen
+from pipeline.tree import Leaves, Tree, as_numbers, numbers_as
+from pipeline.turns import without
 from pipeline.workers import Crew
 from schedules.program import Program
 
@@ -49,7 +52,7 @@ def train(
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[jax.Array, tuple[tuple[Tree, ...], Tree], Tree]:
+) -> tuple[jax.Array, tuple[tuple[Leaves, ...], Leaves], Leaves]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -61,52 +64,62 @@ def train(
       normalise: divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar; gradients like ``weights.chunks`` and ``weights.ends``; and
-      gradients for the inputs' float leaves, [N, ...].
+      The loss, a float32 scalar; gradients for those leaves of ``weights.chunks`` and of
+      ``weights.ends`` that are trained; and for the inputs' float leaves, [N, ...].
     """
+    ways = model.trained.ways(want_inputs=want_inputs)
+    program = without(plan.training, [way.x for way in ways])
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Any:
-        cell = _cell(plan, model, weights, batch)
+        cell = _cell(plan, model, weights, batch, ways)
         # The weight of means is known before the step: no gradient need be divided after it.
         known = normalise and cell.loss_is_mean()
         if known:
             cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
-        actions = _train(cell, plan, tables, want_inputs=want_inputs)
+        actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
         total, weight = total_over(actions.loss.all(), plan.axes)
         if normalise and not known:
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
                 scale_in_place(totals.refs, 1 / weight)
 
         def gradients(
-            totals: Any, like: Tree, spreads: Any, axes: tuple[str, ...], lead: int = 0
-        ) -> Tree:
+            totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
+        ) -> Leaves:
             # Over `data` once, here, and not once per microbatch.
-            summed = reduce_gradients(totals.all(), spreads, axes, lead=lead)
-            leaves, treedef = jax.tree.flatten(like)
-            found = [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
-            return jax.tree.unflatten(treedef, found)
+            summed = reduce_gradients(totals.all(), chosen(spreads, mask), axes, lead=lead)
+            leaves = chosen(jax.tree.leaves(like), mask)
+            return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
         data = tuple(axis for axis in plan.axes if axis != STAGE)
         chunks = tuple(
-            jax.tree.map(lambda g: g[None], gradients(totals, params, spreads, data, lead=1))
-            for totals, params, spreads in zip(
-                actions.chunk_grads, weights.chunks, model.layout.chunks, strict=True
+            [g[None] for g in gradients(totals, params, spreads, mask, data, lead=1)]
+            for totals, params, spreads, mask in zip(
+                actions.chunk_grads,
+                weights.chunks,
+                model.layout.chunks,
+                model.trained.chunks,
+                strict=True,
             )
         )
-        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, plan.axes)
+        mask = model.trained.ends
+        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
         inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
         return total / weight if normalise else total, (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
-    specs = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "gradient")
+    trained = model.trained
+    specs = (
+        tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
+        _gradient_specs(layout.ends, trained.ends),
+    )
     out_specs = P(), _manual(plan, specs), data
-    loss, grads, inputs = _shard(plan, model, plan.training, body, out_specs)(weights, batch)
+    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
 
 
-def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions:
+def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
     """Run a step; what it adds up is left in what ran it."""
     if plan.is_straight and not cell.lanes:
         step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
@@ -116,13 +129,13 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
     see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
     actions = _actions(cell)(
         cell,
-        plan.training,
+        program,
         take_loss=True,
         want_inputs=want_inputs,
         masked=plan.is_masked,
     )
     plan.whole[:] = actions.halves.whole if actions.halves else ()
-    run_ticks(actions, plan.training, tables, masked=plan.is_masked)
+    run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions
 
 
@@ -131,7 +144,8 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
     """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank."""
 
     def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
-        cell = _cell(plan, model, weights, batch)
+        ways = model.trained.ways(want_inputs=False, backward=False)
+        cell = _cell(plan, model, weights, batch, ways)
         see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
@@ -165,9 +179,9 @@ def _shard(
 
     def run(weights: Weights, batch: Batch) -> Any:
         layout = model.layout
-        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "stored")
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
-        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest, "stored")
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
@@ -181,14 +195,19 @@ def _shard(
     return run
 
 
-def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any, what: str) -> Any:
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
     """The specs of a state's leaves, each in the place of its leaf."""
 
     def one(state: Tree, spreads: Any) -> Tree:
-        specs = [getattr(spread, what) for spread in spreads]
+        specs = [spread.stored for spread in spreads]
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+    """The specs of the gradients of what is trained."""
+    return [spread.gradient for spread in chosen(spreads, mask)]
 
 
 def _manual(plan: Plan, specs: Tree) -> Tree:
@@ -198,7 +217,7 @@ def _manual(plan: Plan, specs: Tree) -> Tree:
     )
 
 
-def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
+def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch, ways: Sequence[Way]) -> Cell:
     """A rank's cell from its shard."""
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
@@ -220,7 +239,7 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
     in_actions = plan.gather == "action"
-    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions)
+    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions, ways=ways)
 
 
 def _actions(cell: Cell) -> type[Actions]:

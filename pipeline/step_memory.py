@@ -65,7 +65,7 @@ def predict_step(
       batch: [N, ...] leaves.
     """
     mesh, update = pipe.mesh, 0
-    for _, variable in nnx.to_flat_state(nnx.state(pipe, nnx.Param)):
+    for _, variable in nnx.to_flat_state(nnx.state(pipe, pipe.wrt)):
         spread = spread_of(variable, ())
         value = variable.get_raw_value()
         parts = {
