@@ -90,5 +90,5 @@ def _leave(plan: Plan) -> None:
     alive = [one() for one in _left]
     left = [one for one in alive if one not in (None, plan) and not one.pipelines] + [plan]
     for one in left[:-KEPT]:
-        one.jitted.clear()
+        one.forget()
     _left[:] = map(weakref.ref, left[-KEPT:])

@@ -88,6 +88,12 @@ class Plan:
     jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     pipelines: set[int] = field(default_factory=set, init=False, repr=False)
 
+    def forget(self) -> None:
+        """Drop what can be made again: tables, and what was jitted."""
+        self.jitted.clear()
+        for name in ("training", "forward"):
+            vars(self).pop(name, None)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy is another plan, with functions of its own.
         return vars(self) | {"jitted": {}, "pipelines": set()}
