@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
 from pipeline.difference import difference
@@ -24,7 +24,7 @@ from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
 from pipeline.tree import is_key, row_of
 from pipeline.unlike import Overlaid
-from pipeline.variables import raw
+from pipeline.variables import metadata, raw, remade
 from schedules.shared import Shared
 
 
@@ -64,9 +64,14 @@ def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placeme
 
 
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
-    """A stage's part of a stacked variable."""
+    """A stage's part of a stacked variable, whose names of dims may speak of the stack's too."""
     path, variable = item
-    return path, jax.tree.map(lambda leaf: row_of(leaf, k), variable)
+    row = jax.tree.map(lambda leaf: row_of(leaf, k), variable)
+    said, dims = dict(metadata(row)), len(getattr(raw(row), "shape", ()))
+    names = said.get("out_sharding")
+    if isinstance(names, tuple | list | PartitionSpec) and len(names) == dims + 1:
+        row = remade(row, raw(row), said | {"out_sharding": (*names,)[1:]})
+    return path, row
 
 
 def _stacked(

@@ -94,10 +94,6 @@ class Plan:
         for name in ("training", "forward"):
             vars(self).pop(name, None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is another plan, with functions of its own.
-        return vars(self) | {"jitted": {}, "pipelines": set()}
-
     @property
     def keep(self) -> Keep:
         """What a forward pass leaves for its backward."""

@@ -127,6 +127,20 @@ def test_tables_have_as_many_rows_as_their_ranks_share() -> None:
     )
 
 
+def test_stages_of_a_stacked_module_have_names_for_their_own_dims_only() -> None:
+    """As `nnx.vmap` names the stack's: ``("layers", None, "model")``."""
+    (stage,) = models.build(models.Noisy, 1)
+    graphdef, state = nnx.split(stage)
+    stacked = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.stack([x] * 4), state))
+    names = {"out_sharding": ("layers", None, "model"), "eager_sharding": False}
+    stacked.w = nnx.Param(stacked.w.get_value(), **names)
+    pipe = Pipeline(stacked, 4, mesh=make_mesh(stage=2, model=2))
+    assert pipe.stages()[0].w.get_metadata()["out_sharding"] == (None, "model")
+    found = pipe.replace(schedule="zb_v")
+    assert found.chunks[1].w.get_metadata()["out_sharding"] == ("stage", None, "model")
+    assert_same(found.replace(schedule=None), pipe)
+
+
 def test_what_stays_is_not_copied_and_what_users_added_is_kept() -> None:
     class Counted(Pipeline):
         def __init__(self, stages):
