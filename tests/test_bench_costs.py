@@ -77,6 +77,7 @@ def test_an_action_that_is_timed_has_its_products() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_halves_and_ends_too() -> None:
     """The first stage needs no gradient for its input."""
     assert products(None, ("FB", 0), ("FIW", 0)) == [[2, 3], [2, 1, 2]]
