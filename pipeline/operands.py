@@ -22,6 +22,7 @@ from pipeline.trained import Trained
 from pipeline.tree import Tree
 
 Operands = tuple[Model, Weights, Batch]
+MOST_FILTERS = 16  # that a plan remembers
 
 
 def make_operands(
@@ -112,5 +113,7 @@ def trained_by(
         trained = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
         found = trained, own_filter(wrt, trained, chunks, ends)
         if key is not None:
+            if len(plan.filtered) >= MOST_FILTERS:  # of calls that make their own anew
+                del plan.filtered[next(iter(plan.filtered))]
             plan.filtered[key] = found
     return found
