@@ -158,6 +158,8 @@ LAYOUTS = {
     "masked": {"bubbles": "masked", "schedule": "zb_h1", "remat": None},
     "zero1": {"S": 2, "D": 2, "data_parallel": "zero1"},
     "fsdp": {"S": 2, "D": 2, "data_parallel": "fsdp", "gather": "action"},
+    "delayed": {"schedule": "zb_v", "S": 2, "delayed": True},
+    "partners": {"schedule": "1f1b", "pattern": "partner"},
     "unlike": {"schedule": "zb_h1", "lengths": UNLIKE},
     "unlike, V = 2": {"schedule": "zb_v", "S": 2, "lengths": UNLIKE, "remat": None},
     "unlike, masked": {"bubbles": "masked", "lengths": UNLIKE},
@@ -194,6 +196,13 @@ def test_a_trainer_that_differentiates_the_loss_gets_the_same(wrt):
     found = by_nnx(pipe)
     assert_parity(pipe, WRT[wrt], found)
     jax.tree.map(np.testing.assert_array_equal, found, pipe.value_and_grad(*batch()))
+
+
+@pytest.mark.slow
+def test_a_loss_outside_of_the_pipeline():
+    pipe = make(WRT["upper stages"], S=2, schedule="zb_v")
+    found = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, pipe.wrt))(pipe)
+    assert_parity(pipe, WRT["upper stages"], found)
 
 
 def products(f, *args):
