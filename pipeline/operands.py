@@ -13,7 +13,7 @@ from flax import nnx
 
 from pipeline.chunks import lay_out
 from pipeline.ends import find_tables
-from pipeline.filters import find_trained
+from pipeline.filters import find_trained, own_filter
 from pipeline.microbatch import make_batch, place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -22,6 +22,7 @@ from pipeline.trained import Trained
 from pipeline.tree import Tree
 
 Operands = tuple[Model, Weights, Batch]
+MOST_FILTERS = 16  # that a plan remembers
 
 
 def make_operands(
@@ -62,6 +63,7 @@ def make_operands(
     batch = place(batch, plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, "embed or head")
+    structure = jax.tree.structure([*params, ends_params])
     model = Model(
         stages=seats(chunks, definitions, plan.schedule.stages_of),
         chunk=definitions[0],
@@ -70,7 +72,7 @@ def make_operands(
         has_head=ends.head is not None,
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
-        trained=trained_by(wrt, plan, chunks, ends),
+        trained=trained_by(wrt, plan, chunks, ends, structure)[0],
         policy=plan.remat if callable(plan.remat) else None,
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
@@ -79,18 +81,39 @@ def make_operands(
     return model, Weights(params, ends_params, rests, ends_rest), batch
 
 
-def trained_by(wrt: Any, plan: Plan, chunks: Sequence[nnx.Module], ends: Ends) -> Trained:
-    """What a filter trains, remembered: to ask it about every variable takes milliseconds.
+def trained_by(
+    wrt: Any,
+    plan: Plan,
+    chunks: Sequence[nnx.Module],
+    ends: Ends,
+    structure: Any = None,
+) -> tuple[Trained, nnx.filterlib.Filter]:
+    """What a filter trains, and the filter of the pipeline's own state that finds it.
+
+    Remembered: to ask about every variable of a step takes longer than to start it.
+
+    Args:
+      wrt: any nnx filter of the plain model.
+      plan: the options of the pipeline.
+      chunks: [V] modules.
+      ends: embed and head.
+      structure: that of their parameters, if it is at hand.
 
     Raises:
       ValueError: as `pipeline.filters.find_trained`.
     """
-    state = nnx.state((*chunks, ends), nnx.Param)
-    key = (tuple(wrt) if isinstance(wrt, list) else wrt), jax.tree.structure(state)
+    if structure is None:
+        structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
+    key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
     try:
         found = plan.filtered.get(key)
     except TypeError:  # a filter without a hash
-        return find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+        key, found = None, None
     if found is None:
-        found = plan.filtered[key] = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+        trained = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+        found = trained, own_filter(wrt, trained, chunks, ends)
+        if key is not None:
+            if len(plan.filtered) >= MOST_FILTERS:  # of calls that make their own anew
+                del plan.filtered[next(iter(plan.filtered))]
+            plan.filtered[key] = found
     return found

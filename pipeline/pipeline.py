@@ -17,7 +17,7 @@ from pipeline.chunks import make_chunks, make_ends
 from pipeline.describe import describe, summary
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
-from pipeline.filters import own_filter, trained_lines, warn_of_frozen_parts
+from pipeline.filters import trained_lines, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.jitted import hold
@@ -170,7 +170,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_weights_are_divided(self, plan.mesh, given)
-        warn_of_frozen_parts(trained_by(wrt, plan, self.chunks, self.ends), plan, self.chunks)
+        warn_of_frozen_parts(self.trained, plan, self.chunks)
         hold(plan, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -365,12 +365,13 @@ class Pipeline(nnx.Module):
     @property
     def trained(self) -> Trained:
         """Which leaves of its parameters have gradients."""
-        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)
+        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)[0]
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
         """The filter of the pipeline's own state for one of the plain model's."""
-        trained = trained_by(wrt, self.plan, self.chunks, self.ends)
-        return own_filter(wrt, trained, self.chunks, self.ends)
+        if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
+            return wrt
+        return trained_by(wrt, self.plan, self.chunks, self.ends)[1]
 
 
 _PARAMETERS = inspect.signature(Pipeline.__init__).parameters

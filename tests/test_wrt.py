@@ -21,7 +21,8 @@ from jax.interpreters import partial_eval
 from collectives import make_mesh
 from examples import gpt
 from pipeline import Pipeline, make_optimizer, traffic
-from tests import dots, hlo, models
+from pipeline.vocabulary import CrossEntropy
+from tests import dots, hlo, models, tensor_stages, test_tensor_axis, test_vocabulary
 from tests.models import CLASSES, WIDTH
 
 K, M, ROWS = 4, 8, 16
@@ -157,6 +158,8 @@ LAYOUTS = {
     "masked": {"bubbles": "masked", "schedule": "zb_h1", "remat": None},
     "zero1": {"S": 2, "D": 2, "data_parallel": "zero1"},
     "fsdp": {"S": 2, "D": 2, "data_parallel": "fsdp", "gather": "action"},
+    "delayed": {"schedule": "zb_v", "S": 2, "delayed": True},
+    "partners": {"schedule": "1f1b", "pattern": "partner"},
     "unlike": {"schedule": "zb_h1", "lengths": UNLIKE},
     "unlike, V = 2": {"schedule": "zb_v", "S": 2, "lengths": UNLIKE, "remat": None},
     "unlike, masked": {"bubbles": "masked", "lengths": UNLIKE},
@@ -193,6 +196,13 @@ def test_a_trainer_that_differentiates_the_loss_gets_the_same(wrt):
     found = by_nnx(pipe)
     assert_parity(pipe, WRT[wrt], found)
     jax.tree.map(np.testing.assert_array_equal, found, pipe.value_and_grad(*batch()))
+
+
+@pytest.mark.slow
+def test_a_loss_outside_of_the_pipeline():
+    pipe = make(WRT["upper stages"], S=2, schedule="zb_v")
+    found = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, pipe.wrt))(pipe)
+    assert_parity(pipe, WRT["upper stages"], found)
 
 
 def products(f, *args):
@@ -463,3 +473,56 @@ def test_what_is_frozen_has_no_gradient_for_a_trainer_either():
     x, t = batch()
     with pytest.raises(ValueError, match=r"chunks.0.layers.0.0.bias, which its wrt= leaves froz"):
         nnx.grad(lambda m: m.loss(x, t))(pipe)
+
+
+# --- other axes ---
+
+PARTS = {
+    "embed": nnx.filterlib.PathContains("embed"),
+    "head": nnx.filterlib.PathContains("head"),
+    "stages": nnx.filterlib.PathContains("stages"),
+    "stage 1": functools.partial(param, wanted=lambda p: p[:2] == ("stages", 1)),
+}
+
+
+def assert_part_of(whole, wrt, *given):
+    """A call that asks for a part gets that part of what a call without a filter gets."""
+    loss, wanted = whole.value_and_grad(*given)
+    part_loss, grads = whole.value_and_grad(*given, wrt=wrt)
+    assert models.distance(part_loss, loss) <= 1e-6
+    wanted = dict(nnx.to_flat_state(wanted))
+    found = nnx.to_flat_state(grads)
+    assert 0 < len(found) < len(wanted)
+    for path, variable in found:
+        want = np.array(wanted[path].get_value())
+        if wrt is PARTS["stage 1"]:
+            want[[held[path[1]] != 1 for held in whole.schedule.stages_of]] = 0
+        assert models.distance(variable.get_value(), want) <= 1e-5, path
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrt", PARTS)
+@pytest.mark.parametrize("bubbles", ["skip", "masked"])
+def test_with_a_vocabulary_on_all_ranks(wrt, bubbles):
+    options = {"vocabulary": "stage", "bubbles": bubbles, "schedule": "zb_h1"}
+    pipe = Pipeline(
+        models.build(models.Hostile, 2),
+        4,
+        mesh=make_mesh(stage=2),
+        loss_fn=CrossEntropy(),
+        **options,
+        **test_vocabulary.ends(tied=False),
+    )
+    assert_part_of(pipe, PARTS[wrt], *test_vocabulary.batch())
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [tensor_stages.Parallel, tensor_stages.Sequence])
+@pytest.mark.parametrize(
+    "options", [{"family": "zb_h1"}, {"family": "zb_v", "remat": None, "V": 2}], ids=str
+)
+def test_with_weights_over_a_tensor_axis(kind, options):
+    pipe = test_tensor_axis.pipeline(kind, **options)
+    assert_part_of(pipe, PARTS["stage 1"], *test_tensor_axis.batch()[:2])
