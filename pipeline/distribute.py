@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def distribute(x: Any, sharding: Sharding) -> jax.Array:
@@ -17,7 +17,7 @@ def distribute(x: Any, sharding: Sharding) -> jax.Array:
       sharding: whose specification names no axis behind those of ``x``.
     """
     if isinstance(x, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return constrained(x, sharding)
     if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -26,3 +26,17 @@ def distribute(x: Any, sharding: Sharding) -> jax.Array:
     if sharding.is_fully_replicated:
         return jax.device_put(x, sharding)  # sees that all processes have the same
     return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+
+
+def constrained(x: Any, sharding: Any) -> Any:
+    """A traced array where a sharding says; over Explicit axes of its mesh, typed so."""
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return jax.lax.with_sharding_constraint(x, sharding)
+    explicit = set(sharding.mesh.explicit_axes)
+
+    def kept(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name in explicit) or None
+
+    spec = PartitionSpec(*map(kept, sharding.spec))
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

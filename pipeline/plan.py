@@ -37,7 +37,8 @@ class Plan:
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
 
     Attributes:
-      mesh: with an axis ``stage`` of S ranks and perhaps ``data``.
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      home: the same with the axis types that state has.
       schedule: the timetable that runs.
       loss_fn: the user's, or None.
       remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
@@ -64,6 +65,7 @@ class Plan:
     """
 
     mesh: Mesh
+    home: Mesh
     schedule: Schedule
     loss_fn: LossFn | None
     remat: Remat
