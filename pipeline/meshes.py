@@ -8,7 +8,8 @@ axes, so what enters it is freed of its types, and what leaves it gets types aga
 * State lies on the user's devices, typed only if a mesh of Explicit axes is in force
   (`jax.set_mesh`) where the pipeline is made. Gradients lie as the parameters do.
 * Losses and outputs have the types of the mesh in force. Where there is none, outputs have those of
-  the inputs, and a loss has none: JAX differentiates typed scalars only under `jax.set_mesh`.
+  the inputs, and a loss has none, like weights and gradients: JAX differentiates scalars with
+  types only under `jax.set_mesh`.
 
 Nothing here does anything on meshes of Auto axes.
 """
@@ -27,6 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.distribute import constrained, distribute
+from pipeline.placement import axes_in
 from pipeline.plan import Plan
 from pipeline.spread import kernel_spec
 from pipeline.trained import chosen
@@ -194,11 +196,22 @@ def mesh_of_results(plan: Plan, inputs: Tree = ()) -> Mesh | None:
     return _with_types(plan.mesh, here.axis_types) if here and here.explicit_axes else None
 
 
-def rows_of(plan: Plan, inputs: Tree) -> PartitionSpec:
-    """How the rows of outputs lie: as those of the inputs if their types say so, or by shards."""
+def outputs_specs(plan: Plan, outputs: Tree, inputs: Tree) -> list[PartitionSpec]:
+    """How outputs lie: rows as those of the inputs if their types say so, or over ``data``.
+
+    Logits that all ranks share stay divided over ``stage`` where that is even.
+    """
     found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
     rows = next((x.spec[0] for x in found if len(x.spec) and x.spec[0] is not None), None)
-    return PartitionSpec(rows or (DATA if DATA in plan.axes else None))
+    rows = rows or (DATA if DATA in plan.axes else None)
+
+    def one(leaf: Any) -> PartitionSpec:
+        divided = "head" in plan.shared and leaf.shape[-1] % plan.mesh.shape[STAGE] == 0
+        if not divided or STAGE in axes_in(rows):
+            return PartitionSpec(rows)
+        return PartitionSpec(rows, *(None,) * (leaf.ndim - 2), STAGE)
+
+    return [one(leaf) for leaf in jax.tree.leaves(outputs)]
 
 
 def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:

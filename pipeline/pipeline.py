@@ -29,13 +29,14 @@ from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.precision import check_dtype, keep_params_in
+from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.randomness import advance
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
 from pipeline.trained import Trained
-from pipeline.tree import Tree
+from pipeline.tree import Tree, leaves_by_name
 from schedules import Schedule
 
 
@@ -169,6 +170,7 @@ class Pipeline(nnx.Module):
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
+        see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
         see_that_weights_are_divided(self, plan.mesh, given)
         warn_of_frozen_parts(self.trained, plan, self.chunks)
         hold(plan, self)
@@ -229,8 +231,9 @@ class Pipeline(nnx.Module):
         advance(self)
         with meshes.entered(self.plan):
             found = differentiable.outputs(self.plan, *operands)
-        mesh = meshes.mesh_of_results(self.plan, (inputs, extras))
-        return meshes.typed(found, mesh, meshes.rows_of(self.plan, (inputs, extras)))
+        given = (inputs, extras)
+        specs = meshes.outputs_specs(self.plan, found, given)
+        return meshes.typed(found, meshes.mesh_of_results(self.plan, given), specs)
 
     def loss(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
