@@ -96,6 +96,17 @@ class Plan:
         for name in ("training", "forward"):
             vars(self).pop(name, None)
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: a copy of a pipeline runs what is compiled already."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
+            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
+            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
+
     @property
     def keep(self) -> Keep:
         """What a forward pass leaves for its backward."""

@@ -65,7 +65,7 @@ def see_that_replicas_agree(arrays: Mapping[str, Any], mesh: Mesh) -> None:
 
 def _numbers(array: jax.Array) -> jax.Array:
     is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array
+    return jax.jit(jax.random.key_data)(array) if is_key else array
 
 
 def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
