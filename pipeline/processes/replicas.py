@@ -71,7 +71,8 @@ def _numbers(array: jax.Array) -> jax.Array:
 def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
     """For each part of an array, by its bounds in every dim, the processes that hold it."""
     found: dict[tuple[tuple[int, int], ...], set[int]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
+    places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
+    for device, index in places.items():
         bounds = _bounds(index, array.shape)
         found.setdefault(bounds, set()).add(device.process_index)
     return {bounds: sorted(holders) for bounds, holders in sorted(found.items())}
