@@ -28,6 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.distribute import constrained, distribute
+from pipeline.model import Model
 from pipeline.placement import axes_in
 from pipeline.plan import Plan
 from pipeline.spread import kernel_spec

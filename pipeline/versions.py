@@ -35,3 +35,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     """``0.12.8`` and ``0.12.8.dev1`` as (0, 12, 8)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
+
+
+see_that_releases_fit()

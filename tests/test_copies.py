@@ -40,7 +40,12 @@ def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
 
 @pytest.mark.parametrize(
     ("jax_version", "flax_version"),
-    [("0.10.2", "0.12.8"), ("0.11.1", "0.12.9"), ("0.12.0.1", "0.12.12"), ("0.12.0", "0.13.0.dev1")],
+    [
+        ("0.10.2", "0.12.8"),
+        ("0.11.1", "0.12.9"),
+        ("0.12.0.1", "0.12.12"),
+        ("0.12.0", "0.13.0.dev1"),
+    ],
 )
 def test_releases_that_work_together(jax_version: str, flax_version: str) -> None:
     see_that_releases_fit(jax_version, flax_version)
