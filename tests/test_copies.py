@@ -49,7 +49,6 @@ def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
 )
 def test_releases_that_work_together(jax_version: str, flax_version: str) -> None:
     see_that_releases_fit(jax_version, flax_version)
-    see_that_releases_fit()
 
 
 def test_a_flax_that_does_not_know_the_jax_beside_it() -> None:
