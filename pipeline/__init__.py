@@ -1,5 +1,6 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
+from pipeline import versions  # noqa: F401  first: it sees that flax knows this jax
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline

@@ -104,7 +104,9 @@ def _note_what_is_tracked(error: Exception) -> None:
             f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
             f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
             f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
-            f"in collectives.local, or mark the fresh array with collectives.vary"
+            f"in collectives.local, or mark the fresh array with collectives.vary; a weight whose "
+            f"metadata or sharding= names the axis is here its rank's part: if the layers know "
+            f"nothing of that, leave the axis to the compiler by auto_axes={tuple(axes)!r}"
         )
 
 

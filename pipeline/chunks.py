@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
 from pipeline.difference import difference
+from pipeline.distribute import constrained
 from pipeline.ends import find_tables
 from pipeline.placement import Placement, spreads
 from pipeline.spread import Layout
@@ -153,7 +154,7 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
         return _stack_keys(leaves, sharding)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
-        return jax.lax.with_sharding_constraint(jax.numpy.stack(leaves), sharding)
+        return constrained(jax.numpy.stack(leaves), sharding)
 
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])

@@ -55,7 +55,9 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
                 f"{name} returned a value that differs between the ranks of axis "
                 f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
                 f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
-                f"(jax.lax.all_gather(..., to='invarying')), before it is returned"
+                f"(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the "
+                f"layers know nothing of it, leave it to the compiler: Pipeline(..., "
+                f"auto_axes={tuple(others)!r})"
             )
     return result
 

@@ -14,6 +14,7 @@ from flax import nnx
 from pipeline.chunks import lay_out
 from pipeline.ends import find_tables
 from pipeline.filters import find_trained, own_filter
+from pipeline.meshes import untyped
 from pipeline.microbatch import make_batch, place
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
@@ -60,7 +61,7 @@ def make_operands(
     batch = make_batch(
         inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
     )
-    batch = place(batch, plan.mesh)
+    batch = place(untyped(batch, plan), plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, "embed or head")
     structure = jax.tree.structure([*params, ends_params])
@@ -78,7 +79,7 @@ def make_operands(
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
     )
-    return model, Weights(params, ends_params, rests, ends_rest), batch
+    return model, untyped(Weights(params, ends_params, rests, ends_rest), plan), batch
 
 
 def trained_by(

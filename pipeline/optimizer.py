@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipeline import meshes
 from pipeline.chunks import lead_of
 from pipeline.filters import leaving_frozen, trained_parts
 from pipeline.pipeline import Pipeline
@@ -70,8 +71,16 @@ def shard_optimizer(
             spread = _find(places, path, leaf)
             if spread is None:
                 return leaf
-            sharding = NamedSharding(pipe.mesh, getattr(spread, which))
+            sharding = NamedSharding(pipe.plan.mesh, getattr(spread, which))
             return jax.lax.with_sharding_constraint(leaf, sharding)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def typed(tree: Tree, which: str) -> Tree:
+        def one(path: Any, leaf: Any) -> Any:
+            spread = _find(places, path, leaf)
+            spec = getattr(spread, which) if spread else PartitionSpec()
+            return meshes.typed(leaf, pipe.plan.home, spec)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -83,11 +92,18 @@ def shard_optimizer(
                 "pipeline.make_optimizer(pipe, tx), which then holds types too"
             )
         # Under jit, so that no device ever holds the whole state.
-        return jax.jit(lambda params: lay_out(tx.init(params), "gradient"))(params)
+        with meshes.entered(pipe.plan):
+            make = jax.jit(lambda params: lay_out(tx.init(params), "gradient"))
+            state = make(meshes.untyped(params, pipe.plan))
+        return typed(state, "gradient")
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        updates, state = tx.update(lay_out(grads, "gradient"), state, params, **extra)
-        return lay_out(updates, "stored"), lay_out(state, "gradient")
+        with meshes.entered(pipe.plan):
+            given = meshes.untyped((grads, state, params, extra), pipe.plan)
+            grads, state, params, extra = given
+            updates, state = tx.update(lay_out(grads, "gradient"), state, params, **extra)
+            updates, state = lay_out(updates, "stored"), lay_out(state, "gradient")
+        return typed(updates, "stored"), typed(state, "gradient")
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from pipeline import differentiable, runtime
+from pipeline import differentiable, meshes, runtime
 from pipeline.ahead import check_kinds, lower_step, require_arrays
 from pipeline.apart import apart
 from pipeline.chunks import make_chunks, make_ends
@@ -29,13 +29,14 @@ from pipeline.options import check_functions
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.precision import check_dtype, keep_params_in
+from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.randomness import advance
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
 from pipeline.trained import Trained
-from pipeline.tree import Tree
+from pipeline.tree import Tree, leaves_by_name
 from schedules import Schedule
 
 
@@ -165,10 +166,11 @@ class Pipeline(nnx.Module):
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), embed, head]
         see_that_layers_fit(given, plan.mesh, plan.auto_axes)
-        placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
+        placement = Placement(plan.home, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(embed, head, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
+        see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
         see_that_weights_are_divided(self, plan.mesh, given)
         warn_of_frozen_parts(self.trained, plan, self.chunks)
         hold(plan, self)
@@ -192,8 +194,8 @@ class Pipeline(nnx.Module):
 
     @property
     def mesh(self) -> Mesh:
-        """Where it runs."""
-        return self.plan.mesh
+        """Where it runs: of Auto axes, or with the types of the mesh that was in force."""
+        return self.plan.home
 
     @property
     def num_microbatches(self) -> int:
@@ -227,7 +229,11 @@ class Pipeline(nnx.Module):
         """
         operands = require_arrays("pipe", self._operands(inputs, (), extras))
         advance(self)
-        return differentiable.outputs(self.plan, *operands)
+        with meshes.entered(self.plan):
+            found = differentiable.outputs(self.plan, *operands)
+        given = (inputs, extras)
+        specs = meshes.outputs_specs(self.plan, found, given)
+        return meshes.typed(found, meshes.mesh_of_results(self.plan, given), specs)
 
     def loss(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
@@ -238,7 +244,9 @@ class Pipeline(nnx.Module):
         """
         operands = require_arrays("loss", self._operands(inputs, targets, extras, "loss"))
         advance(self)
-        return differentiable.loss(self.plan, *operands)
+        with meshes.entered(self.plan):
+            found = differentiable.loss(self.plan, *operands)
+        return meshes.typed(found, meshes.mesh_of_results(self.plan), PartitionSpec())
 
     def value_and_grad(
         self,
@@ -264,12 +272,17 @@ class Pipeline(nnx.Module):
             "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad", wrt)
         )
         advance(self)
-        see_that_it_fits(self.plan, *operands)
-        with differentiable.refusing_twice(
-            "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
-            "loss(), or call value_and_grad() alone"
+        with (
+            meshes.entered(self.plan),
+            differentiable.refusing_twice(
+                "value_and_grad() was differentiated, and it returns gradients itself: "
+                "differentiate loss(), or call value_and_grad() alone"
+            ),
         ):
+            see_that_it_fits(self.plan, *operands)
             value, grads, _ = watched(runtime.train, self.plan, *operands)
+        value = meshes.typed(value, meshes.mesh_of_results(self.plan), PartitionSpec())
+        grads = meshes.typed(grads, self.plan.home, meshes.gradient_specs(operands[0]))
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
@@ -289,17 +302,26 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, "lower")
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
-        see_that_it_fits(self.plan, *operands)
-        return runtime.train.lower(self.plan, *operands)
+        with meshes.entered(self.plan):
+            see_that_it_fits(self.plan, *operands)
+            return runtime.train.lower(self.plan, *operands)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""
-        found = {
-            k: take_stage(chunk, rank)
-            for rank, held in enumerate(self.schedule.stages_of)
-            for chunk, k in zip(self.chunks, held, strict=True)
-        }
-        return [self.ignored.give_back(found[k], k) for k in range(len(found))]
+        is_typed = bool(self.plan.home.explicit_axes)
+        with meshes.entered(self.plan):
+            chunks = list(self.chunks)
+            if is_typed:
+                chunks = [_with_state(chunk, meshes.untyped, self.plan) for chunk in chunks]
+            found = {
+                k: take_stage(chunk, rank)
+                for rank, held in enumerate(self.schedule.stages_of)
+                for chunk, k in zip(chunks, held, strict=True)
+            }
+        stages = [self.ignored.give_back(found[k], k) for k in range(len(found))]
+        if not is_typed:
+            return stages
+        return [_with_state(stage, meshes.typed_as_they_lie, self.plan.home) for stage in stages]
 
     def replace(self, **options: Any) -> Self:
         """Another pipeline of the same stages and weights, and of other options.
@@ -349,15 +371,18 @@ class Pipeline(nnx.Module):
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
             state, trained = (self.chunks, self.ends), self.trained
-            memory = describe_memory(
-                self.plan, *state, operands, trained=trained, compiled=compiled
-            )
+            with meshes.entered(self.plan):
+                memory = describe_memory(
+                    self.plan, *state, operands, trained=trained, compiled=compiled
+                )
         lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
         return describe(self.plan, self.chunks, [*lines, *memory])
 
     def _operands(
         self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
     ) -> Operands:
+        if loss_for:
+            meshes.warn_of_untyped_weights(self.plan)
         hold(self.plan, self)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
         return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
@@ -378,3 +403,9 @@ _PARAMETERS = inspect.signature(Pipeline.__init__).parameters
 _OPTIONS = tuple(_PARAMETERS)[2:]  # but self and stages
 _DEFAULTS = {name: _PARAMETERS[name].default for name in _OPTIONS[_OPTIONS.index("remat") :]}
 _REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has
+
+
+def _with_state(module: nnx.Module, change: Callable[..., Tree], *given: Any) -> nnx.Module:
+    """A copy of a module whose state a function has changed."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, change(state, *given), copy=True)

@@ -112,7 +112,7 @@ class Placement:
         sharding = NamedSharding(self.mesh, spread.stored)
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return distribute(value, sharding)
+        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """The variable with a value that lies there, and metadata that say so."""

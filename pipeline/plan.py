@@ -37,7 +37,8 @@ class Plan:
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
 
     Attributes:
-      mesh: with an axis ``stage`` of S ranks and perhaps ``data``.
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      home: the same with the axis types that state has.
       schedule: the timetable that runs.
       loss_fn: the user's, or None.
       remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
@@ -64,6 +65,7 @@ class Plan:
     """
 
     mesh: Mesh
+    home: Mesh
     schedule: Schedule
     loss_fn: LossFn | None
     remat: Remat
@@ -93,6 +95,17 @@ class Plan:
         self.jitted.clear()
         for name in ("training", "forward"):
             vars(self).pop(name, None)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: a copy of a pipeline runs what is compiled already."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
+            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
+            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
 
     @property
     def keep(self) -> Keep:

@@ -18,6 +18,7 @@ from pipeline.choose import (
 )
 from pipeline.ends import Mode, choose_shared
 from pipeline.loss import LossFn
+from pipeline.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.options import (
     check_axes,
     check_functions,
@@ -61,7 +62,9 @@ def make_plan(
     check_options(remat, bubbles)
     memory_limit = check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
-    mesh = choose_mesh(mesh, num_stages, schedule)
+    mesh = default_mesh() if mesh is None else mesh
+    mesh = without_types(choose_mesh(mesh, num_stages, schedule))
+    home = with_types_in_force(mesh)
     partners = not exchanges_are_barriers(mesh)
     auto = check_axes(mesh, auto_axes, data_parallel, gather)
     bubbles = choose_bubbles(bubbles, auto, partners=partners)
@@ -80,6 +83,7 @@ def make_plan(
         shared = ()
     return Plan(
         mesh,
+        home,
         timetable,
         loss_fn,
         remat,

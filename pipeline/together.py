@@ -30,6 +30,7 @@ from pipeline.accumulate import Pullback, differentiate
 from pipeline.actions import Actions, Row
 from pipeline.once import at_most_once
 from pipeline.scopes import COMMON
+from pipeline.spread import total_over
 from pipeline.tree import Leaves, Tree, at
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.program import Program
@@ -83,7 +84,7 @@ class Together:
         dtype = jax.tree.leaves(cell.activation)[0].dtype
         rows = table[local].astype(dtype)
         part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
-        x = jax.lax.psum(part, STAGE)
+        x = total_over(part, (STAGE,))
         is_word = (ids >= 0) & (ids < self.tables.embed_words)
         x = cell.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
         here = (self.rank == self.first) & real
@@ -100,7 +101,7 @@ class Together:
     def _from(self, rank: int, message: Tree) -> jax.Array:
         """What one rank would send, on all; what others hold, NaN included, does not leak."""
         x = _only(message)
-        return jax.lax.psum(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), STAGE)
+        return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
     def _ids(self, microbatch: Any) -> jax.Array:
         return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
@@ -188,7 +189,7 @@ class Together:
             dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
             total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
         dh = jnp.dot(flat, table.astype(h.dtype)).reshape(h.shape)
-        return jax.lax.psum(dh, STAGE)
+        return total_over(dh, (STAGE,))
 
     def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
         """The gradient for the last stage's output; adds those of what lies before the table."""
