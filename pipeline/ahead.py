@@ -77,12 +77,16 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
             f"trains {len(trained)}, wrt={pipe.plan.wrt!r}; make one for it: "
             f"pipeline.make_optimizer(pipe, tx), or nnx.Optimizer(pipe, tx, wrt=pipe.wrt)"
         )
-    needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
+    other = (
+        "optimizer keeps the state of other parameters than this pipeline has; make one for it: "
+        "pipeline.make_optimizer(pipe, tx)"
+    )
+    try:
+        needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
+    except ValueError as error:  # it looks for parameters that are not there
+        raise ValueError(other) from error
     if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
-        raise ValueError(
-            "optimizer keeps the state of other parameters than this pipeline has; make one for "
-            "it: pipeline.make_optimizer(pipe, tx)"
-        )
+        raise ValueError(other)
 
 
 def check_kinds(stages: Any, embed: Any, head: Any) -> None:

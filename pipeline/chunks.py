@@ -86,7 +86,7 @@ def _stacked(
         spread = placement.spread(text, first, lead=lead, stacked=stacked)
         sharding = NamedSharding(placement.mesh, spread.stored)
         leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
-        stacks = [_stack(list(leaf), sharding) for leaf in leaves]
+        stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]
         value = raw(jax.tree.unflatten(jax.tree.structure(first), stacks))
         flat.append((path, placement.label(first, value, spread, lead)))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
@@ -145,7 +145,7 @@ def lead_of(path: Sequence[Any]) -> tuple[str, ...]:
     return (STAGE,) if path[0] == "chunks" else ()
 
 
-def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
+def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
     """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
     shape = (len(leaves), *leaves[0].shape)
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
@@ -164,5 +164,5 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
 
 def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
     """The same for typed keys, which no callback can make and no process send to another."""
-    data = _stack([jax.random.key_data(key) for key in keys], sharding)
+    data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -21,6 +21,8 @@ from pipeline.filters import trained_lines, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
 from pipeline.jitted import hold
+from pipeline.layer_view import from_layers, to_layers
+from pipeline.layout import Layout, check_layout, mark
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
@@ -36,7 +38,7 @@ from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
 from pipeline.trained import Trained
-from pipeline.tree import Tree, leaves_by_name
+from pipeline.tree import Tree, is_abstract, leaves_by_name
 from schedules import Schedule
 
 
@@ -76,7 +78,7 @@ class Pipeline(nnx.Module):
         jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
         of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
-        of the optimizer ("zero1", see `shard_optimizer`), or weights too ("fsdp").
+        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
       sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
         whose metadata does not say it (`nnx.with_partitioning`), else None.
@@ -172,6 +174,9 @@ class Pipeline(nnx.Module):
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
         see_that_weights_are_divided(self, plan.mesh, given)
+        mark(self.chunks, plan.schedule.stages_of)
+        types = is_abstract(nnx.state(self.chunks))
+        self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
         warn_of_frozen_parts(self.trained, plan, self.chunks)
         hold(plan, self)
 
@@ -330,7 +335,7 @@ class Pipeline(nnx.Module):
         Weights are those of now: what one of the two learns later the other does not. Arrays that
         stay where they are are not copied, so do not donate those of one and go on with both.
         State of an optimizer is laid out as weights are: make it anew if mesh, placement or
-        ``data_parallel`` change.
+        ``data_parallel`` change, or carry its moments over by `to_layers` and `from_layers`.
 
         Args:
           options: any of the constructor's but ``stages``, such as ``num_microbatches=8``,
@@ -342,6 +347,33 @@ class Pipeline(nnx.Module):
         """
         check_changes(options, _OPTIONS)
         return replaced(self, options, Pipeline.__init__)
+
+    def to_layers(self, tree: Tree) -> dict[str, Any]:
+        """The layer view of a tree that is shaped like the parameters.
+
+        ``{"stages": [K trees], "embed": tree, "head": tree}`` in layer order, whatever S, V and
+        the placement, also of stages that are not alike: what the model is without a pipeline.
+
+        Args:
+          tree: ``nnx.state(pipe, nnx.Param)``, gradients, an optimizer's moments; arrays (or types)
+            with a leading axis of length S where the parameters have it, or labels. Of a tree that
+            lacks what ``wrt`` freezes, the layers lack it too.
+
+        Raises:
+          ValueError: a tree of another shape.
+        """
+        return to_layers(self, tree)
+
+    def from_layers(self, layers: dict[str, Any]) -> nnx.State[Any, Any]:
+        """Undo `to_layers`: a tree laid out as ``nnx.state(pipe, nnx.Param)``, or ``pipe.wrt``.
+
+        Arrays are placed as the parameters are, so ``nnx.update(pipe, pipe.from_layers(layers))``
+        loads weights of any pipeline of the same model, or of none.
+
+        Raises:
+          ValueError: other layers, or labels that differ between layers that share an array.
+        """
+        return from_layers(self, layers)
 
     def describe(
         self,
@@ -384,6 +416,8 @@ class Pipeline(nnx.Module):
         if loss_for:
             meshes.warn_of_untyped_weights(self.plan)
         hold(self.plan, self)
+        flat = nnx.to_flat_state(nnx.state(self.chunks))
+        check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
         return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
 
