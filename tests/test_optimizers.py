@@ -357,3 +357,33 @@ def test_a_state_of_another_placement_is_refused():
         "the pipeline holds the layers of 2 ranks as loop_2x2, and was given the state of a "
         "pipeline that holds them otherwise (an array (4, 16) at 0.up.bias and 5 more)"
     )
+
+
+# --- what is trained in part ---
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:wrt freezes a part of arrays")
+@pytest.mark.parametrize("unlike", [False, True], ids=["alike", "unlike"])
+def test_only_what_is_trained_is_seen(unlike):
+    """A norm of all is that of what is trained; what is frozen stays as it is."""
+
+    def upper(path: Any, variable: Any) -> bool:
+        is_upper = path[0] == "head" or (path[0] == "stages" and path[1] >= 2)
+        return is_upper and isinstance(variable, nnx.Param)
+
+    pipe, tx = pipeline(2, schedule="zb_v", unlike=unlike, wrt=upper), optax.chain(clip, lamb)
+    optimizer = make_optimizer(pipe, clip, lamb)
+    weights = pipe.to_layers(nnx.state(pipe, pipe.wrt))
+    assert (weights["stages"][:2], weights["embed"]) == ([{}, {}], {})
+    state = tx.init(weights)
+    for n in range(2):
+        grads = gradients(weights, n)
+        optimizer.update(pipe, pipe.from_layers(grads))
+        updates, state = tx.update(grads, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    found, before = pipe.to_layers(nnx.state(pipe, nnx.Param)), plain(unlike=unlike)
+    assert_equal(found["stages"][2:], weights["stages"][2:], atol=1e-6)
+    assert_equal(found["head"], weights["head"], atol=1e-6)
+    assert_equal(found["stages"][:2], before["stages"][:2])
+    assert_equal(found["embed"], before["embed"])
