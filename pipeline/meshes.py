@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
-from pipeline.distribute import constrained, distribute
+from pipeline.distribute import distribute
 from pipeline.model import Model
 from pipeline.placement import axes_in
 from pipeline.plan import Plan
@@ -229,12 +229,15 @@ def typed(tree: Tree, mesh: Mesh | None, specs: Any) -> Tree:
     if isinstance(specs, PartitionSpec):
         specs = [specs] * len(leaves)
     found = [
-        constrained(leaf, NamedSharding(mesh, spec))
-        if isinstance(leaf, jax.core.Tracer)
-        else distribute(leaf, NamedSharding(mesh, spec))
-        for leaf, spec in zip(leaves, specs, strict=True)
+        _typed(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
     ]
     return jax.tree.unflatten(treedef, found)
+
+
+def _typed(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return distribute(leaf, sharding)
 
 
 def gradient_specs(model: Model) -> list[PartitionSpec]:

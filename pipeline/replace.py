@@ -128,7 +128,8 @@ def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
         return picks
     overlaid = any(isinstance(chunk, Overlaid) for one in (pipe, new) for chunk in one.chunks)
     moved = list(pipe.mesh.devices.flat) != list(new.mesh.devices.flat)
-    return None if overlaid or moved else picks
+    typed = any(one.plan.home.explicit_axes for one in (pipe, new))  # whose rows jax cannot take
+    return None if overlaid or moved or typed else picks
 
 
 def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:

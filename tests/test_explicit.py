@@ -158,6 +158,17 @@ def test_set_mesh_around_one_half(where, wanted):
         )
 
 
+@pytest.mark.slow
+def test_replaced_under_set_mesh():
+    with jax.set_mesh(explicit(data=2, stage=2)):
+        pipe = build()
+        wanted = pipe.loss(*batch())
+        other = pipe.replace(schedule="zb_v", num_microbatches=2, data_parallel="zero1")
+        assert_close(other.loss(*batch()), wanted)
+        _, grads = other.value_and_grad(*batch(), wrt=nnx.PathContains("up"))
+        assert {jax.typeof(g).sharding.spec[0] for g in jax.tree.leaves(grads)} == {"stage"}
+
+
 def test_another_mesh_in_force_is_refused():
     pipe = build(make_mesh(stage=4))
     with jax.set_mesh(explicit(stage=4)), pytest.raises(ValueError) as caught:
