@@ -89,13 +89,13 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
         raise ValueError(other)
 
 
-def check_kinds(stages: Any, embed: Any, head: Any) -> None:
+def check_kinds(stages: Any, **ends: Any) -> None:
     """See that a model is made of arrays or of types, and not of both.
 
     Raises:
       ValueError: some part is of types, and some of arrays.
     """
-    parts = {"stages": stages, "embed": embed, "head": head}
+    parts = {"stages": stages, **ends}
     if isinstance(stages, Sequence):
         parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
     found = {

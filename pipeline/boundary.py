@@ -61,19 +61,21 @@ def follow(cell: Cell, x: Tree) -> list[Tree]:
         key = code(cell, seat), signature(x)
         if key not in known:
             known[key] = _output(cell, k, found)
-        x = known[key]
+        x, cell.bodies[k] = known[key]
         found.append(x)
     return found
 
 
-def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
-    """The type of activation k + 1."""
+def _output(cell: Cell, k: int, before: list[Tree]) -> tuple[Tree, Any]:
+    """The type of activation k + 1, and the stage's jaxpr as a function of its weights."""
     view = seen_by(cell, cell.model.stages[k])
 
-    def run(x: Tree) -> Tree:
+    def run(x: Tree) -> tuple[Tree, Any]:
+        weights, fixed, side = view.stage_arguments(view.home, 0)
         # Made inside: not every release takes a type that says over which axes it varies.
-        arguments = view.stage_arguments(view.home, 0)
-        return jax.eval_shape(lambda: view.stage(*arguments, blank(x, ())))
+        call = lambda weights: view.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
+        closed, y = jax.make_jaxpr(call, return_shape=True)(weights)
+        return y, closed.jaxpr
 
     try:
         return run(before[k])
@@ -110,7 +112,7 @@ def _note_what_is_tracked(error: Exception) -> None:
         )
 
 
-def _taken(run: Callable[[Tree], Tree], candidates: list[Tree]) -> Tree | None:
+def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
     """The first candidate that a stage can run on."""
     for x in candidates[:_MOST_TRIALS]:
         try:

@@ -92,13 +92,12 @@ def _stacked(
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def make_ends(embed: Any, head: Any, placement: Placement, shared: Shared = ()) -> Ends:
-    """Embed and head on every device of the mesh; the user's modules stay as they are.
+def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
+    """Embed, head and loss on every device of the mesh; the user's modules stay as they are.
 
     Of tables that ranks share each has a part. If they cannot share the words equally, there are
     rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
     """
-    ends = Ends(embed, head)
     graphdef, state = nnx.split(ends)
     parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
     flat = []

@@ -16,7 +16,7 @@ from pipeline.placed import Placed, placed
 from pipeline.sharding import alike
 from pipeline.vocabulary import Table
 
-_OURS = ("pipeline", "flax")
+_OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
 def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
@@ -115,7 +115,7 @@ def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str
 
 
 def outside() -> int:
-    """The stacklevel, for who calls this, of the first line outside of this library and flax."""
+    """The stacklevel, for who calls this, of the first line outside of libraries."""
     level, frame = 0, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

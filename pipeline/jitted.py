@@ -30,7 +30,8 @@ class PerPlan:
     """A function of arrays, jitted anew for each plan, model and set of options.
 
     Args:
-      run: ``run(plan, model, weights, batch, **options)``, all static but weights and batch.
+      run: ``run(plan, model, weights, batch, **options)``, all static but weights and batch, and
+        a scale behind them, if one is given.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -38,10 +39,17 @@ class PerPlan:
         functools.update_wrapper(self, run)
 
     def __call__(
-        self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
+        self,
+        plan: Plan,
+        model: Model,
+        weights: Weights,
+        batch: Batch,
+        scale: jax.Array | None = None,
+        **options: Any,
     ) -> Any:
         """As `jax.jit` calls it."""
-        return self._of(plan, model, options)(weights, batch)
+        given = () if scale is None else (scale,)
+        return self._of(plan, model, options)(weights, batch, *given)
 
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any
@@ -61,8 +69,8 @@ class PerPlan:
         if found is None:
             of_plan = weakref.ref(plan)  # who holds the function: a cycle would wait for `gc`
 
-            def run(weights: Weights, batch: Batch) -> Any:
-                return self._run(of_plan(), model, weights, batch, **options)
+            def run(*given: Any) -> Any:
+                return self._run(of_plan(), model, *given, **options)
 
             run.__name__ = run.__qualname__ = self._run.__name__  # as HLO and profiles show it
             found = plan.jitted[key] = jax.jit(run)

@@ -103,7 +103,7 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
 
 
 def _replace(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, **changes, whole=[], seen=[], warned=set())
+    return dataclasses.replace(plan, **changes, whole=[], seen=[], warned=plan.warned)
 
 
 def _message(

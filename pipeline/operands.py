@@ -14,6 +14,7 @@ from flax import nnx
 from pipeline.chunks import lay_out
 from pipeline.ends import find_tables
 from pipeline.filters import find_trained, own_filter
+from pipeline.loss import LossModule
 from pipeline.meshes import untyped
 from pipeline.microbatch import make_batch, place
 from pipeline.model import Batch, Model, Weights
@@ -24,6 +25,7 @@ from pipeline.tree import Tree
 
 Operands = tuple[Model, Weights, Batch]
 MOST_FILTERS = 16  # that a plan remembers
+_ENDS = "embed or head", "embed, head or loss_fn"
 
 
 def make_operands(
@@ -63,7 +65,7 @@ def make_operands(
     )
     batch = place(untyped(batch, plan), plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
-    definition, ends_params, ends_rest = define(ends, "embed or head")
+    definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])
     model = Model(
         stages=seats(chunks, definitions, plan.schedule.stages_of),

@@ -27,7 +27,7 @@ from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
 from pipeline.operands import Operands, make_operands, trained_by
-from pipeline.options import check_functions
+from pipeline.options import check_functions, check_scale
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.precision import check_dtype, keep_params_in
@@ -39,6 +39,7 @@ from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
 from pipeline.trained import Trained
 from pipeline.tree import Tree, is_abstract, leaves_by_name
+from pipeline.untrained import warn_of_parameters_read_from_outside
 from schedules import Schedule
 
 
@@ -60,7 +61,8 @@ class Pipeline(nnx.Module):
         devices as share K stages equally.
       embed: a module or function of one microbatch of inputs; makes the first stage's input.
       head: a module or function of the last stage's output; makes what the user sees.
-      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight).
+      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
+        module is trained as embed and head are, with which it may share parameters.
       remat: "stage" keeps each stage's input and runs its forward again in the backward; None
         keeps its residuals; a `jax.checkpoint` policy keeps what it says.
       bubbles: "skip" branches around idle slots; "masked" computes through them without any
@@ -105,8 +107,8 @@ class Pipeline(nnx.Module):
         v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
         stages of a chunk differ it is a `pipeline.unlike.Overlaid`; `stages()` gives them as they
         are.
-      ends: embed and head, on every rank; a table that all share has its rows sharded over
-        ``stage``, and perhaps rows of zeros behind its last word.
+      ends: embed and head, and a loss_fn that is a module, on every rank; a table that all share
+        has its rows sharded over ``stage``, and perhaps rows of zeros behind its last word.
 
     Raises:
       ValueError: options that do not fit each other; the message says which and what to do.
@@ -140,7 +142,7 @@ class Pipeline(nnx.Module):
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
-        check_kinds(stages, embed, head)
+        check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
         self.plan = plan = make_plan(
             count_stages(stages),
             num_microbatches,
@@ -163,14 +165,17 @@ class Pipeline(nnx.Module):
             wrt=wrt,
         )
         plan.options.update(options)
-        stages, embed, head = apart(stages, embed, head)
+        warn_of_parameters_read_from_outside(
+            [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
+        )
+        stages, ends = apart(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, ignore)
         warn_of_attributes(stages)
-        given = [*([stages] if is_stacked(stages) else stages), embed, head]
+        given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         see_that_layers_fit(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.home, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
-        self.ends = make_ends(embed, head, placement, plan.shared)
+        self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
         see_that_weights_are_divided(self, plan.mesh, given)
@@ -245,7 +250,9 @@ class Pipeline(nnx.Module):
     ) -> jax.Array:
         """The mean loss, a float32 scalar on every rank.
 
-        Differentiated, it runs the whole schedule once; otherwise forward actions alone.
+        Differentiated, it runs the whole schedule once; otherwise forward actions alone. Where a
+        step computes in float16, both run, forward actions first: a loss scale (what the loss is
+        multiplied with before it is differentiated) must be known to the schedule.
         """
         operands = require_arrays("loss", self._operands(inputs, targets, extras, "loss"))
         advance(self)
@@ -260,6 +267,7 @@ class Pipeline(nnx.Module):
         *,
         extras: dict[str, Tree] | None = None,
         wrt: nnx.filterlib.Filter | None = None,
+        loss_scale: Any = None,
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
 
@@ -268,11 +276,15 @@ class Pipeline(nnx.Module):
           targets: likewise.
           extras: likewise, by name, for every stage.
           wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
+          loss_scale: a scalar, perhaps traced, that the loss is multiplied with before it is
+            differentiated, so that small gradients do not vanish in float16. Gradients come back
+            multiplied with it, to be divided by whoever chose it (in float32, and after a look for
+            infinities and NaN, which say that it was too large); the loss does not.
 
         Raises:
-          ValueError: a batch or a filter that does not fit; or it was differentiated.
+          ValueError: a batch, a filter or a scale that does not fit; or it was differentiated.
         """
-        wrt = self.plan.wrt if wrt is None else wrt
+        wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
         operands = require_arrays(
             "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad", wrt)
         )
@@ -285,7 +297,7 @@ class Pipeline(nnx.Module):
             ),
         ):
             see_that_it_fits(self.plan, *operands)
-            value, grads, _ = watched(runtime.train, self.plan, *operands)
+            value, grads, _ = watched(runtime.train, self.plan, *operands, scale=scale)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan), PartitionSpec())
         grads = meshes.typed(grads, self.plan.home, meshes.gradient_specs(operands[0]))
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from pipeline.accumulate import GradDtype
-from pipeline.loss import LossFn
+from pipeline.loss import Loss
 from pipeline.placement import DataParallel
 from pipeline.straight import is_straight
 from schedules.ir import Schedule
@@ -40,7 +40,7 @@ class Plan:
       mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
       home: the same with the axis types that state has.
       schedule: the timetable that runs.
-      loss_fn: the user's, or None.
+      loss_fn: the user's, or that it is a module; or None.
       remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
       bubbles: "skip" branches around idle slots, "masked" computes through them.
       why: one line on how the schedule was chosen.
@@ -58,16 +58,17 @@ class Plan:
       options: those of the pipeline, as the user gave them.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
       seen: the last step's operands, as types.
-      warned: types of steps whose memory was looked at.
+      warned: types of steps whose memory was looked at, and parameters that nobody reads.
       filtered: what filters were found to train.
-      jitted: functions jitted for this plan, and what was traced and compiled of them.
+      jitted: functions jitted for this plan, and what was traced and compiled of them, or seen in
+        their traces.
       pipelines: the ids of those that need them (`pipeline.jitted`).
     """
 
     mesh: Mesh
     home: Mesh
     schedule: Schedule
-    loss_fn: LossFn | None
+    loss_fn: Loss | None
     remat: Remat
     bubbles: Bubbles
     why: str

@@ -27,7 +27,7 @@ from pipeline.unlike import Overlaid
 from pipeline.variables import raw, with_value
 
 Pick = tuple[int, int]  # where a stage was: its rank and its chunk
-_ENDS = "embed", "head"
+_ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any], options: Sequence[str]) -> None:
@@ -74,13 +74,13 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     new = nnx.merge(*nnx.split(pipe), copy=True)  # with what the user has added
 
     def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:
-        make(new, whole.stages(), **{**_ends_of(whole), **ends}, **options)
+        make(new, whole.stages(), **(options | _ends_of(whole) | dict(ends)))
 
     ends = {name: changes[name] for name in _ENDS if name in changes}
     if is_abstract(nnx.state(pipe)):
         lay_out(pipe, ends)
         return new
-    check_kinds(list(pipe.chunks), *map(ends.get, _ENDS))
+    check_kinds(list(pipe.chunks), **ends)
     lay_out(_typed(pipe), {name: _typed(end) for name, end in ends.items()})
     picks = _picks(pipe, new)
     if picks is None:
@@ -90,7 +90,7 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     for chunk, column in zip(new.chunks, picks, strict=True):
         sources = {v: had[v] for _, v in column}
         _fill(chunk, functools.partial(_rows, column), sources)
-    given = Ends(**({"embed": pipe.embed, "head": pipe.head} | ends))
+    given = Ends(**(_held(pipe.ends) | ends))
     _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(given)))})
     return new
 
@@ -106,7 +106,12 @@ def _ends_of(pipe: Any) -> dict[str, Any]:
             shape = end.words, *table.shape[1:]
             cut = jax.ShapeDtypeStruct(shape, table.dtype) if is_abstract(table) else None
             end.table.set_value(table[: end.words] if cut is None else cut)
-    return {"embed": ends.embed, "head": ends.head}
+    return _held(ends)
+
+
+def _held(ends: Ends) -> dict[str, Any]:
+    """Embed, head and a loss that is a module, by name."""
+    return {name: getattr(ends, name) for name in _ENDS if hasattr(ends, name)}
 
 
 def _typed(module: Any) -> Any:

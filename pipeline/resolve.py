@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
@@ -17,7 +18,7 @@ from pipeline.choose import (
     exchanges_are_barriers,
 )
 from pipeline.ends import Mode, choose_shared
-from pipeline.loss import LossFn
+from pipeline.loss import LossFn, LossModule
 from pipeline.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.options import (
     check_axes,
@@ -85,7 +86,7 @@ def make_plan(
         mesh,
         home,
         timetable,
-        loss_fn,
+        LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
         remat,
         bubbles,
         why,

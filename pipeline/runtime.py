@@ -19,6 +19,7 @@ from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.effects import see_that_effects_happen_once
 from pipeline.jitted import PerPlan
+from pipeline.loss import mean_of
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
 from pipeline.placement import Spread
@@ -35,8 +36,9 @@ from pipeline.spread import (
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
 from pipeline.trained import Mask, Way, chosen
-from pipeline.tree import Leaves, Tree, as_numbers, numbers_as
+from pipeline.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.turns import without
+from pipeline.untrained import warn_of_parameters_that_nobody_reads
 from pipeline.workers import Crew
 from schedules.program import Program
 
@@ -49,6 +51,7 @@ def train(
     model: Model,
     weights: Weights,
     batch: Batch,
+    scale: jax.Array | None = None,
     *,
     want_inputs: bool = False,
     normalise: bool = True,
@@ -60,27 +63,32 @@ def train(
       model: the user's model, static.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
+      scale: what the loss is multiplied with before it is differentiated, a scalar.
       want_inputs: whether to return gradients for the inputs.
       normalise: divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar; gradients for those leaves of ``weights.chunks`` and of
-      ``weights.ends`` that are trained; and for the inputs' float leaves, [N, ...].
+      The loss, a float32 scalar that is not scaled; gradients for those leaves of
+      ``weights.chunks`` and of ``weights.ends`` that are trained; and for the inputs' float leaves,
+      [N, ...].
     """
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
 
-    def body(tables: Row, weights: Weights, batch: Batch) -> Any:
+    def body(tables: Row, weights: Weights, batch: Batch, scale: jax.Array | None) -> Any:
         cell = _cell(plan, model, weights, batch, ways)
-        # The weight of means is known before the step: no gradient need be divided after it.
-        known = normalise and cell.loss_is_mean()
-        if known:
-            cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
+        known = _share_known_before(cell, plan, is_scaled=scale is not None) if normalise else None
+        if known is not None:
+            cell.loss_share = known
+        if scale is not None:
+            cell.loss_share = scale.astype(real()) * cell.loss_share
         actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
         total, weight = total_over(actions.loss.all(), plan.axes)
-        if normalise and not known:
+        value = total
+        if normalise and known is None:
+            value, share = mean_of(total, weight)
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
-                scale_in_place(totals.refs, 1 / weight)
+                scale_in_place(totals.refs, share)
 
         def gradients(
             totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
@@ -104,7 +112,9 @@ def train(
         mask = model.trained.ends
         ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
         inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
-        return total / weight if normalise else total, (chunks, ends), inputs
+        if known is not None:
+            value = total / weight if scale is None else mean_of(total, weight)[0]
+        return value, (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
     trained = model.trained
@@ -113,10 +123,27 @@ def train(
         _gradient_specs(layout.ends, trained.ends),
     )
     out_specs = P(), _manual(plan, specs), data
-    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch)
+    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
+
+
+def _share_known_before(cell: Cell, plan: Plan, *, is_scaled: bool) -> Any:
+    """By what sums are multiplied to be means, if that is known before a step, or else None.
+
+    Then no gradient need be divided after it.
+    """
+    is_mean, ends_body = cell.loss_is_mean()
+    warn_of_parameters_that_nobody_reads(cell, ends_body, plan.warned)
+    if is_mean:
+        return 1 / (plan.schedule.num_microbatches * plan.data_size)
+    # A scale is chosen for gradients of the mean, and those of a sum might overflow.
+    weight = cell.weight_of_targets() if is_scaled else None
+    if weight is None:
+        return None
+    data = tuple(axis for axis in plan.axes if axis != STAGE)
+    return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
 
 
 def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
@@ -140,18 +167,29 @@ def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs
 
 
 @PerPlan
-def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss: bool) -> Tree:
-    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank."""
+def infer(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    take_loss: bool,
+    want_share: bool = False,
+) -> Tree:
+    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
 
-    def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
+    With ``want_share`` the loss comes with what sums over microbatches are to be multiplied with.
+    """
+
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
         ways = model.trained.ways(want_inputs=False, backward=False)
         cell = _cell(plan, model, weights, batch, ways)
         see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            total, weight = total_over(actions.loss.all(), plan.axes)
-            return total / weight
+            found = mean_of(*total_over(actions.loss.all(), plan.axes))
+            return found if want_share else found[0]
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
@@ -169,7 +207,10 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
 def _shard(
     plan: Plan, model: Model, program: Program, body: Callable[..., Any], out_specs: Any
 ) -> Any:
-    """The body on every device, given its rank's tables, weights and shard of the batch."""
+    """The body on every device, given its rank's tables, weights and shard of the batch.
+
+    A last operand, if it is not None, is the same on all.
+    """
     data = P(DATA) if DATA in plan.axes else P()
     tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
     of_tables = dict.fromkeys(FIELDS, P(STAGE))
@@ -177,7 +218,7 @@ def _shard(
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
         of_tables |= dict.fromkeys(COMMON, P())
 
-    def run(weights: Weights, batch: Batch) -> Any:
+    def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
         layout = model.layout
         params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
@@ -185,12 +226,12 @@ def _shard(
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data),
+            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data, P()),
             out_specs=out_specs,
             axis_names=plan.manual_axes,
             check_vma=plan.tracks_varying,
         )
-        return sharded(tables, weights, batch)
+        return sharded(tables, weights, batch, same)
 
     return run
 

@@ -31,7 +31,7 @@ from pipeline.actions import Actions, Row
 from pipeline.once import at_most_once
 from pipeline.scopes import COMMON
 from pipeline.spread import total_over
-from pipeline.tree import Leaves, Tree, at
+from pipeline.tree import Leaves, Tree, at, times
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.program import Program
 
@@ -131,6 +131,8 @@ class Together:
         actions.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
         if not actions.training:
             return message
+        if isinstance(cell.loss_share, jax.Array):  # a scale; such a loss is never a mean
+            dz = times(dz, cell.loss_share)
         dh = self._accumulate(dz.astype(h.dtype), h, table, real)
         # So that what follows is counted once.
         dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), cell.axes)
