@@ -332,7 +332,7 @@ def test_what_an_update_sends(name, most):
     assert max((size for _, size in found), default=0) <= most
     of_layers = [x for x in jax.tree.leaves(state) if x.ndim and x.shape[0] == 4]
     assert all(x.sharding.spec[:1] == ("stage",) for x in of_layers)
-    assert len(of_layers) >= 6
+    assert len(of_layers) >= 6 or name == "clip_by_block_rms"  # which has no state
 
 
 def test_with_zero_1_updates_are_gathered_and_nothing_else():
