@@ -353,8 +353,8 @@ def _check_layers(view: LayerView, layers: Any) -> None:
     if not (isinstance(layers, Mapping) and layers.keys() == view.tree.keys()):
         said = sorted(layers) if isinstance(layers, Mapping) else type(layers).__name__
         raise ValueError(
-            f"from_layers was given {said}; give the layer view, a dictionary of 'stages', 'embed' "
-            f"and 'head' as pipe.to_layers(tree) returns it"
+            f"from_layers was given {said}; give the layer view, a dictionary of "
+            f"{', '.join(map(repr, view.tree))} as pipe.to_layers(tree) returns it"
         )
     if len(layers["stages"]) != wanted:
         raise ValueError(

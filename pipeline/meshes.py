@@ -248,12 +248,19 @@ def gradient_specs(model: Model) -> list[PartitionSpec]:
 
 
 def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:
-    """Arrays computed on the kernel's mesh, with the types of another, and whole over ``data``."""
-    leaves, treedef = jax.tree.flatten(tree)
-    found = [leaf if isinstance(leaf, jax.core.Tracer) else leaf.sharding for leaf in leaves]
+    """Arrays computed on the kernel's mesh, with the types of another, and whole over ``data``.
+
+    Leaves that are no arrays, such as labels, stay as they are.
+    """
+    if not mesh.explicit_axes:
+        return tree
     further = frozenset(mesh.axis_names) - {DATA, STAGE}
-    specs = [
-        kernel_spec(one.spec, further) if isinstance(one, NamedSharding) else PartitionSpec()
-        for one in found
-    ]
-    return jax.tree.unflatten(treedef, typed(leaves, mesh, specs))
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        lies = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+        spec = lies.spec if isinstance(lies, NamedSharding) else PartitionSpec()
+        return typed(leaf, mesh, kernel_spec(spec, further))
+
+    return jax.tree.map(one, tree)

@@ -81,7 +81,7 @@ def make_operands(
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
     )
-    return model, untyped(Weights(params, ends_params, rests, ends_rest), plan), batch
+    return model, Weights(params, ends_params, rests, ends_rest), batch
 
 
 def trained_by(

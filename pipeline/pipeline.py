@@ -237,8 +237,7 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        operands = require_arrays("pipe", self._operands(inputs, (), extras))
-        advance(self)
+        operands = self._step("pipe", self._operands(inputs, (), extras))
         with meshes.entered(self.plan):
             found = differentiable.outputs(self.plan, *operands)
         given = (inputs, extras)
@@ -254,8 +253,7 @@ class Pipeline(nnx.Module):
         step computes in float16, both run, forward actions first: a loss scale (what the loss is
         multiplied with before it is differentiated) must be known to the schedule.
         """
-        operands = require_arrays("loss", self._operands(inputs, targets, extras, "loss"))
-        advance(self)
+        operands = self._step("loss", self._operands(inputs, targets, extras, "loss"))
         with meshes.entered(self.plan):
             found = differentiable.loss(self.plan, *operands)
         return meshes.typed(found, meshes.mesh_of_results(self.plan), PartitionSpec())
@@ -285,10 +283,8 @@ class Pipeline(nnx.Module):
           ValueError: a batch, a filter or a scale that does not fit; or it was differentiated.
         """
         wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
-        operands = require_arrays(
-            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad", wrt)
-        )
-        advance(self)
+        operands = self._operands(inputs, targets, extras, "value_and_grad", wrt)
+        operands = self._step("value_and_grad", operands)
         with (
             meshes.entered(self.plan),
             differentiable.refusing_twice(
@@ -316,7 +312,7 @@ class Pipeline(nnx.Module):
         Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
         optimizer its update follows, and weights and state are given away to their new values.
         """
-        operands = self._operands(inputs, targets, extras, "lower")
+        operands = self._types(inputs, targets, extras, "lower")
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with meshes.entered(self.plan):
@@ -374,7 +370,9 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a tree of another shape.
         """
-        return to_layers(self, tree)
+        with meshes.entered(self.plan):
+            layers = to_layers(self, meshes.untyped(tree, self.plan))
+        return meshes.typed_as_they_lie(layers, self.plan.home)
 
     def from_layers(self, layers: dict[str, Any]) -> nnx.State[Any, Any]:
         """Undo `to_layers`: a tree laid out as ``nnx.state(pipe, nnx.Param)``, or ``pipe.wrt``.
@@ -385,7 +383,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
         """
-        return from_layers(self, layers)
+        with meshes.entered(self.plan):
+            return from_layers(self, meshes.untyped(layers, self.plan))
 
     def describe(
         self,
@@ -410,7 +409,7 @@ class Pipeline(nnx.Module):
         """
         operands = None
         if inputs is not None:
-            operands = self._operands(inputs, targets, extras, "describe")
+            operands = self._types(inputs, targets, extras, "describe")
         if optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
@@ -421,6 +420,17 @@ class Pipeline(nnx.Module):
                 )
         lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
         return describe(self.plan, self.chunks, [*lines, *memory])
+
+    def _step(self, name: str, operands: Operands) -> Operands:
+        """The operands of a call that computes, with random streams that count it."""
+        model, weights, batch = require_arrays(name, operands)
+        advance(self)  # the weights hold the variables that count
+        return model, meshes.untyped(weights, self.plan), batch
+
+    def _types(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str) -> Operands:
+        """The operands of what runs nothing."""
+        model, weights, batch = self._operands(inputs, targets, extras, loss_for)
+        return model, meshes.untyped(weights, self.plan), batch
 
     def _operands(
         self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
