@@ -26,7 +26,7 @@ def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
         for name, value in plan.options.items()
         if name in defaults and value is not defaults[name] and value != defaults[name]
     ]
-    ours = "chunks", "ends", "ignored", "plan"
+    ours = "chunks", "ends", "ignored", "layout", "plan"
     added = [n for n in vars(pipe) if n not in ours and not n.startswith("_")]
     model = f"{schedule.num_stages} of {' and '.join(dict.fromkeys(map(_short, stages)))}"
     ends = {"embed": pipe.embed, "head": pipe.head}.items()
@@ -35,7 +35,7 @@ def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
         "mesh": f"{_axes(plan)}, {plan.num_chunks} stages per rank",
         "num_microbatches": f"{schedule.num_microbatches}",
         "schedule": schedule.name,
-        "loss_fn": _short(plan.loss_fn),
+        "loss_fn": _short(getattr(pipe.ends, "loss_fn", None) or plan.loss_fn),
         "options": ", ".join(changed),
         "attributes": ", ".join(added),
     }
