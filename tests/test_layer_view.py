@@ -172,7 +172,7 @@ def test_trees_of_other_shapes():
     weights = nnx.state(pipe, nnx.Param)
     layers, rows = pipe.to_layers(weights), jax.tree.map(lambda x: x[0], weights)
     assert refusal(pipe.from_layers, layers["stages"]) == (
-        "from_layers was given list; give the layer view, a dictionary of 'stages', 'embed' and "
+        "from_layers was given list; give the layer view, a dictionary of 'stages', 'embed', "
         "'head' as pipe.to_layers(tree) returns it"
     )
     assert refusal(pipe.from_layers, layers | {"stages": layers["stages"][:3]}) == (
