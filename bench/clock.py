@@ -1,8 +1,9 @@
 """What the lockstep clock says a step takes, and what it takes: ``python -m bench.clock``.
 
 The clock is given F, B, I and W of every stage, measured in a process of one core, and the slots
-that the kernel runs. To that comes what the same step takes when next to all its actions are idle:
-memory that is made and cleared (much of it for gpipe, whose stashes are many), exchanges, dispatch.
+that the kernel runs. To that comes what the same step takes when only its first microbatch runs,
+less what that one's actions take: memory that is made and cleared (much of it for gpipe, whose
+stashes are many), exchanges, dispatch.
 S = 2, V = 1 and 2, every family that is legal there. Letters: S ranks, K stages, V chunks, M
 microbatches.
 """
@@ -108,8 +109,9 @@ def run(case: Case, remat: Any, rounds: int) -> dict[str, Found]:
     found = {}
     for name, (pipe, _) in pipes.items():
         one = measured[pipe.plan.num_chunks]
-        slots, makespan = costs.predict(pipe, costs.as_costs(pipe.schedule, one, 0.0), "lockstep")
-        empty = taken[name, "empty"] - one.of["F", "first"]
+        given = costs.as_costs(pipe.schedule, one, 0.0)
+        slots, makespan = costs.predict(pipe, given, "lockstep")
+        empty = taken[name, "empty"] - costs.alone(pipe.schedule, given)
         found[name] = Found(slots, makespan, empty, taken[name, "step"])
     return found
 

@@ -1,8 +1,11 @@
 """What one action takes: the kernel runs a step in which all other actions are idle.
 
 The step is one rank's, S = 1, K = 3 stages: the first, which needs no gradient for its input, one
-in the middle, and the last, which has the loss. Time is measured in context: one F, all F of a
-stage, then also I, then also W.
+in the middle, and the last, which has the loss. Its first microbatch goes through all actions, for
+what no tick does is not compiled, and what nobody reads is not computed. An action's time is what a
+step takes longer that runs it for all microbatches: all F of a stage, then also I, then also W.
+
+Letters: M microbatches.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,6 @@ from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -31,12 +33,15 @@ from schedules import Costs, Program, Schedule, from_orders, simulate
 
 EXCHANGES = 100
 ROLES = ("first", "middle", "last")  # stages 0, 1 and 2 of the step
-# The kinds of backward that a step has, and the kinds of action that are not idle.
+# The kinds of backward that a step has, and those of a stage that run for all microbatches.
 STEPS = {
-    "F": ("FB", "F"),
-    "FB": ("FB", "FB"),
-    "FI": ("FIW", "FI"),
-    "FIW": ("FIW", "FIW"),
+    "FB": ("FB", ""),
+    "FB F": ("FB", "F"),
+    "FB FB": ("FB", "FB"),
+    "FIW": ("FIW", ""),
+    "FIW F": ("FIW", "F"),
+    "FIW FI": ("FIW", "FI"),
+    "FIW FIW": ("FIW", "FIW"),
 }
 
 
@@ -62,94 +67,114 @@ def timetable(kinds: str, microbatches: int) -> Schedule:
     return from_orders([order], name=kinds)
 
 
-def only(program: Program, stage: int, kinds: str, most: int) -> Program:
-    """The program with one stage's actions of some kinds on the first microbatches.
+def only(program: Program, stage: int = -1, kinds: str = "") -> Program:
+    """The program with the first microbatch's actions, and a rank's of some kinds for all.
 
-    Other kinds of the same stage are compiled all the same: results that nobody could read would
-    not be computed.
+    Args:
+      program: of a whole step.
+      stage: of which chunk of each rank all microbatches run.
+      kinds: its actions that do.
     """
-    op, early = np.zeros_like(program.op), program.microbatch < most
-    slots = []
+    op, later = program.op.copy(), program.microbatch > 0
     for index, slot in enumerate(program.slots):
-        kept = tuple(one for one in slot.ops if one.chunk == stage)
-        for branch, one in enumerate(kept, start=1):
-            if one.kind in kinds:
-                here = program.op[:, index] == slot.ops.index(one) + 1
-                op[:, index][here & early[:, index]] = branch
-        slots.append(slot._replace(ops=kept))
-    return dataclasses.replace(program, op=op, slots=tuple(slots))
+        for branch, one in enumerate(slot.ops, start=1):
+            if one.chunk != stage or one.kind not in kinds:
+                op[:, index][(program.op[:, index] == branch) & later[:, index]] = 0
+    return dataclasses.replace(program, op=op)
 
 
-def step(
-    case: Case, remat: Any, of: str, stage: int, kinds: str, *, most: int | None = None
-) -> Variant:
-    """A step of some actions."""
-    mesh = make_mesh(stage=1)
+def pipeline(case: Case, remat: Any, of: str, stage: int, kinds: str) -> Pipeline:
+    """One whose step runs some actions for all microbatches, all others for the first."""
     pipe = Pipeline(
         case.stages(3),
         case.microbatches,
         schedule=timetable(of, case.microbatches),
-        mesh=mesh,
+        mesh=make_mesh(stage=1),
         loss_fn=mean_square,
         remat=remat,
     )
     # What `Plan` would lower, less the other actions.
-    most = case.microbatches if most is None else most
-    pipe.plan.__dict__["training"] = only(pipe.plan.training, stage, kinds, most)
-    return functools.partial(pipe.value_and_grad, *case.data())
+    pipe.plan.__dict__["training"] = only(pipe.plan.training, stage, kinds)
+    return pipe
+
+
+def step(case: Case, remat: Any, of: str, stage: int, kinds: str) -> Variant:
+    """The step of such a pipeline."""
+    return functools.partial(pipeline(case, remat, of, stage, kinds).value_and_grad, *case.data())
 
 
 def almost_empty(pipe: Pipeline, batch: Any) -> Variant:
-    """The step of a pipeline in which all actions but one F of stage 0 are idle.
+    """The step of a pipeline in which all actions but the first microbatch's are idle.
 
     All that a step costs beside its actions: memory that is made and cleared, exchanges of nothing,
-    dispatch.
+    dispatch; and what `alone` says.
     """
-    program = pipe.plan.training
-    op = np.zeros_like(program.op)
-    for index, slot in enumerate(program.slots):
-        for branch, one in enumerate(slot.ops, start=1):
-            if one.kind == "F" and one.first:
-                found = (program.op[:, index] == branch) & (program.microbatch[:, index] == 0)
-                op[:, index][found] = branch
     other = copy.copy(pipe)
     other.plan = dataclasses.replace(pipe.plan)  # compared by identity: compiled anew
-    other.plan.__dict__["training"] = dataclasses.replace(program, op=op)
+    other.plan.__dict__["training"] = only(pipe.plan.training)
     return functools.partial(other.value_and_grad, *batch)
 
 
-def builders(case: Case, remat: Any, roles: tuple[str, ...], steps: tuple[str, ...]) -> Builders:
-    """Steps by "role kinds"."""
-    found: dict[str, Callable[[], Variant]] = {
-        # Not none at all: a table of zeros compiles to something else, ten times as slow.
-        "one F": functools.partial(step, case, remat, "FB", 0, "F", most=1)
-    }
-    for role in roles:
-        stage = ROLES.index(role)
-        for name in steps:
-            of, kinds = STEPS[name]
+def alone(schedule: Schedule, costs: Costs) -> float:
+    """Seconds in which the first microbatch goes through all stages and back."""
+    orders = [[a for a in order if a.microbatch == 0] for order in schedule.orders]
+    return simulate(from_orders(orders, name="one microbatch"), costs).makespan
+
+
+def builders(case: Case, remat: Any, names: tuple[str, ...]) -> Builders:
+    """Steps by role and name of the step; those of one microbatch have no role."""
+    found: dict[str, Callable[[], Variant]] = {}
+    for name in names:
+        of, kinds = STEPS[name]
+        for role in ROLES if kinds else ("",):
+            stage = ROLES.index(role) if role else -1
             found[f"{role} {name}"] = functools.partial(step, case, remat, of, stage, kinds)
     return found
 
 
 def measure(case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True) -> Measured:
-    """Costs of the actions of K equal stages, on one core; of I and W only if ``split``."""
+    """Costs of the actions of K equal stages, on one core; of I and W only if ``split``.
+
+    Raises:
+      ContradictionError: an action that computes takes no time.
+    """
     case = dataclasses.replace(case, layers=3 * case.layers // stages, microbatches=8)
-    roles = ROLES if stages > 2 else ("first", "last")
-    make = functools.partial(builders, case, remat, roles, tuple(STEPS)[: 4 if split else 2])
+    names = tuple(name for name in STEPS if split or name.startswith("FB"))
+    make = functools.partial(builders, case, remat, names)
     with Pinned(make) as pinned:
         taken = interleaved({n: functools.partial(pinned.seconds, n) for n in make()}, rounds)
-    one_f = (taken["first F"] - taken["one F"]) / (case.microbatches - 1)
-    empty = taken["one F"] - one_f
     of: dict[tuple[str, str], float] = {}
-    for role in roles:
-        f, fb, *rest = (taken[name] for name in make() if name.startswith(role))
-        sums = {"F": f - empty, "B": fb - f}
-        if rest:
-            fi, fiw = rest
-            sums |= {"I": fi - f, "W": fiw - fi}
-        of |= {(kind, role): max(0.0, t / case.microbatches) for kind, t in sums.items()}
-    return Measured(of, empty)
+    for role in ROLES:
+        for steps in (names[:3], names[3:]):
+            times = [taken[f"{role if STEPS[name][1] else ''} {name}"] for name in steps]
+            for name, before, after in zip(steps[1:], times, times[1:], strict=False):
+                kind = name[-1]
+                of.setdefault((kind, role), (after - before) / (case.microbatches - 1))
+    see_that_nothing_is_free(of, remat)
+    once = sum(of[kind, role] for kind in "FB" for role in ROLES)
+    return Measured(of, taken[" FB"] - once)
+
+
+class ContradictionError(RuntimeError):
+    """Numbers that cannot all be right."""
+
+
+def see_that_nothing_is_free(of: Mapping[tuple[str, str], float], remat: Any) -> None:
+    """See that actions that compute take their time.
+
+    Raises:
+      ContradictionError: one takes less than a twentieth of the longest of its stage.
+    """
+    for (kind, role), time in of.items():
+        if kind == "F" and role == "last" and remat == "stage":
+            continue  # its output is what only its own backward needs, which computes it again
+        longest = max(t for (_, r), t in of.items() if r == role)
+        if time < longest / 20:
+            raise ContradictionError(
+                f"{kind} of the {role} stage takes {1e3 * time:.3f} ms, and another of its "
+                f"actions {1e3 * longest:.3f}: what it computes was not run, or the machine is not "
+                f"quiet; see that the HLO of its step has its products, or measure again"
+            )
 
 
 def exchange_seconds(mesh: Mesh, case: Case, rounds: int) -> float:

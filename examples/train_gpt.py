@@ -36,6 +36,7 @@ import sample
 import state
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline import make_optimizer as of_layers
 from plain import Plain
 from schedules import ScheduleError
 from schedules.drawing.draw import save_timeline
@@ -140,7 +141,10 @@ def make_optimizer(model: Model, options: argparse.Namespace) -> nnx.Optimizer:
         peak / warm_up, peak, warm_up, max(options.steps, warm_up + 1), end_value=peak / 20
     )
     adam = optax.adamw(rate, b2=0.95, weight_decay=0.1)
-    return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
+    clip = optax.clip_by_global_norm(1.0)
+    if isinstance(model, Pipeline):
+        return of_layers(model, clip, adam)
+    return nnx.Optimizer(model, optax.chain(clip, adam), wrt=nnx.Param)
 
 
 @nnx.jit

@@ -23,8 +23,14 @@ from flax import nnx
 
 import corpus
 import gpt
-from pipeline import ParallelConfig, Pipeline, initialize, shard_batch
-from pipeline.processes import local_rows
+from pipeline import (
+    ParallelConfig,
+    Pipeline,
+    initialize,
+    local_rows,
+    make_optimizer,
+    shard_batch,
+)
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Namespace]:
@@ -102,7 +108,7 @@ def train(options: argparse.Namespace) -> Iterator[float]:
         **config.pipeline_options(),
     )
     clip = optax.clip_by_global_norm(1.0)
-    optimizer = nnx.Optimizer(model, optax.chain(clip, optax.adamw(3e-3)), wrt=nnx.Param)
+    optimizer = make_optimizer(model, clip, optax.adamw(3e-3))
     mesh, size = model.mesh, config.batch_size
     mine = local_rows(mesh, size)
     text = corpus.read().train

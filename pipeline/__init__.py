@@ -1,18 +1,29 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
+from pipeline import versions  # noqa: F401  first: it sees that flax knows this jax
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline
-from pipeline.processes import initialize, shard_batch
+from pipeline.processes import initialize, local_rows, shard_batch
 from pipeline.sharding import check_sharding, describe_sharding
+from pipeline.vocabulary import CrossEntropy
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "CrossEntropy",
     "ParallelConfig",
     "Pipeline",
     "check_sharding",
     "describe_sharding",
     "initialize",
+    "local_rows",
     "make_optimizer",
     "shard_batch",
     "shard_optimizer",
 ]
+
+
+def __dir__() -> list[str]:
+    # Every module that was ever imported is an attribute too.
+    return [*__all__, "__version__", "layers", "processes", "vocabulary"]

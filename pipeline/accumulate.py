@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from pipeline.in_place import can_be_added_in_place
 from pipeline.precision import floating
+from pipeline.trained import Mask, chosen, woven
 from pipeline.tree import Leaves
 
 GradDtype = Any  # None, "weights" or a floating dtype
@@ -65,20 +66,22 @@ class Pullback:
 
     Attributes:
       vjp: what `jax.vjp` returned.
-      by_value: for each weight, whether its gradient cannot be formed in place.
+      by_value: for each weight that is trained, whether its gradient cannot be formed in place.
     """
 
     vjp: Any
     by_value: tuple[bool, ...]
 
     def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
-        """Add the weights' gradients to ``refs``, return those of x's leaves.
+        """Add the trained weights' gradients to ``refs``, return those of x's leaves.
 
         With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
         are not.
         """
         ad: Any = jax.ad
         want, skip = ad.GradValue(), ad.DontWant()
+        if not (refs or want_x):
+            return []
         pairs = [] if refs is None else list(zip(refs, self.by_value, strict=True))
         targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
         _, x_tree = self.vjp.in_tree.children()[:2]
@@ -96,16 +99,23 @@ class Pullback:
 
 
 def differentiate(
-    f: Function, weights: Leaves, x: Leaves, *, grad_dtype: GradDtype = None
+    f: Function,
+    weights: Leaves,
+    x: Leaves,
+    *,
+    grad_dtype: GradDtype = None,
+    trained: Mask | None = None,
 ) -> tuple[Any, Any, Pullback]:
     """Value of ``f(weights, x)``, its auxiliary output, and its pullback.
 
-    The pullback is over weights `as_summed`.
+    The pullback is over weights `as_summed`: those that are ``trained``, all without a mask.
     """
-    dtypes, summed = [w.dtype for w in weights], as_summed(weights, grad_dtype)
+    own = chosen(weights, trained)
+    dtypes, summed = [w.dtype for w in own], as_summed(own, grad_dtype)
 
     def g(ws: Leaves, xs: Leaves) -> tuple[Any, Any]:
-        return f([w.astype(d) for w, d in zip(ws, dtypes, strict=True)], xs)
+        cast = [w.astype(d) for w, d in zip(ws, dtypes, strict=True)]
+        return f(woven(cast, weights, trained), xs)
 
     y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
     return y, aux, Pullback(vjp, _formed_by_value(g, summed, x))

@@ -25,6 +25,7 @@ from pipeline.cell import Cell
 from pipeline.loss import same_over_others
 from pipeline.memory import Pool, Total
 from pipeline.once import at_most_once
+from pipeline.trained import chosen
 from pipeline.tree import Leaves, Tree, at, blank, combine, partition
 from schedules.lowering.program import Op, Program, Slot
 
@@ -88,10 +89,12 @@ class Actions:
         self.cell, self.take_loss, self.want_inputs = cell, take_loss, want_inputs
         axes = cell.axes
         self.loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
-        summed, ends = cell.model.grad_dtype, cell.ends_weights
+        trained, summed, ends = cell.model.trained, cell.model.grad_dtype, cell.ends_weights
         self.chunk_grads: list[Any] = [
-            Total(as_summed(w, summed) if self.training else [], axes) for w in cell.weights
+            Total(as_summed(chosen(w, mask), summed) if self.training else [], axes)
+            for w, mask in zip(cell.weights, trained.chunks, strict=True)
         ]
+        ends = chosen(ends, trained.ends)
         self.ends_grads = Total(as_summed(ends, summed) if self.training else [], axes)
         floats, _ = partition(at(cell.batch.inputs, 0))
         self.input_grads = Pool(floats if want_inputs else [], num_microbatches, axes, "kept")
@@ -106,12 +109,14 @@ class Actions:
     @property
     def wants_upstream(self) -> bool:
         """Whether anybody needs the gradient for stage 0's input."""
-        return self.want_inputs or (self.cell.model.has_embed and bool(self.cell.ends_weights))
+        return self.want_inputs or self.cell.model.trained.embed
 
     def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         message = self.no_message() if message is None else message
         for branch, op in enumerate(slot.ops, start=1):
+            if not self._does_anything(op):
+                continue
             action = functools.partial(self._run, op, row)
             with jax.named_scope(op.label):
                 message = at_most_once(row["op"] == branch, action, message)
@@ -170,7 +175,9 @@ class Actions:
             arguments = cell.stage_arguments(op.chunk, microbatch)
             stage = self.residuals.backward(*arguments, self.stashes[row["stash"]])
             y = self.own_output(row)
-        dy = self._loss_gradient(y, microbatch) if op.last else self._arrived(row)
+        dy = self._output_gradient(op, row, y)
+        if not self.goes_on:
+            return self.no_message()
         dx = stage(dy, self.chunk_grads[op.chunk].refs, want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
@@ -182,6 +189,11 @@ class Actions:
             stash = self.operand(op, row)
         else:
             stash = self.stashes[row["stash"]]
+        if not self.goes_on:  # the last stage's, for what the head has to sum
+            again = self.residuals is None
+            y = self.cell.stage(*arguments, stash) if again else self.own_output(row)
+            self._loss_gradient(y, microbatch)
+            return self.no_message()
         if not op.last:
             dy = self._arrived(row)
         elif self.residuals is None:
@@ -200,9 +212,20 @@ class Actions:
         self.halves.weight_half(*arguments, crossing, self.chunk_grads[op.chunk].refs)
         return self.no_message()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether anybody needs the gradient for a stage's output."""
+        return self.cell.way.is_any
+
+    def _does_anything(self, op: Op) -> bool:
+        """Whether an action has anything to do; a backward of the last stage takes the loss."""
+        if op.kind == "W":
+            return any(self.cell.way.weights)
+        return op.kind == "F" or op.last or self._wants_x(op) or any(self.cell.way.weights)
+
     def _wants_x(self, op: Op) -> bool:
         """Whether anybody needs the gradient for a stage's input."""
-        return not op.first or self.wants_upstream
+        return self.cell.way.x and (not op.first or self.wants_upstream)
 
     def _arrived(self, row: Row) -> Leaves:
         """The gradient that the next stage has sent."""
@@ -212,7 +235,7 @@ class Actions:
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
         """Where the gradient for a stage's input goes: into a message, or through embed."""
         if not op.first:
-            return self.as_message(dx)
+            return self.as_message(dx) if self.cell.way.x else self.no_message()
         if self.wants_upstream:
             _, embed = self.cell.embed_pullback(row["microbatch"])
             found = embed(dx, self.ends_grads.refs, want_x=self.want_inputs)
@@ -224,11 +247,15 @@ class Actions:
         """The last stage's output, which lies where others find the gradient that has arrived."""
         return self.returned[row["gradient"]]
 
+    def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
+        """The gradient for a stage's output: of the loss, or as the next stage has sent it."""
+        return self._loss_gradient(y, row["microbatch"]) if op.last else self._arrived(row)
+
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; counts the loss itself."""
         total, weight, pullback = self.cell.loss_pullback(y, microbatch)
         self.loss.add([total, weight])
-        return pullback(self.cell.loss_cotangent(), self.ends_grads.refs, want_x=True)
+        return pullback(self.cell.loss_cotangent(), self.ends_grads.refs, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient in the form of an activation; leaves that carry none are zeros."""

@@ -70,21 +70,32 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
             f"optimizer is of type {type(optimizer).__name__}; give an nnx.Optimizer of this "
             f"pipeline: pipeline.make_optimizer(pipe, tx), of arrays or of types"
         )
-    needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
-    if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
+    asked, trained = (_paths(nnx.state(pipe, wrt)) for wrt in (optimizer.wrt, pipe.wrt))
+    if asked != trained:
         raise ValueError(
-            "optimizer keeps the state of other parameters than this pipeline has; make one for "
-            "it: pipeline.make_optimizer(pipe, tx)"
+            f"optimizer updates {len(asked)} parameters, wrt={optimizer.wrt!r}, and the pipeline "
+            f"trains {len(trained)}, wrt={pipe.plan.wrt!r}; make one for it: "
+            f"pipeline.make_optimizer(pipe, tx), or nnx.Optimizer(pipe, tx, wrt=pipe.wrt)"
         )
+    other = (
+        "optimizer keeps the state of other parameters than this pipeline has; make one for it: "
+        "pipeline.make_optimizer(pipe, tx)"
+    )
+    try:
+        needed = jax.eval_shape(optimizer.tx.init, nnx.as_pure(nnx.state(pipe, optimizer.wrt)))
+    except ValueError as error:  # it looks for parameters that are not there
+        raise ValueError(other) from error
+    if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
+        raise ValueError(other)
 
 
-def check_kinds(stages: Any, embed: Any, head: Any) -> None:
+def check_kinds(stages: Any, **ends: Any) -> None:
     """See that a model is made of arrays or of types, and not of both.
 
     Raises:
       ValueError: some part is of types, and some of arrays.
     """
-    parts = {"stages": stages, "embed": embed, "head": head}
+    parts = {"stages": stages, **ends}
     if isinstance(stages, Sequence):
         parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
     found = {
@@ -115,6 +126,10 @@ def require_arrays(method: str, operands: Operands) -> Operands:
             f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
         )
     return operands
+
+
+def _paths(state: Tree) -> list[Any]:
+    return [path for path, _ in nnx.to_flat_state(state)]
 
 
 def _types(tree: Tree) -> list[tuple[Any, ...]]:

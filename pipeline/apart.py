@@ -19,14 +19,14 @@ from pipeline.variables import raw
 Owners = Mapping[int, str]  # id of a variable to where it was found first
 
 
-def apart(stages: Any, embed: Any, head: Any) -> tuple[Any, Any, Any]:
+def apart(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
     """The same modules, sharing no random stream; those given are not changed.
 
     Raises:
-      ValueError: a weight of one stage is also one of another, or of embed or head.
+      ValueError: a weight of one stage is also one of another, or of what is no stage.
     """
     if is_stacked(stages):
-        return stages, embed, head
+        return stages, Ends(embed, head, loss_fn)
     owners: dict[int, str] = {}
     found: list[Any] = []
     for k, stage in enumerate(stages):
@@ -34,8 +34,8 @@ def apart(stages: Any, embed: Any, head: Any) -> tuple[Any, Any, Any]:
         owners |= _held(stage, f"stages[{k}]", owners)
     _held(embed, "embed", owners)
     _held(head, "head", owners)
-    ends = _with_own_streams(Ends(embed, head), owners, len(found))  # which may share
-    return found, ends.embed, ends.head
+    _held(loss_fn, "loss_fn", owners)
+    return found, _with_own_streams(Ends(embed, head, loss_fn), owners, len(found))  # may share
 
 
 def _held(module: Any, name: str, owners: Owners) -> dict[int, str]:

@@ -21,6 +21,7 @@ from pipeline.halves import Given
 from pipeline.reader import read_block
 from pipeline.split import halve
 from pipeline.steps import Name, Step, prune, read, run
+from pipeline.trained import Way, chosen
 from pipeline.tree import Leaves, Tree
 from pipeline.usage import touched
 
@@ -38,6 +39,7 @@ class SplitBackward:
       dy: an example of the gradients for the float leaves of the stage's output.
       in_place: whether the weights' gradients are added to refs, or returned.
       grad_dtype: as `pipeline.accumulate.as_summed` takes it.
+      way: how far the pullback goes; without, all the way.
 
     Attributes:
       crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
@@ -55,19 +57,24 @@ class SplitBackward:
         *,
         in_place: bool = True,
         grad_dtype: GradDtype = None,
+        way: Way | None = None,
     ) -> None:
+        own = chosen(weights, way.weights if way else None)
+        want_x = way is None or way.x
+
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
-            refs = list(map(_new_ref, as_summed(weights, grad_dtype))) if in_place else None
+            mine = chosen(weights, way.weights if way else None)
+            refs = list(map(_new_ref, as_summed(mine, grad_dtype))) if in_place else None
             y, pullback = linearize(weights, fixed, side, stash)
             if refs is None:
                 dw, dx = pullback.values(dy)
                 return y, dx, dw
-            return y, pullback(dy, refs, want_x=True), []
+            return y, pullback(dy, refs, want_x=want_x), []
 
         arguments = weights, fixed, side, stash, dy
         closed, (y, dx, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
-        block = read_block(closed, len(weights) if in_place else 0)
-        refs_in = frozenset(block.inputs[-len(weights) :] if in_place and weights else ())
+        block = read_block(closed, len(own) if in_place else 0)
+        refs_in = frozenset(block.inputs[-len(own) :] if in_place and own else ())
         block = lean(block, [True] * len(block.outs), refs_in)
         self._y_tree, self._constants = jax.tree.structure(y), block.constants
         num_y = len(jax.tree.leaves(y))

@@ -61,19 +61,21 @@ def follow(cell: Cell, x: Tree) -> list[Tree]:
         key = code(cell, seat), signature(x)
         if key not in known:
             known[key] = _output(cell, k, found)
-        x = known[key]
+        x, cell.bodies[k] = known[key]
         found.append(x)
     return found
 
 
-def _output(cell: Cell, k: int, before: list[Tree]) -> Tree:
-    """The type of activation k + 1."""
+def _output(cell: Cell, k: int, before: list[Tree]) -> tuple[Tree, Any]:
+    """The type of activation k + 1, and the stage's jaxpr as a function of its weights."""
     view = seen_by(cell, cell.model.stages[k])
 
-    def run(x: Tree) -> Tree:
+    def run(x: Tree) -> tuple[Tree, Any]:
+        weights, fixed, side = view.stage_arguments(view.home, 0)
         # Made inside: not every release takes a type that says over which axes it varies.
-        arguments = view.stage_arguments(view.home, 0)
-        return jax.eval_shape(lambda: view.stage(*arguments, blank(x, ())))
+        call = lambda weights: view.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
+        closed, y = jax.make_jaxpr(call, return_shape=True)(weights)
+        return y, closed.jaxpr
 
     try:
         return run(before[k])
@@ -104,11 +106,13 @@ def _note_what_is_tracked(error: Exception) -> None:
             f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
             f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
             f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
-            f"in collectives.local, or mark the fresh array with collectives.vary"
+            f"in collectives.local, or mark the fresh array with collectives.vary; a weight whose "
+            f"metadata or sharding= names the axis is here its rank's part: if the layers know "
+            f"nothing of that, leave the axis to the compiler by auto_axes={tuple(axes)!r}"
         )
 
 
-def _taken(run: Callable[[Tree], Tree], candidates: list[Tree]) -> Tree | None:
+def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
     """The first candidate that a stage can run on."""
     for x in candidates[:_MOST_TRIALS]:
         try:

@@ -6,7 +6,8 @@ knows the types of what passes between stages, and whether those are alike.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +16,36 @@ from collectives import vary
 from pipeline.accumulate import Pullback, differentiate
 from pipeline.backward import Linearize, SplitBackward
 from pipeline.boundary import follow_alike
+from pipeline.dead_code import lean
 from pipeline.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.forward import Forward
 from pipeline.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
-from pipeline.loss import LossFn, is_mean
+from pipeline.loss import as_sum_and_weight, is_mean
 from pipeline.model import Batch, Model, Weights
 from pipeline.randomness import own_axes
+from pipeline.reader import read_block
 from pipeline.residuals import Residuals, stage_pullback
 from pipeline.seen import code
-from pipeline.tree import Index, Leaves, Tree, at, blank, combine, partition, signature
+from pipeline.steps import run_block
+from pipeline.trained import Way
+from pipeline.tree import Index, Leaves, Tree, at, blank, combine, partition, real, signature
+from pipeline.usage import needed_inputs
 
 
 class Cell(Forward):
     """A rank's weights, the functions made of them, and their pullbacks.
 
-    Arguments as for `Forward`.
+    Arguments as for `Forward`, and ``ways``.
 
     Attributes:
       activation, output: trees of types, a stage's input and the last stage's output.
       wire: a tree of types, a message.
       lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
       home: a chunk that has stages of this kind.
-      loss_share: what a microbatch's loss is multiplied with, to be differentiated.
+      ways: [K] how far each stage's backward goes; way: that of the stages of this lane.
+      bodies: by stage, its jaxpr as a function of its weights.
+      loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
+        an array where losses are scaled.
     """
 
     def __init__(
@@ -47,28 +56,60 @@ class Cell(Forward):
         axes: tuple[str, ...],
         *,
         gathers: bool = False,
+        ways: Sequence[Way],
     ) -> None:
         super().__init__(model, weights, batch, axes, gathers=gathers)
         self.lanes: tuple[Lane, ...] = ()
         self.home = 0
-        self.loss_share = 1.0
+        self.ways, self.way = ways, ways[0]
+        self.bodies: dict[int, Any] = {}
+        self.loss_share: Any = 1.0
         self._follow_activations()
 
     def loss_cotangent(self) -> jax.Array:
         """What a microbatch's loss is differentiated with."""
         return vary(jnp.full((), self.loss_share), self.axes)
 
-    def loss_is_mean(self) -> bool:
-        """Whether every microbatch's loss has weight 1; found by a trace."""
+    def loss_is_mean(self) -> tuple[bool, Any]:
+        """Whether every microbatch's loss has weight 1; found by a trace.
+
+        Also returns the jaxpr of embed, head and loss, a function of their weights.
+        """
         found = []
 
-        def probe() -> None:
-            y = self.outputs(self.ends_weights, blank(self.output, self.axes), 0)
-            loss_fn = cast("LossFn", self.model.loss_fn)
-            found.append(is_mean(loss_fn, y, at(self.batch.targets, 0)))
+        def probe(weights: Leaves) -> Any:
+            loss_fn = self.loss_fn(weights, 0)
 
-        jax.eval_shape(probe)
-        return found[0]
+            def noting(outputs: Tree, targets: Tree) -> Any:
+                result = loss_fn(outputs, targets)
+                found.append(is_mean(result))
+                return result
+
+            y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+            loss = as_sum_and_weight(noting, self.outputs(weights, y, 0), targets)
+            return self.embed(weights, at(self.batch.inputs, 0), 0), loss
+
+        body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
+        return found[0], body
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses of a data shard, where it follows from the targets alone."""
+        targets, y = self.batch.targets, blank(self.output, self.axes)
+
+        def weigh(y: Tree, of_one: Tree) -> jax.Array:
+            outputs = self.outputs(self.ends_weights, y, 0)
+            loss_fn = self.loss_fn(self.ends_weights, 0)
+            return as_sum_and_weight(loss_fn, outputs, of_one)[1]
+
+        block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
+        given = jax.tree.leaves(y)
+        if any(needed_inputs(block, [True], (), adds=False)[: len(given)]):
+            return None
+
+        def add(total: jax.Array, of_one: Tree) -> tuple[jax.Array, None]:
+            return total + run_block(block, [*given, *jax.tree.leaves(of_one)])[0], None
+
+        return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
 
     def embed_pullback(self, microbatch: Any) -> tuple[Tree, Pullback]:
         """Stage 0's input; over the ends' weights and the inputs."""
@@ -91,21 +132,29 @@ class Cell(Forward):
         return self._differentiate_ends(f, floats)
 
     def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
-        return differentiate(f, self.ends_weights, floats, grad_dtype=self.model.grad_dtype)
+        return differentiate(
+            f,
+            self.ends_weights,
+            floats,
+            grad_dtype=self.model.grad_dtype,
+            trained=self.model.trained.ends,
+        )
 
     def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
         """A stage's output; over its weights and its input."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x)
 
     def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
-        return stage_pullback(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
+        return stage_pullback(
+            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way
+        )
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
         if self.lanes:
             return SharedResiduals(self)
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
-        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype)
+        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
@@ -120,8 +169,13 @@ class Cell(Forward):
             linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
             stash = blank(residuals.stashed, self.axes)
         arguments = *self.stage_arguments(home, 0), stash, dy
-        grad_dtype = self.model.grad_dtype
-        return SplitBackward(linearize, *arguments, in_place=in_place, grad_dtype=grad_dtype)
+        return SplitBackward(
+            linearize,
+            *arguments,
+            in_place=in_place,
+            grad_dtype=self.model.grad_dtype,
+            way=self.way,
+        )
 
     def _follow_activations(self) -> None:
         inputs = at(self.batch.inputs, 0)
@@ -143,7 +197,8 @@ class Cell(Forward):
         if self.model.tables.is_used:
             see_that_activations_are_alike(found)
         codes = {code(self, seat) for seat in self.model.stages}
-        if len(codes) > 1 or len(set(map(signature, found))) > 1:
+        alike = len(codes) == len(set(map(signature, found))) == len(set(self.ways)) == 1
+        if not alike:
             self.wire, self.lanes = make_lanes(self, found)
         else:
             self.output = self.activation

@@ -14,17 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
 from pipeline.difference import difference
+from pipeline.distribute import constrained
 from pipeline.ends import find_tables
 from pipeline.placement import Placement, spreads
 from pipeline.spread import Layout
 from pipeline.stage import Ends, is_stacked
 from pipeline.tree import is_key, row_of
 from pipeline.unlike import Overlaid
-from pipeline.variables import raw
+from pipeline.variables import metadata, raw, remade
 from schedules.clocks.shared import Shared
 
 
@@ -64,9 +65,14 @@ def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placeme
 
 
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
-    """A stage's part of a stacked variable."""
+    """A stage's part of a stacked variable, whose names of dims may speak of the stack's too."""
     path, variable = item
-    return path, jax.tree.map(lambda leaf: row_of(leaf, k), variable)
+    row = jax.tree.map(lambda leaf: row_of(leaf, k), variable)
+    said, dims = dict(metadata(row)), len(getattr(raw(row), "shape", ()))
+    names = said.get("out_sharding")
+    if isinstance(names, tuple | list | PartitionSpec) and len(names) == dims + 1:
+        row = remade(row, raw(row), said | {"out_sharding": (*names,)[1:]})
+    return path, row
 
 
 def _stacked(
@@ -80,19 +86,18 @@ def _stacked(
         spread = placement.spread(text, first, lead=lead, stacked=stacked)
         sharding = NamedSharding(placement.mesh, spread.stored)
         leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
-        stacks = [_stack(list(leaf), sharding) for leaf in leaves]
+        stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]
         value = raw(jax.tree.unflatten(jax.tree.structure(first), stacks))
         flat.append((path, placement.label(first, value, spread, lead)))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def make_ends(embed: Any, head: Any, placement: Placement, shared: Shared = ()) -> Ends:
-    """Embed and head on every device of the mesh; the user's modules stay as they are.
+def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
+    """Embed, head and loss on every device of the mesh; the user's modules stay as they are.
 
     Of tables that ranks share each has a part. If they cannot share the words equally, there are
     rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
     """
-    ends = Ends(embed, head)
     graphdef, state = nnx.split(ends)
     parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
     flat = []
@@ -139,7 +144,7 @@ def lead_of(path: Sequence[Any]) -> tuple[str, ...]:
     return (STAGE,) if path[0] == "chunks" else ()
 
 
-def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
+def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
     """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
     shape = (len(leaves), *leaves[0].shape)
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
@@ -148,7 +153,7 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
         return _stack_keys(leaves, sharding)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
-        return jax.lax.with_sharding_constraint(jax.numpy.stack(leaves), sharding)
+        return constrained(jax.numpy.stack(leaves), sharding)
 
     def rows(index: Any) -> Any:
         return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
@@ -158,5 +163,5 @@ def _stack(leaves: list[Any], sharding: NamedSharding) -> Any:
 
 def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
     """The same for typed keys, which no callback can make and no process send to another."""
-    data = _stack([jax.random.key_data(key) for key in keys], sharding)
+    data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.difference import difference
@@ -12,19 +12,61 @@ from schedules import simulate
 from schedules.lowering.program import Program
 
 
+def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What `print` shows of a pipeline, line by line.
+
+    Args:
+      pipe: a `Pipeline`.
+      defaults: options that are shown only if they have other values.
+    """
+    schedule, plan = pipe.schedule, pipe.plan
+    stages = [stage for chunk in pipe.chunks for stage in getattr(chunk, "stages", [chunk])]
+    changed = [
+        f"{name}={_short(value)}"
+        for name, value in plan.options.items()
+        if name in defaults and value is not defaults[name] and value != defaults[name]
+    ]
+    ours = "chunks", "ends", "ignored", "layout", "plan"
+    added = [n for n in vars(pipe) if n not in ours and not n.startswith("_")]
+    model = f"{schedule.num_stages} of {' and '.join(dict.fromkeys(map(_short, stages)))}"
+    ends = {"embed": pipe.embed, "head": pipe.head}.items()
+    lines = {
+        "stages": ", ".join([model, *(f"{k} {_short(v)}" for k, v in ends if v is not None)]),
+        "mesh": f"{_axes(plan)}, {plan.num_chunks} stages per rank",
+        "num_microbatches": f"{schedule.num_microbatches}",
+        "schedule": schedule.name,
+        "loss_fn": _short(getattr(pipe.ends, "loss_fn", None) or plan.loss_fn),
+        "options": ", ".join(changed),
+        "attributes": ", ".join(added),
+    }
+    return {name: line for name, line in lines.items() if line}
+
+
+def _short(value: Any) -> str:
+    """A few words for a value: what is long goes by the name of its type."""
+    if isinstance(value, str | int | float | None) or (
+        isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    ):
+        return repr(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _axes(plan: Plan) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
+
+
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
     schedule, program = plan.schedule, plan.training
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
     event = simulate(schedule)
     lockstep = simulate(schedule, clock="lockstep", pattern=plan.pattern, **plan.sends)
-    axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     lines = [
         (
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
             f"rank, {schedule.num_microbatches} microbatches"
         ),
-        f"mesh {axes}: {used} of {present} devices",
+        f"mesh {_axes(plan)}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
         f"per rank {_places(program)}",

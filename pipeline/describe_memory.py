@@ -13,10 +13,17 @@ from pipeline.bytes import MemoryPrediction, Places, predict
 from pipeline.describe_traffic import traffic_lines
 from pipeline.flow import nbytes
 from pipeline.plan import Plan
+from pipeline.trained import Mask, Trained, chosen
 
 
 def describe_memory(
-    plan: Plan, chunks: nnx.Module, ends: nnx.Module, operands: Any, *, compiled: bool
+    plan: Plan,
+    chunks: nnx.Module,
+    ends: nnx.Module,
+    operands: Any,
+    *,
+    trained: Trained,
+    compiled: bool,
 ) -> list[str]:
     """Lines on bytes held, and on bytes sent.
 
@@ -25,6 +32,7 @@ def describe_memory(
       chunks: the V chunks.
       ends: embed and head.
       operands: model, weights and batch of a step; None for those of the last one.
+      trained: which parameters have gradients.
       compiled: whether to compile the step and say what it holds.
 
     Raises:
@@ -38,7 +46,7 @@ def describe_memory(
             "describe(inputs, targets, compiled=True), of arrays or jax.ShapeDtypeStruct"
         )
     if operands is None:
-        return [known_line(plan, chunks, ends)]
+        return [known_line(plan, chunks, ends, trained)]
     found = predict(plan, *operands)
     sent = traffic_lines(traffic.predict(plan, *operands))
     if not compiled:
@@ -90,19 +98,19 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
     return ", ".join(temporaries)
 
 
-def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module) -> str:
+def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module, trained: Trained) -> str:
     """What is known before any batch is."""
 
     def size(module: nnx.Module, *filters: Any) -> int:
         return sum(map(nbytes, jax.tree.leaves(nnx.state(module, *filters))))
 
-    def sums(module: nnx.Module) -> int:
-        params = jax.tree.leaves(nnx.state(module, nnx.Param))
+    def sums(module: nnx.Module, *masks: Mask) -> int:
+        params = chosen(jax.tree.leaves(nnx.state(module, nnx.Param)), sum(masks, ()))
         return sum(map(nbytes, jax.eval_shape(lambda w: as_summed(w, plan.grad_dtype), params)))
 
     num_ranks = plan.schedule.num_ranks
     weights = size(chunks) // num_ranks + size(ends)
-    gradients = sums(chunks) // num_ranks + sums(ends)
+    gradients = sums(chunks, *trained.chunks) // num_ranks + sums(ends, trained.ends)
     return (
         f"bytes per rank: weights {weights:,}, sums of gradients {gradients:,}; "
         f"describe(inputs, targets) predicts the rest"

@@ -6,23 +6,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
-def distribute(x: Any, sharding: Sharding) -> jax.Array:
+def distribute(x: Any, sharding: Sharding, *, compare: bool = True) -> jax.Array:
     """The array as ``sharding`` says; each process gives what its own devices hold.
 
     Args:
       x: any array, a typed key too; with several processes, the same on each.
       sharding: whose specification names no axis behind those of ``x``.
+      compare: whether to see that all processes have the same, where each device gets all of it.
     """
     if isinstance(x, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return constrained(x, sharding)
     if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
         return jax.device_put(x, sharding)
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = distribute(jax.random.key_data(x), sharding)
+        data = distribute(jax.random.key_data(x), sharding, compare=compare)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if sharding.is_fully_replicated:
-        return jax.device_put(x, sharding)  # sees that all processes have the same
+    if sharding.is_fully_replicated and compare:
+        return jax.device_put(x, sharding)  # compares
     return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+
+
+def constrained(x: Any, sharding: Any) -> Any:
+    """A traced array where a sharding says; over Explicit axes of its mesh, typed so."""
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return jax.lax.with_sharding_constraint(x, sharding)
+    explicit = set(sharding.mesh.explicit_axes)
+
+    def kept(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name in explicit) or None
+
+    spec = PartitionSpec(*map(kept, sharding.spec))
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))

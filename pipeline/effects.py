@@ -37,7 +37,9 @@ def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> No
     """
     if not (again or masked):
         return
-    for view in [seen_by(cell, lane.seat, lane.x, lane.y) for lane in cell.lanes] or [cell]:
+    for view in [seen_by(cell, lane.seat, lane.x, lane.y, lane.way) for lane in cell.lanes] or [
+        cell
+    ]:
         arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
         effects = jax.make_jaxpr(view.stage)(*arguments).effects
         if masked and has_check(effects):

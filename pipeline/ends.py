@@ -82,11 +82,19 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
             f"them, or vocabulary='ends'"
         )
     if "head" in shared and loss_fn is not None and not isinstance(loss_fn, CrossEntropy):
+        what = f"of type {type(loss_fn).__name__}"
+        given = what if isinstance(loss_fn, nnx.Module) else repr(loss_fn)
         raise ValueError(
-            f"vocabulary='stage' with loss_fn={loss_fn!r}: no rank has all logits of a row, so "
+            f"vocabulary='stage' with loss_fn={given}: no rank has all logits of a row, so "
             f"the loss is one that can be summed over ranks; give "
             f"loss_fn=pipeline.vocabulary.CrossEntropy(), with weights in the targets for what "
             f"does not count, or vocabulary='ends'"
+        )
+    if isinstance(loss_fn, nnx.Module) and any(_shares(loss_fn, ends[name]) for name in shared):
+        raise ValueError(
+            f"vocabulary='stage': loss_fn of type {type(loss_fn).__name__} uses the table that all "
+            f"ranks share, of which none has all rows; give it a table of its own, or "
+            f"vocabulary='ends'"
         )
     for name, other in (("embed", head), ("head", embed)):
         if name not in shared and isinstance(ends[name], nnx.Module) and _shares(ends[name], other):

@@ -16,7 +16,7 @@ from pipeline.placed import Placed, placed
 from pipeline.sharding import alike
 from pipeline.vocabulary import Table
 
-_OURS = ("pipeline", "flax")
+_OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
 def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
@@ -57,7 +57,7 @@ def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[A
     message = alike(arrays, remedy=_remedy)
     for text in (message, _misspelt(given, arrays, mesh)):
         if text:
-            warnings.warn(text, stacklevel=_outside())
+            warnings.warn(text, stacklevel=outside())
 
 
 def _variables(state: Any) -> list[Any]:
@@ -114,8 +114,8 @@ def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str
     )
 
 
-def _outside() -> int:
-    """The stacklevel, for who calls this, of the first line outside of this library and flax."""
+def outside() -> int:
+    """The stacklevel, for who calls this, of the first line outside of libraries."""
     level, frame = 0, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from collectives import vary
-from pipeline.loss import LossFn, as_sum_and_weight, same_over_others
+from pipeline.loss import LossFn, LossModule, as_sum_and_weight, same_over_others
 from pipeline.model import Batch, Model, Weights
 from pipeline.overlay import View
 from pipeline.precision import as_computed
@@ -41,7 +41,8 @@ class Forward:
       states: all state of the rank; weights: [V] lists of the leaves of its parameters.
       shards: [V] the same, sharded over ``data``, if actions gather them.
       view: where a stage's weights lie in those of its chunk, if stages are not alike.
-      ends_weights: leaves of embed and head; ends_streams: their random streams.
+      ends_weights: leaves of embed and head, of a state of structure ends_tree; ends_streams: their
+        random streams.
       activation: a tree of types, a stage's input, once that is known.
       embeds_own: axes of which each rank has its own part of what embed gives.
     """
@@ -66,7 +67,7 @@ class Forward:
         self.ends_weights = jax.tree.leaves(weights.ends)
         self.states = weights
         self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
-        self._ends_tree = jax.tree.structure(weights.ends)
+        self.ends_tree = jax.tree.structure(weights.ends)
         states = [split_streams(rest) for rest in weights.chunks_rest]
         self.streams: Sequence[Tree] = [streams for streams, _ in states]
         self.fixed: Sequence[Tree] = [fixed for _, fixed in states]
@@ -129,10 +130,21 @@ class Forward:
         """(sum, weight) of one microbatch, float32 scalars."""
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
-        loss_fn = cast("LossFn", self.model.loss_fn)
+        loss_fn = self.loss_fn(weights, microbatch)
         return same_over_others(
             "loss_fn", vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes), self.axes
         )
+
+    def loss_fn(self, weights: Leaves, microbatch: Any) -> LossFn:
+        """What makes a loss of one microbatch's outputs and targets."""
+        if not isinstance(self.model.loss_fn, LossModule):
+            return cast("LossFn", self.model.loss_fn)
+
+        def call(outputs: Tree, targets: Tree) -> Any:
+            own = own_axes(outputs, self.axes)
+            return self._ends(weights, microbatch, lost, (outputs, targets), own)
+
+        return call
 
     def stage_arguments(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
         """What `stage` takes before its input."""
@@ -157,7 +169,7 @@ class Forward:
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]
     ) -> Tree:
-        params = jax.tree.unflatten(self._ends_tree, self._computed(weights))
+        params = jax.tree.unflatten(self.ends_tree, self._computed(weights))
         streams = fold(self.ends_streams, microbatch, self.axes, own)
         rest = nnx.merge_state(streams, self._ends_fixed)
         return self.model.ends.call(method, params, rest, given)
@@ -179,6 +191,11 @@ def embedded(ends: Any, inputs: Tree) -> Tree:
 def headed(ends: Any, y: Tree) -> Tree:
     """What the head makes of the last stage's output."""
     return ends.head(y)
+
+
+def lost(ends: Any, given: tuple[Tree, Tree]) -> Any:
+    """What a loss that is a module makes of outputs and targets."""
+    return ends.loss_fn(*given)
 
 
 def featured(ends: Any, y: Tree) -> Tree:

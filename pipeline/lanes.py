@@ -1,11 +1,12 @@
 """Stages that are not alike, in one kernel.
 
 Letters: S ranks, K stages, V chunks. A *lane* is a set of stages of one chunk that are one
-computation: their static halves, the layout of their values and the types of their input and
-output are equal. Every lane has branches of its own for what its stages do, and in a slot a rank
-takes the branch of the lane that its stage belongs to. Within a lane everything is as if all
-stages were equal: its `Cell` and its `Actions` are the rank's, seen through views (`pipeline.
-overlay`) that find a lane's weights, messages and stashes in arrays that all lanes share.
+computation: their static halves, the layout of their values, the types of their input and output
+and what is trained of them are equal. Every lane has branches of its own for what its stages do,
+and in a slot a rank takes the branch of the lane that its stage belongs to. Within a lane
+everything is as if all stages were equal: its `Cell` and its `Actions` are the rank's, seen through
+views (`pipeline.overlay`) that find a lane's weights, messages and stashes in arrays that all lanes
+share.
 
 A model of equal stages has no lanes, and nothing here is run for it.
 
@@ -26,6 +27,7 @@ from pipeline.overlay import View, overlay_trees
 from pipeline.residuals import Residuals
 from pipeline.seen import code, seen_by
 from pipeline.stage import Seat
+from pipeline.trained import Way
 from pipeline.tree import Leaves, Tree, signature
 
 if TYPE_CHECKING:
@@ -39,13 +41,15 @@ class Lane:
     Attributes:
       stages: their indices; seat: that of the first.
       x, y: the types of their input and output.
-      x_view, y_view: the same as messages, None where no message has that type.
+      way: how far their backward goes.
+      x_view, y_view: x and y as messages, None where no message has that type.
     """
 
     stages: tuple[int, ...]
     seat: Seat
     x: Tree
     y: Tree
+    way: Way
     x_view: View | None
     y_view: View | None
 
@@ -58,16 +62,17 @@ def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[La
     members: dict[Any, list[int]] = {}
     for k, seat in enumerate(cell.model.stages):
         ends = signature(activations[k]), signature(activations[k + 1])
-        members.setdefault((code(cell, seat), seat.chunk, ends), []).append(k)
+        members.setdefault((code(cell, seat), seat.chunk, ends, cell.ways[k]), []).append(k)
     lanes = [
         Lane(
             tuple(stages),
             cell.model.stages[stages[0]],
             activations[stages[0]],
             activations[stages[0] + 1],
+            way,
             *(view_of.get(end) for end in ends),
         )
-        for (_, _, ends), stages in members.items()
+        for (_, _, ends, way), stages in members.items()
     ]
     return wire, tuple(lanes)
 
@@ -106,7 +111,7 @@ class SharedResiduals:
         last = len(cell.model.stages) - 1
         self.of: list[Any] = []
         for lane in cell.lanes:
-            residuals = seen_by(cell, lane.seat, lane.x, lane.y).residuals()
+            residuals = seen_by(cell, lane.seat, lane.x, lane.y, lane.way).residuals()
             kept_elsewhere = last not in lane.stages or lane.y_view is not None
             self.of.append(residuals if kept_elsewhere else WithOutput(residuals, lane.y))
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
@@ -124,7 +129,9 @@ class SharedHalves:
     def __init__(self, cell: Cell, residuals: SharedResiduals | None, *, in_place: bool) -> None:
         starts = residuals.of if residuals else [None] * len(cell.lanes)
         self.of = [
-            seen_by(cell, lane.seat, lane.x, lane.y).split_backward(start, in_place=in_place)
+            seen_by(cell, lane.seat, lane.x, lane.y, lane.way).split_backward(
+                start, in_place=in_place
+            )
             for lane, start in zip(cell.lanes, starts, strict=True)
         ]
         self.whole = list(dict.fromkeys(text for halves in self.of for text in halves.whole))

@@ -33,7 +33,7 @@ def see_that_it_fits(
     plan.seen[:] = [(model, *operands)]
     if limit is None:
         return
-    key = signature(operands), want_inputs
+    key = signature(operands), want_inputs, model.trained
     if key in plan.warned:
         return
     plan.warned.add(key)
@@ -80,7 +80,8 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
         "num_microbatches": schedule.num_microbatches,
         "num_stages": schedule.num_stages,
     }
-    alike = len({(seat.definition, seat.views) for seat in model.stages}) == 1
+    kinds = zip(model.stages, model.trained.stages, strict=True)
+    alike = len({(seat.definition, seat.views, mask) for seat, mask in kinds}) == 1
     for name in names():
         other = None if options(name) or name == schedule.name else _build(name, sizes)
         if other and (alike or other.placement == schedule.placement):
@@ -102,7 +103,7 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
 
 
 def _replace(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, **changes, whole=[], seen=[], warned=set())
+    return dataclasses.replace(plan, **changes, whole=[], seen=[], warned=plan.warned)
 
 
 def _message(

@@ -15,6 +15,13 @@ from pipeline.tree import partition, real, shape_text
 LossFn = Callable[[Any, Any], Any]
 
 
+class LossModule:
+    """Says that the loss is a module: its state lies with embed and head, and is trained so."""
+
+
+Loss = LossFn | LossModule
+
+
 def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """Call ``loss_fn`` on one microbatch; a scalar mean becomes a sum of weight 1.
 
@@ -32,9 +39,20 @@ def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.
     return total, jax.lax.stop_gradient(weight)
 
 
-def is_mean(loss_fn: LossFn, outputs: Any, targets: Any) -> bool:
-    """Whether a loss is a mean, so that every microbatch has weight 1."""
-    return not isinstance(loss_fn(outputs, targets), (tuple, list))
+def is_mean(result: Any) -> bool:
+    """Whether what a loss returned is a mean, so that every microbatch has weight 1."""
+    return not isinstance(result, (tuple, list))
+
+
+def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean that a sum and its weight make, and what to multiply a sum's gradients with.
+
+    Where nothing counts (both are 0, as in a batch of padding) both are 0. A sum without a weight,
+    and NaN, stay what division makes of them.
+    """
+    nothing = (total == 0) & (weight == 0)
+    weight = jnp.where(nothing, jnp.ones_like(weight), weight)
+    return total / weight, jnp.where(nothing, jnp.zeros_like(weight), 1 / weight)
 
 
 def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
@@ -55,7 +73,9 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
                 f"{name} returned a value that differs between the ranks of axis "
                 f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
                 f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
-                f"(jax.lax.all_gather(..., to='invarying')), before it is returned"
+                f"(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the "
+                f"layers know nothing of it, leave it to the compiler: Pipeline(..., "
+                f"auto_axes={tuple(others)!r})"
             )
     return result
 

@@ -119,7 +119,7 @@ def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
         real = facts.first & facts.for_input
         _embed_gradient(actions.cell, actions, real, dx, row["microbatch"])
-    return actions.as_message(dx)
+    return actions.as_message(dx) if actions.cell.way.x else actions.no_message()
 
 
 def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
@@ -147,7 +147,7 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
             stash = x
         else:
             stash, dy = actions.stashes[row["stash"]], dy(actions.own_output(row))
-        dx, crossing = halves.input_half(*arguments, stash, dy, [])
+        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.cell.way.x)
         trash = actions.crossings.places - 1
         actions.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
     if facts.for_weights is not False:

@@ -12,9 +12,10 @@ import jax
 
 from pipeline.accumulate import GradDtype
 from pipeline.ends import Tables
-from pipeline.loss import LossFn
+from pipeline.loss import Loss
 from pipeline.spread import Layout
 from pipeline.stage import Definition, Seat
+from pipeline.trained import Trained
 from pipeline.tree import Tree
 
 
@@ -24,7 +25,7 @@ class Weights:
 
     Attributes:
       chunks: [V] trees, the `nnx.Param` state of each chunk.
-      ends: the `nnx.Param` state of embed and head.
+      ends: the `nnx.Param` state of embed and head, and of a loss that is a module.
       chunks_rest, ends_rest: all other state of the same modules.
     """
 
@@ -55,12 +56,13 @@ class Model:
       stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
       chunk: definition of a stage.
       has_embed, has_head: whether the ends do anything.
-      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight); where it is None
-        no loss is ever taken.
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
+        hold one; where it is None no loss is ever taken.
       policy: a `jax.checkpoint` policy for the stages, or None.
       compute_dtype: to which parameters and activations are cast before they are used, or None.
       grad_dtype: in which gradients are summed, as `pipeline.accumulate.as_summed` takes it.
       layout: where the leaves of its state lie.
+      trained: which of its parameters have gradients.
       tables: those of embed and head that all ranks share.
     """
 
@@ -69,8 +71,9 @@ class Model:
     ends: Definition
     has_embed: bool
     has_head: bool
-    loss_fn: LossFn | None = field(hash=False)  # an object may be called that has no hash
+    loss_fn: Loss | None = field(hash=False)  # an object may be called that has no hash
     layout: Layout
+    trained: Trained
     policy: Any = field(default=None, hash=False)
     grad_dtype: GradDtype = None
     compute_dtype: Any = None

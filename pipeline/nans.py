@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import DATA, STAGE
-from pipeline.forward import called, embedded, headed
-from pipeline.loss import as_sum_and_weight
+from pipeline.forward import called, embedded, headed, lost
+from pipeline.loss import LossModule, as_sum_and_weight
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
 from pipeline.precision import as_computed
@@ -212,7 +212,10 @@ class _Search:
     def _parts(self) -> list[_Part]:
         model, weights = self._model, self._weights
         params, rest = weights.ends, weights.ends_rest
-        embed, head = (self._caller(model.ends, rest, method) for method in (embedded, headed))
+        embed, head, loss = (
+            self._caller(model.ends, rest, method, computes=method is not lost)
+            for method in (embedded, headed, lost)
+        )
         parts = [self._stage(k, seat) for k, seat in enumerate(model.stages)]
         if model.has_embed:
             call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
@@ -222,7 +225,10 @@ class _Search:
             y = head(params, microbatch, x) if model.has_head else x
             if model.loss_fn is None:
                 return y
-            return as_sum_and_weight(model.loss_fn, y, batch.targets)
+            loss_fn: Any = model.loss_fn
+            if isinstance(loss_fn, LossModule):
+                loss_fn = lambda y, t: loss(params, microbatch, (y, t))  # noqa: E731
+            return as_sum_and_weight(loss_fn, y, batch.targets)
 
         return [*parts, _Part("head or loss_fn", last, params)]
 
@@ -239,14 +245,16 @@ class _Search:
         call = lambda p, x, batch, m: run(p, m, x, batch.extras)  # noqa: E731
         return _Part(f"stages[{k}]", call, params)
 
-    def _caller(self, definition: Definition, rest: Tree, method: Any) -> Callable[..., Tree]:
+    def _caller(
+        self, definition: Definition, rest: Tree, method: Any, *, computes: bool = True
+    ) -> Callable[..., Tree]:
         streams, fixed = split_streams(rest)
         dtype, axes = self._model.compute_dtype, self._plan.axes
 
         def run(params: Tree, microbatch: int, *given: Any) -> Tree:
             own = nnx.merge_state(fold(streams, microbatch, axes), fixed)
             found = definition.call(method, as_computed(params, dtype), own, *given)
-            return as_computed(found, dtype)
+            return as_computed(found, dtype) if computes else found
 
         return run
 

@@ -1,9 +1,12 @@
-"""Optimizer state that is sharded over ``data``, for ZeRO-1 and FSDP.
+"""Optimizers of a pipeline: the plain model's update, of state that is sharded as its weights are.
 
-An optimizer works on each entry of a weight by itself, so D data shards can each keep the state of
-1/D of them, make the update of those, and gather the updates. Nothing of optax needs to know: its
-state has arrays shaped like parameters, under the parameters' paths, and they are laid out as the
-gradients are.
+An optimizer is written for layers: it asks for a weight's norm, for the number of its axes, for its
+name. A pipeline holds S layers in one array, over which all these mean something else. So an
+optimizer here is given the layer view (`pipeline.layer_view`), and what it does for S layers is
+found again and run at once, on the ranks that hold them (`pipeline.reroll`).
+
+Its state lies over ``stage`` as weights do, and, for ZeRO-1 and FSDP, over ``data`` as gradients
+do: D data shards each keep a D-th of it, make the update of that, and gather the updates.
 
 Of a pipeline made of types (`jax.ShapeDtypeStruct`), an optimizer's state is types too, which say
 where each array would lie: enough to compile a step for machines that are not there.
@@ -11,116 +14,314 @@ where each array would lie: enough to compile a step for machines that are not t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pipeline.chunks import lead_of
+from pipeline import meshes
+from pipeline.distribute import distribute
+from pipeline.filters import leaving_frozen, trained_parts
+from pipeline.layer_state import Lay, StatePlan, key_name, plan_state
+from pipeline.layer_view import EndRef, LayerView, Ref, found_in, layer_view
+from pipeline.layout import Layout, check_layout
 from pipeline.pipeline import Pipeline
-from pipeline.placement import Spread, spread_of
+from pipeline.placement import LAYERS
+from pipeline.reroll import Cut, Rerolled, Row
 from pipeline.tree import Tree, is_abstract
-
-Path = tuple[str, ...]
-Places = dict[Path, tuple[Spread, tuple[int, ...]]]  # of a parameter, and its shape
+from pipeline.variables import metadata
 
 
-def make_optimizer(pipe: Pipeline, tx: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
-    """``nnx.Optimizer(pipe, shard_optimizer(tx, pipe), wrt=nnx.Param)``, also of types.
+def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
+    """An `nnx.Optimizer` whose update is that of the model without a pipeline.
+
+    Masks and labels, trees or functions, speak of the layer view: ``{"stages": [K trees], "embed":
+    tree, "head": tree}``. All state lies on the pipeline's mesh.
 
     Args:
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
-      tx: any optax transformation.
+      parts: an optax transformation, or several, one after another as in `optax.chain`.
+
+    Raises:
+      ValueError: no transformation, or one that needs the weights of several layers in one place.
     """
-    sharded = shard_optimizer(tx, pipe)
+    for n, part in enumerate(parts):
+        if not (callable(getattr(part, "init", None)) and callable(getattr(part, "update", None))):
+            raise ValueError(
+                f"parts[{n}] is of type {type(part).__name__}; give optax transformations, which "
+                f"have init and update: make_optimizer(pipe, optax.adamw(1e-3))"
+            )
+    if not parts:
+        raise ValueError(
+            "make_optimizer(pipe) was given no transformation; give at least one: "
+            "make_optimizer(pipe, optax.adamw(1e-3))"
+        )
+    sharded = _Layered(pipe, parts[0] if len(parts) == 1 else optax.chain(*parts))
+    transformation, wrt = sharded.transformation, pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
-        return nnx.Optimizer(pipe, sharded, wrt=nnx.Param)
+        return PipelineOptimizer(pipe, transformation, wrt=wrt)
 
+    everywhere = NamedSharding(pipe.mesh, PartitionSpec())
     if not is_abstract(nnx.state(pipe)):
-        return make(pipe)
+        optimizer = make(pipe)
+        optimizer.step.set_value(distribute(optimizer.step.get_value(), everywhere))
+        return optimizer
     optimizer = nnx.eval_shape(make, pipe)
-    nnx.update(optimizer, _typed(nnx.state(optimizer), _places(pipe), pipe.mesh))
+    specs = sharded.plan(nnx.as_pure(nnx.state(pipe, wrt))).specs()
+    flat, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)
+    places = {("opt_state", *map(key_name, path)): spec for path, spec in flat}
+
+    def typed(path: Any, leaf: Any) -> Any:
+        spec = places.get(tuple(map(key_name, path)), PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(pipe.mesh, spec))
+
+    state = nnx.as_pure(nnx.state(optimizer))
+    nnx.update(optimizer, jax.tree_util.tree_map_with_path(typed, state))
     return optimizer
 
 
 def shard_optimizer(
     tx: optax.GradientTransformation, pipe: Pipeline
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose state lies where the pipeline's gradients do.
+    """The transformation with which `make_optimizer` makes an optimizer.
 
     Its updates are laid out as the weights, so that under jit the update of a step runs on shards
-    and is gathered once, and no weight changes its place from step to step.
+    and is gathered once, and no weight changes its place from step to step. Of arrays in which only
+    some stages are trained the rest is left as it is.
 
     Args:
       tx: any optax transformation.
       pipe: the pipeline whose parameters it will update.
     """
-    tx = optax.with_extra_args_support(tx)
-    places = _places(pipe)
+    return _Layered(pipe, tx).transformation
 
-    def lay_out(tree: Tree, which: str) -> Tree:
-        def one(path: Any, leaf: Any) -> Any:
-            spread = _find(places, path, leaf)
-            if spread is None:
-                return leaf
-            sharding = NamedSharding(pipe.mesh, getattr(spread, which))
-            return jax.lax.with_sharding_constraint(leaf, sharding)
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+class PipelineOptimizer(nnx.Optimizer[Pipeline]):
+    """What `make_optimizer` returns: an `nnx.Optimizer` that knows how its state's layers lie."""
 
-    def init(params: Tree) -> Tree:
+    def __init__(self, model: Pipeline, tx: optax.GradientTransformation, *, wrt: Any) -> None:
+        super().__init__(model, tx, wrt=wrt)
+        types = is_abstract(nnx.state(model))
+        self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
+
+    def update(self, model: Pipeline, grads: Tree, /, **extra: Any) -> Any:
+        """Update the pipeline's parameters and this state, as `nnx.Optimizer.update` does.
+
+        Raises:
+          ValueError: the state is that of a pipeline with another placement.
+        """
+        flat = nnx.to_flat_state(nnx.state(self))
+        held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
+        check_layout("the optimizer", model.schedule.stages_of, self.layout, held)
+        return super().update(model, grads, **extra)
+
+
+class _Layered:
+    """A transformation of a tree of layers, for a pipeline's parameters.
+
+    Args:
+      pipe: the pipeline.
+      tx: the transformation.
+
+    Attributes:
+      transformation: of the pipeline's parameters, those that it trains.
+    """
+
+    def __init__(self, pipe: Pipeline, tx: optax.GradientTransformation) -> None:
+        self._tx, self._of = optax.with_extra_args_support(tx), pipe.plan
+        self._view, self._mesh = layer_view(pipe, trained=True), pipe.plan.mesh
+        own = optax.GradientTransformationExtraArgs(self.init, self.update)
+        parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
+        self.transformation = leaving_frozen(own, parts)
+        self._plans: dict[Any, StatePlan] = {}
+        self._jitted = jax.jit(self._update, inline=True), jax.jit(self._init, inline=True)
+
+    def init(self, params: Tree) -> Tree:
+        """The state; no device ever holds the whole."""
         if is_abstract(params):
             raise ValueError(
                 "a shard_optimizer was asked for the state of parameters that are types "
                 "(jax.ShapeDtypeStruct); make the optimizer with "
                 "pipeline.make_optimizer(pipe, tx), which then holds types too"
             )
-        # Under jit, so that no device ever holds the whole state.
-        return jax.jit(lambda params: lay_out(tx.init(params), "gradient"))(params)
+        with meshes.entered(self._of):
+            state = self._jitted[1](meshes.untyped(params, self._of))
+        state = self._typed_state(state, params)
+        variables = {
+            tuple(path): variable
+            for path, variable in nnx.to_flat_state(nnx.State(params))
+            if isinstance(variable, nnx.Variable)
+        }
+        return self.plan(params).labelled(state, variables) if variables else state
 
-    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        updates, state = tx.update(lay_out(grads, "gradient"), state, params, **extra)
-        return lay_out(updates, "stored"), lay_out(state, "gradient")
+    def update(
+        self, grads: Tree, state: Tree, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Tree]:
+        """The updates, in the structure of the gradients, and the new state."""
+        for name, leaf in jax.tree_util.tree_leaves_with_path(extra):
+            if callable(leaf):
+                raise ValueError(
+                    f"update(..., {key_name(name[0])}=...) is a function: what an optimizer calls "
+                    f"with the weights of layers cannot run a pipeline; take a transformation that "
+                    f"needs values only, such as value=loss"
+                )
+        with meshes.entered(self._of):
+            given = meshes.untyped((grads, state, params, extra), self._of)
+            updates, state = self._jitted[0](*given)
+        specs = jax.tree.leaves(self._stored_specs(updates), is_leaf=_is_spec)
+        updates = meshes.typed(updates, self._of.home, specs)
+        return updates, self._typed_state(state, grads if params is None else params)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _typed_state(self, state: Tree, params: Tree) -> Tree:
+        specs = jax.tree.leaves(self.plan(params).specs(), is_leaf=_is_spec)
+        return meshes.typed(state, self._of.home, specs)
+
+    def _stored_specs(self, updates: Tree) -> Tree:
+        """Where updates lie: as the weights."""
+        view = self._view
+        specs = {stack.path: stack.spread.stored for stack in view.stacks}
+        specs |= {("ends", *end.path): end.spread.stored for end in view.ends}
+        return jax.tree_util.tree_map_with_path(lambda path, _: _at(specs, path), updates)
+
+    def plan(self, params: Tree) -> StatePlan:
+        """How the state is stored, for parameters of these types."""
+        view = self._view
+
+        def one(ref: Ref | EndRef) -> Any:
+            if isinstance(ref, Ref):
+                stack = view.stacks[ref.stack]
+                return found_in(params, stack.path).dtype, stack.slots[ref.slot].shape
+            end = view.ends[ref.end]
+            return found_in(params, ("ends", *end.path)).dtype, end.shape
+
+        types = jax.tree.map(lambda ref: jax.ShapeDtypeStruct(*reversed(one(ref))), view.tree)
+        key = tuple(leaf.dtype for leaf in jax.tree.leaves(types))
+        if key not in self._plans:
+            self._plans[key] = plan_state(view, jax.eval_shape(self._tx.init, types))
+        return self._plans[key]
+
+    def _init(self, params: Tree) -> Tree:
+        plan, inputs = self.plan(params), _Inputs(self._view)
+        program, state = self._run(self._tx.init, inputs, inputs.layers(params))
+        return plan.write(state, program, self._lay)
+
+    def _update(self, grads: Tree, state: Tree, params: Tree, extra: Any) -> tuple[Tree, Tree]:
+        def update(grads: Tree, state: Tree, params: Tree, extra: Any) -> Any:
+            return self._tx.update(grads, state, params, **extra)
+
+        plan, inputs = self.plan(grads if params is None else params), _Inputs(self._view)
+        program, (updates, state) = self._run(
+            update,
+            inputs,
+            inputs.layers(grads, self._lay),
+            plan.read(state, inputs.add),
+            None if params is None else inputs.layers(params),
+            {
+                name: inputs.layers(value) if _is_like_parameters(value) else value
+                for name, value in extra.items()
+            },
+        )
+        return self._stored(updates, program, grads), plan.write(state, program, self._lay)
+
+    def _run(self, function: Any, inputs: _Inputs, *args: Tree) -> tuple[Rerolled, Tree]:
+        """A program of layers, and its results."""
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs.types(args))
+        program = Rerolled(
+            closed,
+            jax.tree.leaves(args),
+            inputs.stacks,
+            inputs.cuts,
+            self._view.ranks,
+            lambda numbers: self._lay(numbers, PartitionSpec()),
+        )
+        return program, jax.tree.unflatten(jax.tree.structure(shapes), program.outputs)
+
+    def _stored(self, updates: Tree, program: Rerolled, like: Tree) -> Tree:
+        """Updates in the structure of the gradients, laid out as the weights."""
+        view, (leaves, treedef) = self._view, jax.tree.flatten(updates)
+        wanted: Any = jax.tree.structure(view.tree)
+        if treedef != wanted:
+            raise ValueError(
+                f"the updates have the structure {treedef}, the gradients {wanted}; a "
+                f"transformation returns updates that can be added to the parameters"
+            )
+        value = dict(zip(jax.tree.leaves(view.tree), leaves, strict=True))
+        found = {}
+        for n, stack in enumerate(view.stacks):
+            results = [
+                {rank: value[Ref(n, m, rank)] for rank, _ in slot.names}
+                for m, slot in enumerate(stack.slots)
+            ]
+            array = stack.collect(program, results, view.ranks)
+            found[stack.path] = self._lay(array, stack.spread.stored)
+        for n, end in enumerate(view.ends):
+            array = end.fill(program.value(value[EndRef(n)]))
+            found["ends", *end.path] = self._lay(array, end.spread.stored)
+
+        return jax.tree_util.tree_map_with_path(lambda path, _: _at(found, path), like)
+
+    def _lay(self, array: Any, spec: PartitionSpec) -> Any:
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
 
 
-def _places(pipe: Pipeline) -> Places:
-    """Where each parameter lies, and its shape."""
-    return {
-        tuple(map(str, path)): (spread_of(variable, lead_of(path)), variable.shape)
-        for path, variable in nnx.to_flat_state(nnx.state(pipe, nnx.Param))
-    }
+class _Inputs:
+    """Collects the stacks of whose rows the inputs of a program are."""
+
+    def __init__(self, view: LayerView) -> None:
+        self.view = view
+        self.stacks: list[Any] = []
+        self.cuts: list[Cut | None] = []
+
+    def add(self, stack: Any, cut: Cut | None) -> int:
+        """The index of a stack, which may be a part of a cell."""
+        self.stacks.append(stack)
+        self.cuts.append(cut)
+        return len(self.stacks) - 1
+
+    def layers(self, tree: Tree, lay: Lay | None = None) -> Tree:
+        """Layers whose leaves are rows and arrays, perhaps laid out as gradients first."""
+        view = self.view
+        indices = []
+        for stack in view.stacks:
+            array = found_in(tree, stack.path)
+            array = array if lay is None else lay(array, stack.spread.gradient)
+            indices.append([self.add(*given) for given in stack.inputs(array)])
+
+        def one(ref: Ref | EndRef) -> Any:
+            if isinstance(ref, Ref):
+                return Row(indices[ref.stack][ref.slot], ref.rank)
+            end = view.ends[ref.end]
+            array = found_in(tree, ("ends", *end.path))
+            return end.cut(array if lay is None else lay(array, end.spread.gradient))
+
+        return jax.tree.map(one, view.tree)
+
+    def types(self, tree: Tree) -> Tree:
+        """The types of a program's inputs."""
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, Row):
+                return jax.typeof(leaf)
+            stack = self.stacks[leaf.stack]
+            return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+
+        return jax.tree.map(one, tree)
 
 
-def _typed(state: Tree, places: Places, mesh: Mesh) -> Tree:
-    """The types of an optimizer's state, which say where each array would lie."""
-
-    def one(path: Any, leaf: Any) -> Any:
-        spread = _find(places, path, leaf)
-        sharding = NamedSharding(mesh, spread.gradient if spread else PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(one, state)
+def _is_like_parameters(tree: Tree) -> bool:
+    return isinstance(tree, Mapping) and bool(tree) and tree.keys() <= {"chunks", "ends"}
 
 
-def _find(places: Places, path: Any, leaf: Any) -> Spread | None:
-    """Where the parameter lies under whose path, and in whose shape, a leaf is."""
-    names = [_name(key) for key in path]
-    for end in (len(names), len(names) - 1):  # a variable's own value may be a key too
-        for start in range(end):
-            spread, shape = places.get(tuple(names[start:end]), (None, None))
-            if spread is not None and getattr(leaf, "shape", None) == shape:
-                return spread
-    return None
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:
+    """What belongs to a leaf; the value of a variable may have a key too."""
+    names = tuple(map(key_name, path))
+    return found[names if names in found else names[:-1]]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from collectives.sizes import integer, is_size
+from pipeline.tree import real, shape_text
 
 
 def check_microbatches(num_microbatches: Any) -> int:
@@ -38,6 +43,30 @@ def check_functions(**functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")
+
+
+def check_scale(loss_scale: Any) -> jax.Array | None:
+    """A loss scale as an array, or None.
+
+    Raises:
+      ValueError: no real scalar; or a number, not an array that may be on a device, that is not
+        above 0 and finite.
+    """
+    if loss_scale is None:
+        return None
+    is_number = isinstance(loss_scale, (int, float, np.generic))
+    is_array = isinstance(loss_scale, (jax.Array, np.ndarray)) and loss_scale.ndim == 0
+    fits = (is_number or is_array) and not isinstance(loss_scale, bool)
+    fits = fits and jnp.result_type(loss_scale).kind in "iuf"
+    if not fits or (is_number and not 0 < loss_scale < math.inf):
+        given = repr(loss_scale) if is_number else f"of type {type(loss_scale).__name__}"
+        if is_array or (hasattr(loss_scale, "dtype") and not is_number):
+            given = shape_text(loss_scale)
+        raise ValueError(
+            f"loss_scale is {given}; give one real number > 0 or a scalar array, such as "
+            f"2.0**15 or the loss_scale of a jmp.DynamicLossScale, or None for no scale"
+        )
+    return jnp.asarray(float(loss_scale) if is_number else loss_scale, real())
 
 
 def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> tuple[str, ...]:

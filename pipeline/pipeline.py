@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from pipeline import differentiable, runtime
+from pipeline import differentiable, meshes, runtime
 from pipeline.ahead import check_kinds, lower_step, require_arrays
 from pipeline.apart import apart
 from pipeline.chunks import make_chunks, make_ends
-from pipeline.describe import describe
+from pipeline.describe import describe, summary
 from pipeline.describe_memory import describe_memory
 from pipeline.ends import Mode
+from pipeline.filters import trained_lines, warn_of_frozen_parts
 from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.ignored import ignoring, warn_of_attributes
+from pipeline.jitted import hold
+from pipeline.layer_view import from_layers, to_layers
+from pipeline.layout import Layout, check_layout, mark
 from pipeline.limit import see_that_it_fits
 from pipeline.loss import LossFn
 from pipeline.nans import watched
-from pipeline.operands import Operands, make_operands
-from pipeline.options import check_functions
+from pipeline.operands import Operands, make_operands, trained_by
+from pipeline.options import check_functions, check_scale
 from pipeline.placement import DataParallel, Placement, Sharding
 from pipeline.plan import Bubbles, Gather, Remat
 from pipeline.precision import check_dtype, keep_params_in
+from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.randomness import advance
+from pipeline.replace import check_changes, refusal, replaced
 from pipeline.resolve import make_plan
 from pipeline.stage import count_stages, is_stacked, take_stage
 from pipeline.step_memory import describe_step
-from pipeline.tree import Tree
+from pipeline.trained import Trained
+from pipeline.tree import Tree, is_abstract, leaves_by_name
+from pipeline.untrained import warn_of_parameters_read_from_outside
 from schedules import Schedule
 
 
@@ -52,7 +61,8 @@ class Pipeline(nnx.Module):
         devices as share K stages equally.
       embed: a module or function of one microbatch of inputs; makes the first stage's input.
       head: a module or function of the last stage's output; makes what the user sees.
-      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight).
+      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
+        module is trained as embed and head are, with which it may share parameters.
       remat: "stage" keeps each stage's input and runs its forward again in the backward; None
         keeps its residuals; a `jax.checkpoint` policy keeps what it says.
       bubbles: "skip" branches around idle slots; "masked" computes through them without any
@@ -70,7 +80,7 @@ class Pipeline(nnx.Module):
         jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
         of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
-        of the optimizer ("zero1", see `shard_optimizer`), or weights too ("fsdp").
+        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
       sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
         whose metadata does not say it (`nnx.with_partitioning`), else None.
@@ -85,14 +95,20 @@ class Pipeline(nnx.Module):
       ignore: names of attributes that make no difference to what a stage computes, such as
         ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
         have the value of the first; `stages()` gives each its own back.
+      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
+        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
+        is frozen has no gradient, and stages before the first that is trained no backward.
+
+    Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
+    each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
         v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
         stages of a chunk differ it is a `pipeline.unlike.Overlaid`; `stages()` gives them as they
         are.
-      ends: embed and head, on every rank; a table that all share has its rows sharded over
-        ``stage``, and perhaps rows of zeros behind its last word.
+      ends: embed and head, and a loss_fn that is a module, on every rank; a table that all share
+        has its rows sharded over ``stage``, and perhaps rows of zeros behind its last word.
 
     Raises:
       ValueError: options that do not fit each other; the message says which and what to do.
@@ -122,9 +138,11 @@ class Pipeline(nnx.Module):
         vocabulary: Mode = "ends",
         memory_limit: int | None = None,
         ignore: Sequence[str] = (),
+        wrt: nnx.filterlib.Filter = nnx.Param,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
-        check_kinds(stages, embed, head)
+        check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
         self.plan = plan = make_plan(
             count_stages(stages),
             num_microbatches,
@@ -144,17 +162,40 @@ class Pipeline(nnx.Module):
             auto_axes=auto_axes,
             vocabulary=vocabulary,
             memory_limit=memory_limit,
+            wrt=wrt,
         )
-        stages, embed, head = apart(stages, embed, head)
+        plan.options.update(options)
+        warn_of_parameters_read_from_outside(
+            [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
+        )
+        stages, ends = apart(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, ignore)
         warn_of_attributes(stages)
-        given = [*([stages] if is_stacked(stages) else stages), embed, head]
+        given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         see_that_layers_fit(given, plan.mesh, plan.auto_axes)
-        placement = Placement(plan.mesh, data_parallel, sharding, plan.auto_axes)
+        placement = Placement(plan.home, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
-        self.ends = make_ends(embed, head, placement, plan.shared)
+        self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
+        see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
         see_that_weights_are_divided(self, plan.mesh, given)
+        mark(self.chunks, plan.schedule.stages_of)
+        types = is_abstract(nnx.state(self.chunks))
+        self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
+        warn_of_frozen_parts(self.trained, plan, self.chunks)
+        hold(plan, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stages" or name in _OPTIONS:
+            raise AttributeError(refusal(name))
+        super().__setattr__(name, value)
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        """What `print` shows, here or within another module; `describe` says more."""
+        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
+        yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
+        for name, text in summary(self, _DEFAULTS).items():
+            yield nnx.reprlib.Attr(name, text, use_raw_value=True)
 
     @property
     def schedule(self) -> Schedule:
@@ -163,13 +204,22 @@ class Pipeline(nnx.Module):
 
     @property
     def mesh(self) -> Mesh:
-        """Where it runs."""
-        return self.plan.mesh
+        """Where it runs: of Auto axes, or with the types of the mesh that was in force."""
+        return self.plan.home
 
     @property
     def num_microbatches(self) -> int:
         """M."""
         return self.plan.schedule.num_microbatches
+
+    @property
+    def wrt(self) -> nnx.filterlib.Filter:
+        """What is trained, as a filter of the pipeline's own state.
+
+        For ``nnx.Optimizer(pipe, tx, wrt=pipe.wrt)`` and ``nnx.DiffState(0, pipe.wrt)``. With
+        stages of one chunk that are not trained alike use `make_optimizer`.
+        """
+        return self._filter(self.plan.wrt)
 
     @property
     def embed(self) -> Any:
@@ -187,36 +237,66 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        operands = require_arrays("pipe", self._operands(inputs, (), extras))
-        advance(self)
-        return differentiable.outputs(self.plan, *operands)
+        operands = self._step("pipe", self._operands(inputs, (), extras))
+        with meshes.entered(self.plan):
+            found = differentiable.outputs(self.plan, *operands)
+        given = (inputs, extras)
+        specs = meshes.outputs_specs(self.plan, found, given)
+        return meshes.typed(found, meshes.mesh_of_results(self.plan, given), specs)
 
     def loss(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
     ) -> jax.Array:
         """The mean loss, a float32 scalar on every rank.
 
-        Differentiated, it runs the whole schedule once; otherwise forward actions alone.
+        Differentiated, it runs the whole schedule once; otherwise forward actions alone. Where a
+        step computes in float16, both run, forward actions first: a loss scale (what the loss is
+        multiplied with before it is differentiated) must be known to the schedule.
         """
-        operands = require_arrays("loss", self._operands(inputs, targets, extras, "loss"))
-        advance(self)
-        return differentiable.loss(self.plan, *operands)
+        operands = self._step("loss", self._operands(inputs, targets, extras, "loss"))
+        with meshes.entered(self.plan):
+            found = differentiable.loss(self.plan, *operands)
+        return meshes.typed(found, meshes.mesh_of_results(self.plan), PartitionSpec())
 
     def value_and_grad(
-        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        wrt: nnx.filterlib.Filter | None = None,
+        loss_scale: Any = None,
     ) -> tuple[jax.Array, nnx.State[Any, Any]]:
-        """The mean loss and its gradients, laid out as ``nnx.state(pipe, nnx.Param)``."""
-        operands = require_arrays(
-            "value_and_grad", self._operands(inputs, targets, extras, "value_and_grad")
-        )
-        advance(self)
-        see_that_it_fits(self.plan, *operands)
-        with differentiable.refusing_twice(
-            "value_and_grad() was differentiated, and it returns gradients itself: differentiate "
-            "loss(), or call value_and_grad() alone"
+        """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
+
+        Args:
+          inputs: [N, ...] leaves.
+          targets: likewise.
+          extras: likewise, by name, for every stage.
+          wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
+          loss_scale: a scalar, perhaps traced, that the loss is multiplied with before it is
+            differentiated, so that small gradients do not vanish in float16. Gradients come back
+            multiplied with it, to be divided by whoever chose it (in float32, and after a look for
+            infinities and NaN, which say that it was too large); the loss does not.
+
+        Raises:
+          ValueError: a batch, a filter or a scale that does not fit; or it was differentiated.
+        """
+        wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
+        operands = self._operands(inputs, targets, extras, "value_and_grad", wrt)
+        operands = self._step("value_and_grad", operands)
+        with (
+            meshes.entered(self.plan),
+            differentiable.refusing_twice(
+                "value_and_grad() was differentiated, and it returns gradients itself: "
+                "differentiate loss(), or call value_and_grad() alone"
+            ),
         ):
-            value, grads, _ = watched(runtime.train, self.plan, *operands)
-        layout = jax.tree.structure(nnx.state(self, nnx.Param))
+            see_that_it_fits(self.plan, *operands)
+            value, grads, _ = watched(runtime.train, self.plan, *operands, scale=scale)
+        value = meshes.typed(value, meshes.mesh_of_results(self.plan), PartitionSpec())
+        grads = meshes.typed(grads, self.plan.home, meshes.gradient_specs(operands[0]))
+        layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
     def lower(
@@ -232,20 +312,79 @@ class Pipeline(nnx.Module):
         Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
         optimizer its update follows, and weights and state are given away to their new values.
         """
-        operands = self._operands(inputs, targets, extras, "lower")
+        operands = self._types(inputs, targets, extras, "lower")
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
-        see_that_it_fits(self.plan, *operands)
-        return runtime.train.lower(self.plan, *operands)
+        with meshes.entered(self.plan):
+            see_that_it_fits(self.plan, *operands)
+            return runtime.train.lower(self.plan, *operands)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""
-        found = {
-            k: take_stage(chunk, rank)
-            for rank, held in enumerate(self.schedule.stages_of)
-            for chunk, k in zip(self.chunks, held, strict=True)
-        }
-        return [self.ignored.give_back(found[k], k) for k in range(len(found))]
+        is_typed = bool(self.plan.home.explicit_axes)
+        with meshes.entered(self.plan):
+            chunks = list(self.chunks)
+            if is_typed:
+                chunks = [_with_state(chunk, meshes.untyped, self.plan) for chunk in chunks]
+            found = {
+                k: take_stage(chunk, rank)
+                for rank, held in enumerate(self.schedule.stages_of)
+                for chunk, k in zip(chunks, held, strict=True)
+            }
+        stages = [self.ignored.give_back(found[k], k) for k in range(len(found))]
+        if not is_typed:
+            return stages
+        return [_with_state(stage, meshes.typed_as_they_lie, self.plan.home) for stage in stages]
+
+    def replace(self, **options: Any) -> Self:
+        """Another pipeline of the same stages and weights, and of other options.
+
+        The rest is as it was given to the constructor, and chosen anew where it was left open.
+        Weights are those of now: what one of the two learns later the other does not. Arrays that
+        stay where they are are not copied, so do not donate those of one and go on with both.
+        State of an optimizer is laid out as weights are: make it anew if mesh, placement or
+        ``data_parallel`` change, or carry its moments over by `to_layers` and `from_layers`.
+
+        Args:
+          options: any of the constructor's but ``stages``, such as ``num_microbatches=8``,
+            ``schedule="zb_v"``, ``mesh=mesh`` or ``head=head``.
+
+        Raises:
+          TypeError: ``stages``, or no option of a pipeline.
+          ValueError: as the constructor.
+        """
+        check_changes(options, _OPTIONS)
+        return replaced(self, options, Pipeline.__init__)
+
+    def to_layers(self, tree: Tree) -> dict[str, Any]:
+        """The layer view of a tree that is shaped like the parameters.
+
+        ``{"stages": [K trees], "embed": tree, "head": tree}`` in layer order, whatever S, V and
+        the placement, also of stages that are not alike: what the model is without a pipeline.
+
+        Args:
+          tree: ``nnx.state(pipe, nnx.Param)``, gradients, an optimizer's moments; arrays (or types)
+            with a leading axis of length S where the parameters have it, or labels. Of a tree that
+            lacks what ``wrt`` freezes, the layers lack it too.
+
+        Raises:
+          ValueError: a tree of another shape.
+        """
+        with meshes.entered(self.plan):
+            layers = to_layers(self, meshes.untyped(tree, self.plan))
+        return meshes.typed_as_they_lie(layers, self.plan.home)
+
+    def from_layers(self, layers: dict[str, Any]) -> nnx.State[Any, Any]:
+        """Undo `to_layers`: a tree laid out as ``nnx.state(pipe, nnx.Param)``, or ``pipe.wrt``.
+
+        Arrays are placed as the parameters are, so ``nnx.update(pipe, pipe.from_layers(layers))``
+        loads weights of any pipeline of the same model, or of none.
+
+        Raises:
+          ValueError: other layers, or labels that differ between layers that share an array.
+        """
+        with meshes.entered(self.plan):
+            return from_layers(self, meshes.untyped(layers, self.plan))
 
     def describe(
         self,
@@ -270,13 +409,59 @@ class Pipeline(nnx.Module):
         """
         operands = None
         if inputs is not None:
-            operands = self._operands(inputs, targets, extras, "describe")
+            operands = self._types(inputs, targets, extras, "describe")
         if optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
-            memory = describe_memory(self.plan, self.chunks, self.ends, operands, compiled=compiled)
-        return describe(self.plan, self.chunks, memory)
+            state, trained = (self.chunks, self.ends), self.trained
+            with meshes.entered(self.plan):
+                memory = describe_memory(
+                    self.plan, *state, operands, trained=trained, compiled=compiled
+                )
+        lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
+        return describe(self.plan, self.chunks, [*lines, *memory])
 
-    def _operands(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "") -> Operands:
-        plan = self.plan
-        return make_operands(plan, self.chunks, self.ends, inputs, targets, extras, loss_for)
+    def _step(self, name: str, operands: Operands) -> Operands:
+        """The operands of a call that computes, with random streams that count it."""
+        model, weights, batch = require_arrays(name, operands)
+        advance(self)  # the weights hold the variables that count
+        return model, meshes.untyped(weights, self.plan), batch
+
+    def _types(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str) -> Operands:
+        """The operands of what runs nothing."""
+        model, weights, batch = self._operands(inputs, targets, extras, loss_for)
+        return model, meshes.untyped(weights, self.plan), batch
+
+    def _operands(
+        self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
+    ) -> Operands:
+        if loss_for:
+            meshes.warn_of_untyped_weights(self.plan)
+        hold(self.plan, self)
+        flat = nnx.to_flat_state(nnx.state(self.chunks))
+        check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
+        state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
+        return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
+
+    @property
+    def trained(self) -> Trained:
+        """Which leaves of its parameters have gradients."""
+        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)[0]
+
+    def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
+        """The filter of the pipeline's own state for one of the plain model's."""
+        if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
+            return wrt
+        return trained_by(wrt, self.plan, self.chunks, self.ends)[1]
+
+
+_PARAMETERS = inspect.signature(Pipeline.__init__).parameters
+_OPTIONS = tuple(_PARAMETERS)[2:]  # but self and stages
+_DEFAULTS = {name: _PARAMETERS[name].default for name in _OPTIONS[_OPTIONS.index("remat") :]}
+_REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has
+
+
+def _with_state(module: nnx.Module, change: Callable[..., Tree], *given: Any) -> nnx.Module:
+    """A copy of a module whose state a function has changed."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, change(state, *given), copy=True)

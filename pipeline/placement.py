@@ -38,6 +38,7 @@ Sharding = Callable[[str, Any], Sequence[Any] | None]  # (path, variable) -> Nam
 
 _OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
 APART = "gradient_over"
+LAYERS = "layers"  # metadata: in which order a pipeline's stacks hold layers (`pipeline.layout`)
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
 
 
@@ -112,7 +113,7 @@ class Placement:
         sharding = NamedSharding(self.mesh, spread.stored)
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return distribute(value, sharding)
+        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """The variable with a value that lies there, and metadata that say so."""
@@ -222,15 +223,16 @@ def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
 def as_before(state: Tree) -> Tree:
     """The state with the metadata its variables had before they were placed."""
     flat = nnx.to_flat_state(state)
-    if not any(_OWN in metadata(variable) for _, variable in flat):
+    if not any({_OWN, LAYERS} & metadata(variable).keys() for _, variable in flat):
         return state
     return nnx.from_flat_state([(path, _as_before(variable)) for path, variable in flat])
 
 
 def _as_before(variable: Any) -> Any:
     said = dict(metadata(variable))
+    had = said.pop(LAYERS, None) is not None
     if _OWN not in said:
-        return variable
+        return remade(variable, raw(variable), said) if had else variable
     own = said.pop(_OWN)
     kept = {key: value for key, value in said.items() if key not in _KEYS}
     return remade(variable, raw(variable), kept | dict(own))

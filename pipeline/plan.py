@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from pipeline.accumulate import GradDtype
-from pipeline.loss import LossFn
+from pipeline.loss import Loss
 from pipeline.placement import DataParallel
 from pipeline.straight import is_straight
 from schedules.clocks.shared import Shared
@@ -36,9 +37,10 @@ class Plan:
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
 
     Attributes:
-      mesh: with an axis ``stage`` of S ranks and perhaps ``data``.
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      home: the same with the axis types that state has.
       schedule: the timetable that runs.
-      loss_fn: the user's, or None.
+      loss_fn: the user's, or that it is a module; or None.
       remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
       bubbles: "skip" branches around idle slots, "masked" computes through them.
       why: one line on how the schedule was chosen.
@@ -52,14 +54,21 @@ class Plan:
       auto_axes: mesh axes left to the compiler.
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
+      wrt: a filter, what is trained.
+      options: those of the pipeline, as the user gave them.
       whole: parts of a stage's backward that could not be split, found when a step is traced.
       seen: the last step's operands, as types.
-      warned: types of steps whose memory was looked at.
+      warned: types of steps whose memory was looked at, and parameters that nobody reads.
+      filtered: what filters were found to train.
+      jitted: functions jitted for this plan, and what was traced and compiled of them, or seen in
+        their traces.
+      pipelines: the ids of those that need them (`pipeline.jitted`).
     """
 
     mesh: Mesh
+    home: Mesh
     schedule: Schedule
-    loss_fn: LossFn | None
+    loss_fn: Loss | None
     remat: Remat
     bubbles: Bubbles
     why: str
@@ -73,9 +82,31 @@ class Plan:
     compute_dtype: Any = None
     shared: Shared = ()
     memory_limit: int | None = None
+    wrt: Any = nnx.Param
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: list[str] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     warned: set[Any] = field(default_factory=set)
+    filtered: dict[Any, Any] = field(default_factory=dict)
+    jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    pipelines: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def forget(self) -> None:
+        """Drop what can be made again: tables, and what was jitted."""
+        self.jitted.clear()
+        for name in ("training", "forward"):
+            vars(self).pop(name, None)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: a copy of a pipeline runs what is compiled already."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
+            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
+            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
 
     @property
     def keep(self) -> Keep:

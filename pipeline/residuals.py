@@ -21,6 +21,7 @@ from pipeline.accumulate import GradDtype, Pullback, differentiate
 from pipeline.cut import smallest_cut
 from pipeline.jaxprs import Var, evaluate, operands, producers
 from pipeline.primitives import is_cheap
+from pipeline.trained import Way
 from pipeline.tree import Leaves, Tree, combine, partition
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
@@ -34,18 +35,21 @@ def stage_pullback(
     x: Tree,
     *,
     grad_dtype: GradDtype = None,
+    way: Way | None = None,
 ) -> tuple[Tree, Pullback]:
-    """A stage's output, and its pullback over (weights, x's float leaves)."""
+    """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``."""
     floats, others = partition(x)
+    mask, want_x = (way.weights, way.x) if way else (None, True)
     like: Tree = None
 
     def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Leaves]:
         nonlocal like
-        y = f(w, fixed, side, combine(x, xf, others))
+        y = f(w, fixed, side, combine(x, xf if want_x else floats, others))
         like = jax.tree.map(jax.typeof, y)
         return partition(y)
 
-    y, y_others, pullback = differentiate(g, weights, floats, grad_dtype=grad_dtype)
+    given = floats if want_x else []
+    y, y_others, pullback = differentiate(g, weights, given, grad_dtype=grad_dtype, trained=mask)
     return combine(like, y, y_others), pullback
 
 
@@ -57,6 +61,7 @@ class Residuals:
         weights), ``side`` is not (extras, dropout keys).
       weights, fixed, side, x: examples, for their types.
       grad_dtype: as `pipeline.accumulate.as_summed` takes it.
+      way: how far its backward goes; without, all the way.
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
@@ -71,9 +76,10 @@ class Residuals:
         x: Tree,
         *,
         grad_dtype: GradDtype = None,
+        way: Way | None = None,
     ) -> None:
         def linearized(*arguments: Any) -> Any:
-            y, pullback = stage_pullback(f, *arguments, grad_dtype=grad_dtype)
+            y, pullback = stage_pullback(f, *arguments, grad_dtype=grad_dtype, way=way)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value
             return y, residuals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
@@ -17,7 +18,8 @@ from pipeline.choose import (
     exchanges_are_barriers,
 )
 from pipeline.ends import Mode, choose_shared
-from pipeline.loss import LossFn
+from pipeline.loss import LossFn, LossModule
+from pipeline.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.options import (
     check_axes,
     check_functions,
@@ -50,6 +52,7 @@ def make_plan(
     auto_axes: Sequence[str],
     vocabulary: Mode,
     memory_limit: int | None,
+    wrt: Any,
 ) -> Plan:
     """The plan of K stages; arguments as of `pipeline.Pipeline`.
 
@@ -60,7 +63,9 @@ def make_plan(
     check_options(remat, bubbles)
     memory_limit = check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
-    mesh = choose_mesh(mesh, num_stages, schedule)
+    mesh = default_mesh() if mesh is None else mesh
+    mesh = without_types(choose_mesh(mesh, num_stages, schedule))
+    home = with_types_in_force(mesh)
     partners = not exchanges_are_barriers(mesh)
     auto = check_axes(mesh, auto_axes, data_parallel, gather)
     bubbles = choose_bubbles(bubbles, auto, partners=partners)
@@ -79,8 +84,9 @@ def make_plan(
         shared = ()
     return Plan(
         mesh,
+        home,
         timetable,
-        loss_fn,
+        LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
         remat,
         bubbles,
         why,
@@ -94,4 +100,5 @@ def make_plan(
         compute_dtype=check_dtype("compute_dtype", compute_dtype),
         shared=shared,
         memory_limit=memory_limit,
+        wrt=wrt,
     )

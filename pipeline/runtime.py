@@ -7,8 +7,7 @@ and reduces once what the ticks (`pipeline.ticks`) have added up.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +18,11 @@ from collectives import DATA, STAGE
 from pipeline.actions import Actions, Row
 from pipeline.cell import Cell
 from pipeline.effects import see_that_effects_happen_once
+from pipeline.jitted import PerPlan
+from pipeline.loss import mean_of
 from pipeline.memory import scale_in_place
 from pipeline.model import Batch, Model, Weights
+from pipeline.placement import Spread
 from pipeline.plan import Plan
 from pipeline.scopes import COMMON
 from pipeline.spread import (
@@ -33,23 +35,27 @@ from pipeline.spread import (
 )
 from pipeline.straight import Straight
 from pipeline.ticks import run_ticks
-from pipeline.tree import Tree, as_numbers, numbers_as
+from pipeline.trained import Mask, Way, chosen
+from pipeline.tree import Leaves, Tree, as_numbers, numbers_as, real
+from pipeline.turns import without
+from pipeline.untrained import warn_of_parameters_that_nobody_reads
 from pipeline.workers import Crew
 from schedules.lowering.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "model", "want_inputs", "normalise"))
+@PerPlan
 def train(
     plan: Plan,
     model: Model,
     weights: Weights,
     batch: Batch,
+    scale: jax.Array | None = None,
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[jax.Array, tuple[tuple[Tree, ...], Tree], Tree]:
+) -> tuple[jax.Array, tuple[tuple[Leaves, ...], Leaves], Leaves]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -57,56 +63,90 @@ def train(
       model: the user's model, static.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
+      scale: what the loss is multiplied with before it is differentiated, a scalar.
       want_inputs: whether to return gradients for the inputs.
       normalise: divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar; gradients like ``weights.chunks`` and ``weights.ends``; and
-      gradients for the inputs' float leaves, [N, ...].
+      The loss, a float32 scalar that is not scaled; gradients for those leaves of
+      ``weights.chunks`` and of ``weights.ends`` that are trained; and for the inputs' float leaves,
+      [N, ...].
     """
+    ways = model.trained.ways(want_inputs=want_inputs)
+    program = without(plan.training, [way.x for way in ways])
 
-    def body(tables: Row, weights: Weights, batch: Batch) -> Any:
-        cell = _cell(plan, model, weights, batch)
-        # The weight of means is known before the step: no gradient need be divided after it.
-        known = normalise and cell.loss_is_mean()
-        if known:
-            cell.loss_share = 1 / (plan.schedule.num_microbatches * plan.data_size)
-        actions = _train(cell, plan, tables, want_inputs=want_inputs)
+    def body(tables: Row, weights: Weights, batch: Batch, scale: jax.Array | None) -> Any:
+        cell = _cell(plan, model, weights, batch, ways)
+        known = _share_known_before(cell, plan, is_scaled=scale is not None) if normalise else None
+        if known is not None:
+            cell.loss_share = known
+        if scale is not None:
+            cell.loss_share = scale.astype(real()) * cell.loss_share
+        actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
         total, weight = total_over(actions.loss.all(), plan.axes)
-        if normalise and not known:
+        value = total
+        if normalise and known is None:
+            value, share = mean_of(total, weight)
             for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
-                scale_in_place(totals.refs, 1 / weight)
+                scale_in_place(totals.refs, share)
 
         def gradients(
-            totals: Any, like: Tree, spreads: Any, axes: tuple[str, ...], lead: int = 0
-        ) -> Tree:
+            totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
+        ) -> Leaves:
             # Over `data` once, here, and not once per microbatch.
-            summed = reduce_gradients(totals.all(), spreads, axes, lead=lead)
-            leaves, treedef = jax.tree.flatten(like)
-            found = [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
-            return jax.tree.unflatten(treedef, found)
+            summed = reduce_gradients(totals.all(), chosen(spreads, mask), axes, lead=lead)
+            leaves = chosen(jax.tree.leaves(like), mask)
+            return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
         data = tuple(axis for axis in plan.axes if axis != STAGE)
         chunks = tuple(
-            jax.tree.map(lambda g: g[None], gradients(totals, params, spreads, data, lead=1))
-            for totals, params, spreads in zip(
-                actions.chunk_grads, weights.chunks, model.layout.chunks, strict=True
+            [g[None] for g in gradients(totals, params, spreads, mask, data, lead=1)]
+            for totals, params, spreads, mask in zip(
+                actions.chunk_grads,
+                weights.chunks,
+                model.layout.chunks,
+                model.trained.chunks,
+                strict=True,
             )
         )
-        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, plan.axes)
+        mask = model.trained.ends
+        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
         inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
-        return total / weight if normalise else total, (chunks, ends), inputs
+        if known is not None:
+            value = total / weight if scale is None else mean_of(total, weight)[0]
+        return value, (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
-    specs = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "gradient")
+    trained = model.trained
+    specs = (
+        tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
+        _gradient_specs(layout.ends, trained.ends),
+    )
     out_specs = P(), _manual(plan, specs), data
-    loss, grads, inputs = _shard(plan, model, plan.training, body, out_specs)(weights, batch)
+    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
 
 
-def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions:
+def _share_known_before(cell: Cell, plan: Plan, *, is_scaled: bool) -> Any:
+    """By what sums are multiplied to be means, if that is known before a step, or else None.
+
+    Then no gradient need be divided after it.
+    """
+    is_mean, ends_body = cell.loss_is_mean()
+    warn_of_parameters_that_nobody_reads(cell, ends_body, plan.warned)
+    if is_mean:
+        return 1 / (plan.schedule.num_microbatches * plan.data_size)
+    # A scale is chosen for gradients of the mean, and those of a sum might overflow.
+    weight = cell.weight_of_targets() if is_scaled else None
+    if weight is None:
+        return None
+    data = tuple(axis for axis in plan.axes if axis != STAGE)
+    return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+
+
+def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
     """Run a step; what it adds up is left in what ran it."""
     if plan.is_straight and not cell.lanes:
         step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
@@ -116,28 +156,40 @@ def _train(cell: Cell, plan: Plan, tables: Row, *, want_inputs: bool) -> Actions
     see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
     actions = _actions(cell)(
         cell,
-        plan.training,
+        program,
         take_loss=True,
         want_inputs=want_inputs,
         masked=plan.is_masked,
     )
     plan.whole[:] = actions.halves.whole if actions.halves else ()
-    run_ticks(actions, plan.training, tables, masked=plan.is_masked)
+    run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "model", "take_loss"))
-def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss: bool) -> Tree:
-    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank."""
+@PerPlan
+def infer(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    take_loss: bool,
+    want_share: bool = False,
+) -> Tree:
+    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
 
-    def body(tables: Row, weights: Weights, batch: Batch) -> Tree:
-        cell = _cell(plan, model, weights, batch)
+    With ``want_share`` the loss comes with what sums over microbatches are to be multiplied with.
+    """
+
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
+        ways = model.trained.ways(want_inputs=False, backward=False)
+        cell = _cell(plan, model, weights, batch, ways)
         see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
         actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            total, weight = total_over(actions.loss.all(), plan.axes)
-            return total / weight
+            found = mean_of(*total_over(actions.loss.all(), plan.axes))
+            return found if want_share else found[0]
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
@@ -155,7 +207,10 @@ def infer(plan: Plan, model: Model, weights: Weights, batch: Batch, *, take_loss
 def _shard(
     plan: Plan, model: Model, program: Program, body: Callable[..., Any], out_specs: Any
 ) -> Any:
-    """The body on every device, given its rank's tables, weights and shard of the batch."""
+    """The body on every device, given its rank's tables, weights and shard of the batch.
+
+    A last operand, if it is not None, is the same on all.
+    """
     data = P(DATA) if DATA in plan.axes else P()
     tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
     of_tables = dict.fromkeys(FIELDS, P(STAGE))
@@ -163,32 +218,37 @@ def _shard(
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
         of_tables |= dict.fromkeys(COMMON, P())
 
-    def run(weights: Weights, batch: Batch) -> Any:
+    def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
         layout = model.layout
-        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends, "stored")
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
-        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest, "stored")
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data),
+            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data, P()),
             out_specs=out_specs,
             axis_names=plan.manual_axes,
             check_vma=plan.tracks_varying,
         )
-        return sharded(tables, weights, batch)
+        return sharded(tables, weights, batch, same)
 
     return run
 
 
-def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any, what: str) -> Any:
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
     """The specs of a state's leaves, each in the place of its leaf."""
 
     def one(state: Tree, spreads: Any) -> Tree:
-        specs = [getattr(spread, what) for spread in spreads]
+        specs = [spread.stored for spread in spreads]
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+    """The specs of the gradients of what is trained."""
+    return [spread.gradient for spread in chosen(spreads, mask)]
 
 
 def _manual(plan: Plan, specs: Tree) -> Tree:
@@ -198,7 +258,7 @@ def _manual(plan: Plan, specs: Tree) -> Tree:
     )
 
 
-def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
+def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch, ways: Sequence[Way]) -> Cell:
     """A rank's cell from its shard."""
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
@@ -220,7 +280,7 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Cell:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
     in_actions = plan.gather == "action"
-    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions)
+    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions, ways=ways)
 
 
 def _actions(cell: Cell) -> type[Actions]:

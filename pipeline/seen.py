@@ -11,6 +11,7 @@ import jax
 
 from pipeline.randomness import split_streams
 from pipeline.stage import Seat
+from pipeline.trained import Way
 from pipeline.tree import Tree, signature
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Lazy(Sequence[Any]):
         return self._make(index)
 
 
-def seen_by(cell: Cell, seat: Seat, x: Tree = None, y: Tree = None) -> Cell:
+def seen_by(cell: Cell, seat: Seat, x: Tree = None, y: Tree = None, way: Way | None = None) -> Cell:
     """The cell with the definition and the state of one stage, and of those like it.
 
     Args:
@@ -38,8 +39,10 @@ def seen_by(cell: Cell, seat: Seat, x: Tree = None, y: Tree = None) -> Cell:
       seat: the stage's.
       x: the type of its input, if it is known.
       y: the type of its output, if it is known.
+      way: how far its backward goes, if it matters.
     """
     seen = copy.copy(cell)
+    seen.way = way or cell.way
     seen.model = dataclasses.replace(cell.model, chunk=seat.definition)
     seen.lanes, seen.home, seen.activation, seen.output = (), seat.chunk, x, y
     if seat.views is None:

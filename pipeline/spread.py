@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE, vary
+from collectives.compat import platform
 from collectives.tensor import is_manual
 from pipeline.placement import Spread
-from pipeline.tree import Leaves, Tree
+from pipeline.tree import Leaves, Tree, is_float
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,22 @@ def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
     Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
     (`pipeline.plan.Plan.tracks_varying`).
     """
-    return jax.lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
+    if not axes or not jax.tree.leaves(tree):
+        return tree
+    wide = jax.tree.map(_as_cpu_can_add, tree)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), jax.lax.psum(wide, axes), tree)
+
+
+def _as_cpu_can_add(x: Any) -> Any:
+    """An addend of a reduction that XLA can compile.
+
+    For CPUs, beside axes that are left to the compiler, XLA aborts the process at a sum of floats
+    of 16 bits ("Invalid binary instruction opcode copy", jaxlib 0.10.2 to 0.12). It would add them
+    in float32, and so does this.
+    """
+    narrow = is_float(x) and x.dtype.itemsize == 2
+    beside = jax.sharding.get_abstract_mesh().auto_axes
+    return x.astype(jnp.float32) if narrow and beside and platform() == "cpu" else x
 
 
 def reduce_gradients(
@@ -124,7 +141,9 @@ def _apart(spread: Spread) -> tuple[str, ...]:
 
 
 def _scattered(gradient: Any, dim: int) -> Any:
-    return jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
+    wide = _as_cpu_can_add(gradient)
+    total = jax.lax.psum_scatter(wide, DATA, scatter_dimension=dim, tiled=True)
+    return total.astype(gradient.dtype)
 
 
 def data_dim(spec: PartitionSpec) -> int | None:

@@ -185,11 +185,13 @@ def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
 
 
 class Ends(nnx.Module):
-    """What lies outside the stages: embed before the first, head after the last."""
+    """What lies outside the stages: embed before the first, head and loss after the last."""
 
-    def __init__(self, embed: Any, head: Any) -> None:
+    def __init__(self, embed: Any, head: Any, loss_fn: Any = None) -> None:
         self.embed = embed
         self.head = head
+        if isinstance(loss_fn, nnx.Module):  # other losses have no state
+            self.loss_fn = loss_fn
 
 
 def count_stages(stages: Any) -> int:

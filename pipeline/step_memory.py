@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from pipeline.ahead import check_optimizer, lower_step
 from pipeline.bytes import MemoryPrediction, predict
 from pipeline.describe_memory import text_of_temporaries
+from pipeline.meshes import entered
 from pipeline.model import Batch, Model, Weights
 from pipeline.placed import placed
 from pipeline.placement import spread_of
@@ -65,7 +66,7 @@ def predict_step(
       batch: [N, ...] leaves.
     """
     mesh, update = pipe.mesh, 0
-    for _, variable in nnx.to_flat_state(nnx.state(pipe, nnx.Param)):
+    for _, variable in nnx.to_flat_state(nnx.state(pipe, pipe.wrt)):
         spread = spread_of(variable, ())
         value = variable.get_raw_value()
         parts = {
@@ -73,8 +74,10 @@ def predict_step(
             for spec in (spread.stored, spread.gradient)
         }
         update += sum(parts.values()) * value.dtype.itemsize
+    with entered(pipe.plan):
+        gradients = predict(pipe.plan, model, weights, batch, used=True)
     return StepPrediction(
-        gradients=predict(pipe.plan, model, weights, batch, used=True),
+        gradients=gradients,
         optimizer=sum(one.device_bytes for one in placed(nnx.state(optimizer), mesh)),
         update=update,
     )

@@ -75,8 +75,8 @@ class Straight(Actions):
             x, pullback = cell.stage_pullback(chunk, microbatch, x)
             pullbacks.append(pullback)
         dx = self._loss_gradient(x, microbatch)
-        for chunk, pullback in reversed(list(enumerate(pullbacks))):
-            want_x = chunk > 0 or self.wants_upstream
+        for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
+            want_x = cell.way.x and (chunk > 0 or self.wants_upstream)
             dx = pullback(dx, self.chunk_grads[chunk].refs, want_x=want_x)
         if embed is not None:
             found = embed(dx, self.ends_grads.refs, want_x=self.want_inputs)

@@ -30,7 +30,8 @@ from pipeline.accumulate import Pullback, differentiate
 from pipeline.actions import Actions, Row
 from pipeline.once import at_most_once
 from pipeline.scopes import COMMON
-from pipeline.tree import Leaves, Tree, at
+from pipeline.spread import total_over
+from pipeline.tree import Leaves, Tree, at, times
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.lowering.program import Program
 
@@ -59,7 +60,7 @@ class Together:
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """What follows a slot's actions; returns what the rank then sends."""
-        if busy["scatter"]:
+        if busy["scatter"] and self._total(self.tables.embed) is not None:
             self._when("scatter", row, lambda m, real: self._scatter(message, m, real), None)
         if busy["head"]:
             work = lambda m, real: self._head(message, m, real)  # noqa: E731
@@ -83,7 +84,7 @@ class Together:
         dtype = jax.tree.leaves(cell.activation)[0].dtype
         rows = table[local].astype(dtype)
         part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
-        x = jax.lax.psum(part, STAGE)
+        x = total_over(part, (STAGE,))
         is_word = (ids >= 0) & (ids < self.tables.embed_words)
         x = cell.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
         here = (self.rank == self.first) & real
@@ -91,7 +92,7 @@ class Together:
         self.actions.buffers[place] = self._as_message(x)
 
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
-        total = self.actions.ends_grads.refs[self.tables.embed]
+        total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
         _, local, is_mine = self._mine(self._ids(microbatch), total)
         part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
@@ -100,7 +101,7 @@ class Together:
     def _from(self, rank: int, message: Tree) -> jax.Array:
         """What one rank would send, on all; what others hold, NaN included, does not leak."""
         x = _only(message)
-        return jax.lax.psum(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), STAGE)
+        return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
     def _ids(self, microbatch: Any) -> jax.Array:
         return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
@@ -130,6 +131,8 @@ class Together:
         actions.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
         if not actions.training:
             return message
+        if isinstance(cell.loss_share, jax.Array):  # a scale; such a loss is never a mean
+            dz = times(dz, cell.loss_share)
         dh = self._accumulate(dz.astype(h.dtype), h, table, real)
         # So that what follows is counted once.
         dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), cell.axes)
@@ -146,7 +149,9 @@ class Together:
             return self.cell.features(whole, leaves[0], microbatch), None
 
         others = [w for n, w in enumerate(weights) if n not in tables]
-        h, _, pullback = differentiate(f, others, [y], grad_dtype=self.cell.model.grad_dtype)
+        model = self.cell.model
+        mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
+        h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
         return h, pullback
 
     def _logits(self, h: jax.Array, table: jax.Array) -> jax.Array:
@@ -181,17 +186,20 @@ class Together:
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
         """Add the gradient of this rank's rows; returns that for the features, of all words."""
-        total = self.actions.ends_grads.refs[self.tables.head]
-        flat = dz.reshape(-1, dz.shape[-1])
-        dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
-        total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
+        total, flat = self._total(self.tables.head), dz.reshape(-1, dz.shape[-1])
+        if total is not None:
+            dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
+            total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
         dh = jnp.dot(flat, table.astype(h.dtype)).reshape(h.shape)
-        return jax.lax.psum(dh, STAGE)
+        return total_over(dh, (STAGE,))
 
     def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
         """The gradient for the last stage's output; adds those of what lies before the table."""
-        totals = self.actions.ends_grads.refs
-        refs = [ref for n, ref in enumerate(totals) if n not in self.tables]
+        refs = [
+            self._total(n)
+            for n, yes in enumerate(self.cell.model.trained.ends)
+            if yes and n not in self.tables
+        ]
         if real is True:
             (dy,) = pullback(dh, refs, want_x=True)
             return dy
@@ -199,6 +207,11 @@ class Together:
         for ref, value in zip(refs, dw, strict=True):
             ref[...] += jnp.where(real, value, jnp.zeros_like(value))
         return dy
+
+    def _total(self, index: int) -> Any:
+        """The sum for one of the ends' leaves, None if it is not trained."""
+        mask = self.cell.model.trained.ends
+        return self.actions.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
     def _as_message(self, x: jax.Array) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(self.cell.wire), [x])

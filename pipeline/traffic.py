@@ -30,6 +30,7 @@ from pipeline.flow import nbytes
 from pipeline.liveness import find_shard_map
 from pipeline.model import Batch, Model, Weights
 from pipeline.plan import Plan
+from pipeline.turns import without
 from schedules.lowering.program import Program
 
 Axes = tuple[str, ...]
@@ -75,7 +76,9 @@ def predict(
     """What `runtime.train` sends; arguments as there, of arrays or of their types."""
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     ranks = plan.schedule.num_ranks
-    walk = _Walk(plan.training, dict(plan.mesh.shape), ranks)
+    ways = model.trained.ways(want_inputs=want_inputs)
+    program = without(plan.training, [way.x for way in ways])
+    walk = _Walk(program, dict(plan.mesh.shape), ranks)
     walk.read(find_shard_map(traced.jaxpr.jaxpr), np.ones(ranks), "", known=False)
     of_axis = list(plan.mesh.axis_names).index
     keys = sorted(walk.sent, key=lambda key: ([*map(of_axis, key[0])], key[1]))
@@ -83,7 +86,7 @@ def predict(
         {key: walk.sent[key] for key in keys},
         {key: walk.runs[key] for key in keys},
         walk.message,
-        messages_read(plan.training),
+        messages_read(program),
         walk.is_least,
     )
 

@@ -128,6 +128,14 @@ def path_text(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the array"
 
 
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
+    """The leaves of a state by their paths, ``chunks.0.kernel``."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 Index = int | jax.Array
 
 

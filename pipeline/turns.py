@@ -8,7 +8,8 @@ backwards), a loop for either compiles nothing twice, and exchanges only where i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,32 @@ from numpy.typing import NDArray
 
 from pipeline.scopes import COMMON
 from schedules.lowering.program import Channel, Program, Slot
+
+
+def without(program: Program, sends: Sequence[bool]) -> Program:
+    """The program without messages of gradients that nobody needs, so without their exchanges.
+
+    Args:
+      program: any.
+      sends: [K] whether a stage has a gradient for its input to send.
+    """
+    if all(sends):
+        return program
+    schedule = program.schedule
+    empty = np.zeros(program.op.shape, bool)
+    for index, slot in enumerate(program.slots):
+        for rank, held in enumerate(schedule.stages_of):
+            idle = [op.kind in "BI" and not sends[held[op.chunk]] for op in slot.ops]
+            empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
+    before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
+    before[0, 0] = False
+    arrival = program.arrival.copy()
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            sent = before if program.delayed and channel.shift else empty
+            for source, destination in channel.edges:
+                arrival[sent[:, index, source], index, destination, column] = program.num_buffers
+    return replace(program, arrival=arrival)
 
 
 @dataclass(frozen=True, eq=False)

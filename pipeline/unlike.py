@@ -29,6 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
+from pipeline.distribute import constrained
 from pipeline.hollow import Hollow, hollow, with_arrays
 from pipeline.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.placement import APART, Placement, axes_in, unnamed
@@ -202,7 +203,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
         return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
     if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
         filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
-        return label(jax.lax.with_sharding_constraint(filled, sharding))  # made under jit
+        return label(constrained(filled, sharding))  # made under jit
     plain: Any = jax.random.key_data if is_key(first) else np.asarray
     tail = plain(first).shape[first.ndim :]  # what a typed key is made of
 

@@ -7,6 +7,7 @@ the slot's branch and from the lanes of the rank's own stages.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,9 @@ from pipeline.cell import Cell
 from pipeline.lanes import SharedHalves, SharedResiduals, WithOutput
 from pipeline.masked import run_masked
 from pipeline.memory import Seen, SeenTotal
-from pipeline.overlay import View
+from pipeline.overlay import Spot, View
 from pipeline.seen import seen_by
+from pipeline.trained import chosen
 from pipeline.tree import Leaves, Tree
 from schedules.lowering.program import Op, Program, Slot
 
@@ -70,7 +72,7 @@ class Worker(Actions):
         vars(self).update(vars(crew))
         self.lane = lane = crew.cell.lanes[index]
         self._program = program
-        self.cell = seen_by(crew.cell, lane.seat, lane.x, lane.y)
+        self.cell = seen_by(crew.cell, lane.seat, lane.x, lane.y, lane.way)
         self.buffers = Seen(crew.buffers, lane.x_view, lane.x, self.cell.axes)
         self.returned = Seen(crew.buffers, lane.y_view, lane.y, self.cell.axes)
         if isinstance(crew.residuals, SharedResiduals):
@@ -81,10 +83,25 @@ class Worker(Actions):
             self.halves = crew.halves.of[index]
             view = crew.halves.views[index]
             self.crossings = Seen(crew.crossings, view, None, self.cell.axes)
-        if self.training and lane.seat.views is not None:
-            chunk, spots = lane.seat.chunk, lane.seat.views.params.spots
-            self.chunk_grads = list(crew.chunk_grads)
-            self.chunk_grads[chunk] = SeenTotal(crew.chunk_grads[chunk], spots)
+        if self.training:
+            self._see_totals(crew)
+
+    def _see_totals(self, crew: Crew) -> None:
+        """Find this lane's sums among those of its chunk: of what is trained in any lane."""
+        chunk, views, own = self.lane.seat.chunk, self.lane.seat.views, self.lane.way.weights
+        summed = crew.cell.model.trained.chunks[chunk]
+        if views is None and own == summed:
+            return
+        total = crew.chunk_grads[chunk]
+        place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
+        if views is None:
+            refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
+            mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
+        else:
+            spots = chosen(views.params.spots, own)
+            mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
+        self.chunk_grads = list(crew.chunk_grads)
+        self.chunk_grads[chunk] = SeenTotal(total, tuple(mine))
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
         """What of a slot is this lane's: its ops, and the row with their branch, or idle."""

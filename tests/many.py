@@ -6,6 +6,7 @@ end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
 alone              process 0 works a minute longer than the others
 batch WHAT         the last process brings another batch, once at its start or later
 config             every process has another option
+seeds              every process makes a model from a seed of its own
 """
 
 from __future__ import annotations
@@ -174,6 +175,13 @@ def bring(here: Cluster, what: str) -> None:
         mean(batch).block_until_ready()
 
 
+def make(here: Cluster) -> None:
+    """A model on data shards, of another seed on every process."""
+    rngs = nnx.Rngs(here.index)
+    stages = [Stage(rngs) for _ in range(2)]
+    Pipeline(stages, 2, mesh=make_mesh(stage=1, data=here.count), loss_fn=mean_square)
+
+
 def main() -> None:
     what, *arguments = sys.argv[1:]
     if what == "config":
@@ -196,8 +204,8 @@ def main() -> None:
         return
     mesh = make_mesh(stage=here.count)
     meet = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(), out_specs=P()))
-    if what == "batch":
-        bring(here, *arguments)
+    if what in ("batch", "seeds"):
+        {"batch": bring, "seeds": make}[what](here, *arguments)
         return
     if what == "alone":
         meet().block_until_ready()

@@ -190,7 +190,10 @@ def test_placement():
         "- placed outside the ranks: stage 1 on rank 2",
         "  ranks are 0..1; correct the placement",
         "- ranks that hold different numbers of stages: rank 0 holds 1; rank 1 holds 0",
-        "  every rank holds K / S of them; correct the placement",
+        (
+            "  every rank holds K / S of them: on a rank with more make two that follow each other "
+            "one stage, on a rank with fewer cut one in two (stages need not be equal)"
+        ),
         (
             "- on the wrong rank: 1F0 (rank 1, step 1), stage 1 is on rank 2; "
             "1B0 (rank 1, step 2), stage 1 is on rank 2"

@@ -36,8 +36,8 @@ PUBLIC = {
         vocabulary_embedding
     """,
     "pipeline": """
-        ParallelConfig Pipeline check_sharding describe_sharding initialize make_optimizer
-        shard_batch shard_optimizer
+        CrossEntropy ParallelConfig Pipeline check_sharding describe_sharding initialize local_rows
+        make_optimizer shard_batch shard_optimizer
     """,
 }
 
@@ -139,6 +139,18 @@ def test_public_names(package: str) -> None:
     names = PUBLIC[package].split()
     assert sorted(module.__all__) == sorted(names)
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_only_public_names_are_listed() -> None:
+    """Completion shows what is meant to be used; whatever is documented can be imported."""
+    import pipeline
+    from pipeline.vocabulary import CrossEntropy
+
+    modules = ["__version__", "layers", "processes", "vocabulary"]
+    assert dir(pipeline) == sorted([*pipeline.__all__, *modules])
+    assert [name for name in dir(pipeline) if not hasattr(pipeline, name)] == []
+    assert pipeline.CrossEntropy is CrossEntropy
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pipeline.__version__)
 
 
 def test_tests_stay_flat() -> None:

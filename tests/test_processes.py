@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -142,6 +143,19 @@ def test_different_options_are_told_before_anything_runs() -> None:
     )
     for process in range(3):
         assert f"[{process}] {wanted}" in err
+
+
+def test_models_of_different_seeds_are_refused() -> None:
+    code, err = launch(2, 1, "seeds")
+    assert code == 1
+    for process in range(2):
+        assert re.search(
+            rf"\[{process}\] ValueError: chunks\.0\.\S+ differs between processes: its checksum is "
+            rf"[0-9a-f]{{8}} on process 0 and [0-9a-f]{{8}} on process 1; make the model from the "
+            rf"same seed or the same checkpoint on all processes, and let only the batch differ "
+            rf"\(shard_batch\)\n",
+            err,
+        ), err
 
 
 def start(index: int, count: int, port: int, folder: Path, *arguments: str) -> Any:

@@ -292,7 +292,9 @@ def test_where_types_are_tracked_an_error_says_what_to_do():
         "the mesh has the axis 'tensor', so a stage runs as under jax.shard_map(check_vma=True): "
         "where fresh arrays meet values that vary over mesh axes (the carry of a loop, a branch, a "
         "Pallas kernel), wrap what holds no collective in collectives.local, or mark the fresh "
-        "array with collectives.vary"
+        "array with collectives.vary; a weight whose metadata or sharding= names the axis is here "
+        "its rank's part: if the layers know nothing of that, leave the axis to the compiler by "
+        "auto_axes=('tensor',)"
     )
     assert caught.value.__notes__[:2] == [tracked, "stages[0] was given float32[2,8]"]
 

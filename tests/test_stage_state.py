@@ -281,8 +281,8 @@ def test_a_key_without_a_count_is_a_constant():
 
 
 def test_flags_as_outputs():
-    stages, head = models.build(Block, 2), Readout(nnx.Rngs(4))
-    for end in (lambda x: x > 0.0, lambda x: {"flag": head(x) > 0.0, "row": x}):
+    stages, w = models.build(Block, 2), Readout(nnx.Rngs(4)).w[...]
+    for end in (lambda x: x > 0.0, lambda x: {"flag": x @ w > 0.0, "row": x}):
         found = make(stages, head=end)(X)
         want = models.compose(stages, None, end, X)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):

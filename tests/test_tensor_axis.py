@@ -589,7 +589,8 @@ def test_axes_that_cannot_be_left_to_the_compiler(auto_axes, text):
 OWN = (
     " returned a value that differs between the ranks of axis 'tensor'; each of them holds only "
     "its part of what is sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
-    "(jax.lax.all_gather(..., to='invarying')), before it is returned"
+    "(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the layers know "
+    "nothing of it, leave it to the compiler: Pipeline(..., auto_axes=('tensor',))"
 )
 
 

@@ -88,7 +88,8 @@ def _placement(case: Case) -> Iterator[Fault]:
     if (held != held[0]).any():
         yield from _fault(
             "ranks that hold different numbers of stages",
-            "every rank holds K / S of them; correct the placement",
+            "every rank holds K / S of them: on a rank with more make two that follow each other "
+            "one stage, on a rank with fewer cut one in two (stages need not be equal)",
             np.arange(schedule.num_ranks),
             lambda r: Culprit(f"rank {r} holds {held[r]}"),
         )

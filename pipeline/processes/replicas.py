@@ -1,0 +1,96 @@
+"""Weights that several processes hold alike, compared once, when they are placed.
+
+Each process lays out the weights that it has made itself. With a seed per process, data shards
+would start from different models and train on without a word, their gradients summed all the same.
+So each says a checksum of every part that others hold too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+REMEDY = (
+    "make the model from the same seed or the same checkpoint on all processes, and let only the "
+    "batch differ (shard_batch)"
+)
+
+
+def see_that_replicas_agree(arrays: Mapping[str, Any], mesh: Mesh) -> None:
+    """See that processes hold the same bits where they hold the same part of an array.
+
+    Does nothing for traced arrays, for types, and where not all processes have devices in the mesh.
+
+    Args:
+      arrays: name to array, laid out on the mesh; in the same order on all processes.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: on all processes alike: the first part that differs, and who holds what.
+    """
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) < 2 or processes != set(range(jax.process_count())):
+        return
+    placed = {
+        name: _numbers(array)
+        for name, array in arrays.items()
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    }
+    parts = [
+        (name, array, index, holders)
+        for name, array in placed.items()
+        for index, holders in _holders(array).items()
+        if len(holders) > 1
+    ]
+    if not parts:
+        return
+    mine = np.array([_checksum(array, index) for _, array, index, _ in parts], np.uint32)
+    sums = np.asarray(multihost_utils.process_allgather(mine))
+    for (name, array, index, holders), column in zip(parts, sums.T, strict=True):
+        first, *others = holders
+        other = next((one for one in others if column[one] != column[first]), None)
+        if other is not None:
+            raise ValueError(
+                f"{name}{_part_text(index, array.shape)} differs between processes: its checksum "
+                f"is {column[first]:08x} on process {first} and {column[other]:08x} on process "
+                f"{other}; {REMEDY}"
+            )
+
+
+def _numbers(array: jax.Array) -> jax.Array:
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.jit(jax.random.key_data)(array) if is_key else array
+
+
+def _holders(array: jax.Array) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """For each part of an array, by its bounds in every dim, the processes that hold it."""
+    found: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
+    for device, index in places.items():
+        bounds = _bounds(index, array.shape)
+        found.setdefault(bounds, set()).add(device.process_index)
+    return {bounds: sorted(holders) for bounds, holders in sorted(found.items())}
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _checksum(array: jax.Array, bounds: tuple[tuple[int, int], ...]) -> int:
+    """Of this process's copy of a part; 0 if it has none."""
+    for shard in array.addressable_shards:
+        if _bounds(shard.index, array.shape) == bounds:
+            return zlib.crc32(np.asarray(shard.data).tobytes())
+    return 0
+
+
+def _part_text(bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> str:
+    if all(part == (0, size) for part, size in zip(bounds, shape, strict=True)):
+        return ""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
