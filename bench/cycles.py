@@ -1,9 +1,9 @@
 """Cycles of a stage's actions, out of what the TPU compiler made of a step.
 
 The compiler writes on every fusion of a scheduled program how many cycles it is to take, and the
-name scopes of the kernel say to which action it belongs (`pipeline.scopes`). An action's cycles are
-their sum, times the trips of the loops inside it. Pallas kernels carry none: their multiplications
-are counted, and taken to run at `EFFICIENCY` of the matrix units' rate.
+name scopes of the kernel say to which action it belongs (`pipeline.kernel.scopes`). An action's
+cycles are their sum, times the trips of the loops inside it. Pallas kernels carry none: their
+multiplications are counted, and taken to run at `EFFICIENCY` of the matrix units' rate.
 
 Letters: t = positions, c = width of a head.
 """

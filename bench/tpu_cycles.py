@@ -34,7 +34,7 @@ import optax  # type: ignore[import-untyped]
 from jax.experimental import topologies
 
 from pipeline import Pipeline, make_optimizer
-from pipeline.scopes import COMMON
+from pipeline.kernel.scopes import COMMON
 from schedules import Costs, simulate
 
 CLOCK = 1.75e9  # of a v5p chip

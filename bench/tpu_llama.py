@@ -29,8 +29,8 @@ from jax.experimental import topologies
 
 from collectives import STAGE, make_mesh
 from pipeline import Pipeline, make_optimizer
+from pipeline.forecast.step_memory import predict_step
 from pipeline.layers import RMSNorm
-from pipeline.step_memory import predict_step
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -1,11 +1,11 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
-from pipeline import versions  # noqa: F401  first: it sees that flax knows this jax
+from pipeline.base import versions  # noqa: F401  first: it sees that flax knows this jax
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.processes import initialize, local_rows, shard_batch
-from pipeline.sharding import check_sharding, describe_sharding
+from pipeline.sharding.report import check_sharding, describe_sharding
 from pipeline.vocabulary import CrossEntropy
 
 __version__ = "0.1.0"

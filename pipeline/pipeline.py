@@ -10,36 +10,37 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from pipeline import differentiable, meshes, runtime
-from pipeline.ahead import check_kinds, lower_step, require_arrays
-from pipeline.apart import apart
-from pipeline.chunks import make_chunks, make_ends
-from pipeline.describe import describe, summary
-from pipeline.describe_memory import describe_memory
-from pipeline.ends import Mode
-from pipeline.filters import trained_lines, warn_of_frozen_parts
-from pipeline.fit import see_that_layers_fit, see_that_weights_are_divided
-from pipeline.ignored import ignoring, warn_of_attributes
-from pipeline.jitted import hold
-from pipeline.layer_view import from_layers, to_layers
-from pipeline.layout import Layout, check_layout, mark
-from pipeline.limit import see_that_it_fits
-from pipeline.loss import LossFn
-from pipeline.nans import watched
-from pipeline.operands import Operands, make_operands, trained_by
-from pipeline.options import check_functions, check_scale
-from pipeline.placement import DataParallel, Placement, Sharding
-from pipeline.plan import Bubbles, Gather, Remat
-from pipeline.precision import check_dtype, keep_params_in
+from pipeline.base.precision import check_dtype, keep_params_in
+from pipeline.base.tree import Tree, is_abstract, leaves_by_name
+from pipeline.forecast.ahead import check_kinds, lower_step, require_arrays
+from pipeline.forecast.describe import describe, summary
+from pipeline.forecast.describe_memory import describe_memory
+from pipeline.forecast.limit import see_that_it_fits
+from pipeline.forecast.step_memory import describe_step
+from pipeline.kernel import differentiable, runtime
+from pipeline.kernel.jitted import hold
+from pipeline.kernel.nans import watched
+from pipeline.layerwise.layout import Layout, check_layout, mark
+from pipeline.layerwise.view import from_layers, to_layers
+from pipeline.model.apart import apart
+from pipeline.model.chunks import make_chunks, make_ends
+from pipeline.model.ends import Mode
+from pipeline.model.ignored import ignoring, warn_of_attributes
+from pipeline.model.loss import LossFn
+from pipeline.model.operands import Operands, make_operands, trained_by
+from pipeline.model.randomness import advance
+from pipeline.model.stage import count_stages, is_stacked, take_stage
+from pipeline.plan.options import check_functions, check_scale
+from pipeline.plan.plan import Bubbles, Gather, Remat
+from pipeline.plan.resolve import make_plan
 from pipeline.processes.replicas import see_that_replicas_agree
-from pipeline.randomness import advance
 from pipeline.replace import check_changes, refusal, replaced
-from pipeline.resolve import make_plan
-from pipeline.stage import count_stages, is_stacked, take_stage
-from pipeline.step_memory import describe_step
-from pipeline.trained import Trained
-from pipeline.tree import Tree, is_abstract, leaves_by_name
-from pipeline.untrained import warn_of_parameters_read_from_outside
+from pipeline.sharding import meshes
+from pipeline.sharding.fit import see_that_layers_fit, see_that_weights_are_divided
+from pipeline.sharding.placement import DataParallel, Placement, Sharding
+from pipeline.trained.filters import trained_lines, warn_of_frozen_parts
+from pipeline.trained.masks import Trained
+from pipeline.trained.unread import warn_of_parameters_read_from_outside
 from schedules import Schedule
 
 
@@ -105,8 +106,8 @@ class Pipeline(nnx.Module):
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
         v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
-        stages of a chunk differ it is a `pipeline.unlike.Overlaid`; `stages()` gives them as they
-        are.
+        stages of a chunk differ it is a `pipeline.model.unlike.Overlaid`; `stages()` gives them as
+        they are.
       ends: embed and head, and a loss_fn that is a module, on every rank; a table that all share
         has its rows sharded over ``stage``, and perhaps rows of zeros behind its last word.
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pipeline.ahead import check_kinds
-from pipeline.distribute import distribute
-from pipeline.placement import as_before
-from pipeline.stage import Ends
-from pipeline.tree import is_abstract
-from pipeline.unlike import Overlaid
-from pipeline.variables import raw, with_value
+from pipeline.base.tree import is_abstract
+from pipeline.base.variables import raw, with_value
+from pipeline.forecast.ahead import check_kinds
+from pipeline.model.stage import Ends
+from pipeline.model.unlike import Overlaid
+from pipeline.sharding.distribute import distribute
+from pipeline.sharding.placement import as_before
 
 Pick = tuple[int, int]  # where a stage was: its rank and its chunk
 _ENDS = "embed", "head", "loss_fn"

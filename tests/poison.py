@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline import actions, memory, ticks
+from pipeline.kernel import actions, memory, ticks
 
 
 @pytest.fixture

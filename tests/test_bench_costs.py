@@ -21,7 +21,7 @@ CODE = """
 import json, re, sys
 from bench import costs
 from bench.cases import Case
-from pipeline import scopes
+from pipeline.kernel import scopes
 from tests import hlo
 
 remat, M = json.loads(sys.argv[1]), int(sys.argv[2])

@@ -15,9 +15,10 @@ from flax import nnx
 
 import schedules
 from collectives import make_mesh
-from pipeline import Pipeline, limit
-from pipeline.bytes import predict
-from pipeline.liveness import Walk
+from pipeline import Pipeline
+from pipeline.forecast import limit
+from pipeline.forecast.bytes import predict
+from pipeline.forecast.liveness import Walk
 from tests import models
 from tests.grids import covering
 from tests.sizes import is_legal

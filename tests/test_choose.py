@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from collectives import make_mesh
-from pipeline import Pipeline, resolve
-from pipeline.choose import choose_pattern, choose_schedule, exchanges_are_barriers
+from pipeline import Pipeline
+from pipeline.plan import resolve
+from pipeline.plan.choose import choose_pattern, choose_schedule, exchanges_are_barriers
 from schedules import ScheduleError, simulate
 from tests import models
 from tests.models import Block

@@ -18,11 +18,13 @@ import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline, runtime, traffic
+from pipeline import Pipeline
+from pipeline.forecast import traffic
+from pipeline.kernel import runtime
+from pipeline.kernel.ticks import segments
+from pipeline.kernel.turns import needed
 from pipeline.layers import RMSNorm
-from pipeline.placement import APART
-from pipeline.ticks import segments
-from pipeline.turns import needed
+from pipeline.sharding.placement import APART
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules.lowering.program import Program
 from tests.hlo import Sent

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from pipeline import Pipeline
-from pipeline.versions import see_that_releases_fit
+from pipeline.base.versions import see_that_releases_fit
 from tests import models
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.ticks import UNUSED, WAIT, WORK, segments
+from pipeline.kernel.ticks import UNUSED, WAIT, WORK, segments
 from schedules import ScheduleError, lower
 from tests import mixed, models
 from tests.grids import covering, pairs
@@ -255,7 +255,7 @@ def test_describe():
 
 def test_the_default_schedule_is_one_that_can_wait(monkeypatch):
     """1f1b, the default where only partners meet, would take a third longer."""
-    monkeypatch.setattr("pipeline.resolve.exchanges_are_barriers", lambda mesh: False)
+    monkeypatch.setattr("pipeline.plan.resolve.exchanges_are_barriers", lambda mesh: False)
     assert make(None, 4, 1, 8, delayed=False).schedule.name == "1f1b"
     assert make(None, 4, 1, 8).schedule.name == "eager_1f1b"
 

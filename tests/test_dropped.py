@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline, jitted
+from pipeline import Pipeline
+from pipeline.kernel import jitted
 from tests import models
 
 X = models.rows(4)

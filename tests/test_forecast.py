@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from collectives import make_mesh
 from examples import gpt
 from pipeline import Pipeline
-from pipeline.bytes import predict
-from pipeline.flow import Compiler
-from pipeline.liveness import Walk
+from pipeline.forecast.bytes import predict
+from pipeline.forecast.flow import Compiler
+from pipeline.forecast.liveness import Walk
 from tests import chips, models
 
 # --- bytes of a jaxpr ---

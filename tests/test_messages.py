@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline import traffic
+from pipeline.forecast import traffic
 from schedules import build, lower, names
 from tests.sizes import CHUNKS
 from tests.test_communication import exchanges, table

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.overlay import Cell, Leaf, Spot, View, overlay, unnamed
+from pipeline.model.overlay import Cell, Leaf, Spot, View, overlay, unnamed
 
 shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 leaves = st.builds(Leaf, st.sampled_from("ab"), st.sampled_from("uvwxyz").map(tuple), shapes)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.tree import as_numbers
+from pipeline.base.tree import as_numbers
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests import models
 

@@ -13,8 +13,8 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.accumulate import differentiate
-from pipeline.residuals import Residuals
+from pipeline.backward.accumulate import differentiate
+from pipeline.backward.residuals import Residuals
 from tests import models
 
 WIDTH, HIDDEN, ROWS = 7, 13, 5

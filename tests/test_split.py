@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.accumulate import as_summed
-from pipeline.backward import SplitBackward
-from pipeline.residuals import Residuals, stage_pullback
+from pipeline.backward.accumulate import as_summed
+from pipeline.backward.backward import SplitBackward
+from pipeline.backward.residuals import Residuals, stage_pullback
 from tests import dots
 
 D, E, ROWS, LAYERS = 7, 13, 5, 3

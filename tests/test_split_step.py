@@ -20,10 +20,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, vary
-from pipeline import Pipeline, runtime
-from pipeline.accumulate import as_summed
-from pipeline.backward import SplitBackward
-from pipeline.residuals import Residuals, stage_pullback
+from pipeline import Pipeline
+from pipeline.backward.accumulate import as_summed
+from pipeline.backward.backward import SplitBackward
+from pipeline.backward.residuals import Residuals, stage_pullback
+from pipeline.kernel import runtime
 from tests import dots, models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

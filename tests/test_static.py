@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.alike import alike
+from pipeline.base.alike import alike
 from tests import models
 from tests.models import WIDTH, Block, Readout, Words, normal
 

@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from collectives import TENSOR, make_mesh, vary
-from pipeline import Pipeline, scopes, traffic
+from pipeline import Pipeline
+from pipeline.forecast import traffic
+from pipeline.kernel import scopes
 from schedules import build, lower
 from tests import models
 from tests.hlo import Sent

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline, runtime
-from pipeline.unlike import Overlaid
+from pipeline import Pipeline
+from pipeline.kernel import runtime
+from pipeline.model.unlike import Overlaid
 from tests import mixed, models
 from tests.models import Block, Hostile
 

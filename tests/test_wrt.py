@@ -20,7 +20,8 @@ from jax.interpreters import partial_eval
 
 from collectives import make_mesh
 from examples import gpt
-from pipeline import Pipeline, make_optimizer, traffic
+from pipeline import Pipeline, make_optimizer
+from pipeline.forecast import traffic
 from pipeline.vocabulary import CrossEntropy
 from tests import dots, hlo, models, tensor_stages, test_tensor_axis, test_vocabulary
 from tests.models import CLASSES, WIDTH

@@ -46,7 +46,7 @@ def shared(value: jax.Array, axis: str | None) -> nnx.Param[Any]:
       axis: one along which each rank uses it on activations of its own, so that its gradient is a
         sum over ranks; None if there is none.
     """
-    # `pipeline.placement` reads it.
+    # `pipeline.sharding.placement` reads it.
     return nnx.Param(value) if axis is None else nnx.Param(value, gradient_over=axis)
 
 

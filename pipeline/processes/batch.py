@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
+from pipeline.base.tree import Tree
 from pipeline.processes import watch
-from pipeline.tree import Tree
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

@@ -1,0 +1,129 @@
+"""Gradients that add themselves to buffers in place.
+
+``jax.vjp`` returns an object whose ``with_refs`` lets the backward pass add each gradient to a
+mutable buffer (`jax.new_ref`) as it is formed. Measured against ``g + dp`` in a carry this saves
+a full-size temporary per stage, on the TPU compiler and on CPU.
+
+Buffers are at least float32 whatever the weights are, unless ``grad_dtype`` says otherwise. Weights
+are differentiated through a cast to the buffer's dtype and back, which the compiler removes: only
+the gradient has that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.backward.in_place import can_be_added_in_place
+from pipeline.base.precision import floating
+from pipeline.base.tree import Leaves
+from pipeline.trained.masks import Mask, chosen, woven
+
+GradDtype = Any  # None, "weights" or a floating dtype
+Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
+
+
+def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
+    """Weights in the dtype in which their gradients are summed.
+
+    Args:
+      weights: arrays.
+      grad_dtype: None for the weight's own dtype, float32 where it has fewer bits; "weights" for
+        the weight's own; or one for all that are real.
+    """
+    return [w.astype(_summed(w.dtype, grad_dtype)) for w in weights]
+
+
+def _summed(dtype: Any, grad_dtype: GradDtype) -> Any:
+    """As `as_summed`; not by promotion, which may be strict."""
+    if grad_dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        keeps = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+        return dtype if keeps else jnp.float32
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    return grad_dtype if is_real and not isinstance(grad_dtype, str) else dtype
+
+
+def check_grad_dtype(grad_dtype: Any) -> GradDtype:
+    """The option, with a dtype in its canonical form.
+
+    Raises:
+      ValueError: no dtype in which gradients can be summed.
+    """
+    if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
+        return grad_dtype
+    others = "None (each weight's dtype, at least float32), 'weights' (each weight's dtype)"
+    found: GradDtype = floating("grad_dtype", grad_dtype, others)
+    return found
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """The backward pass of a `Function`.
+
+    Attributes:
+      vjp: what `jax.vjp` returned.
+      by_value: for each weight that is trained, whether its gradient cannot be formed in place.
+    """
+
+    vjp: Any
+    by_value: tuple[bool, ...]
+
+    def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
+        """Add the trained weights' gradients to ``refs``, return those of x's leaves.
+
+        With ``refs=None`` the weights' gradients are not computed, with ``want_x=False`` x's
+        are not.
+        """
+        ad: Any = jax.ad
+        want, skip = ad.GradValue(), ad.DontWant()
+        if not (refs or want_x):
+            return []
+        pairs = [] if refs is None else list(zip(refs, self.by_value, strict=True))
+        targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
+        _, x_tree = self.vjp.in_tree.children()[:2]
+        x_targets = [want if want_x else skip] * x_tree.num_leaves
+        found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
+        for (ref, value), gradient in zip(pairs, found, strict=False):
+            if value:
+                ref[...] += gradient
+        return list(dx)
+
+    def values(self, cotangent: Any) -> tuple[Leaves, Leaves]:
+        """The gradients of the weights and of x's leaves, accumulated nowhere."""
+        dw, dx = self.vjp(cotangent)
+        return list(dw), list(dx)
+
+
+def differentiate(
+    f: Function,
+    weights: Leaves,
+    x: Leaves,
+    *,
+    grad_dtype: GradDtype = None,
+    trained: Mask | None = None,
+) -> tuple[Any, Any, Pullback]:
+    """Value of ``f(weights, x)``, its auxiliary output, and its pullback.
+
+    The pullback is over weights `as_summed`: those that are ``trained``, all without a mask.
+    """
+    own = chosen(weights, trained)
+    dtypes, summed = [w.dtype for w in own], as_summed(own, grad_dtype)
+
+    def g(ws: Leaves, xs: Leaves) -> tuple[Any, Any]:
+        cast = [w.astype(d) for w, d in zip(ws, dtypes, strict=True)]
+        return f(woven(cast, weights, trained), xs)
+
+    y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
+    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x))
+
+
+def _formed_by_value(f: Function, weights: Leaves, x: Leaves) -> tuple[bool, ...]:
+    """For each weight, whether the way in which it is used keeps it from being added in place."""
+    if not weights:
+        return ()
+    jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
+    return tuple(not can_be_added_in_place(jaxpr, v) for v in jaxpr.invars[: len(weights)])

@@ -1,0 +1,105 @@
+"""Which gradients ``jax.vjp(...).with_refs`` may add to a buffer as they are formed.
+
+It goes wrong where the gradient of one weight is formed twice by one equation: under `jit` and in
+the body of a scan one of the two sums is lost without a word (jax 0.10), a constant of a scan that
+is also scanned over raises NotImplementedError (jax 0.12). And jax 0.10 crashes where a gradient
+meets a static slice, a value that a body returns as it was given, or a scan whose body has
+something that does not change from trip to trip: it is taken out of the loop, and the gradients of
+all constants are confused. Such a gradient is formed by value, which costs a temporary of its size,
+and added then.
+
+What is a weight plus something has the weight's own gradient, and counts as the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, jaxprs_in_params
+
+from pipeline.jaxpr.primitives import callee, loop_sizes
+
+Var = Any
+_REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)  # of what goes wrong, only the first remains
+_SUMS = frozenset(
+    ("add", "add_any", "convert_element_type", "copy", "copy_p", "optimization_barrier", "sub")
+)
+
+
+def can_be_added_in_place(jaxpr: Any, weight: Var) -> bool:
+    """Whether every equation that reads a weight can add its part of the gradient to a ref.
+
+    Args:
+      jaxpr: of the function that is differentiated.
+      weight: one of its inputs.
+    """
+    return _is_fit(jaxpr, {weight})
+
+
+def _is_fit(jaxpr: Any, same: set[Var]) -> bool:
+    """As above; ``same`` are the variables with the weight's gradient, and gains those that are."""
+    for eqn in jaxpr.eqns:
+        places = _places(eqn, same)
+        if not places:
+            continue
+        if eqn.primitive.name in _SUMS:
+            same.update(eqn.outvars)
+        elif len(places) > 1 or not _suits(eqn, places[0], same):
+            return False
+    return _REFS_ARE_WHOLE or not any(v in same for v in _variables(jaxpr.outvars))
+
+
+def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
+    """Whether an equation can, to which a weight is one operand."""
+    if not _REFS_ARE_WHOLE and eqn.primitive.name == "slice":
+        return False
+    body, _ = callee(eqn)
+    if body is not None:
+        body = getattr(body, "jaxpr", body)
+        within = {body.invars[place]}
+        fits = _is_fit(body, within)
+        outs = zip(eqn.outvars, body.outvars, strict=True)
+        same.update(v for v, out in outs if not isinstance(out, Literal) and out in within)
+        return fits
+    if eqn.primitive.name == "scan":
+        body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, loop_sizes(eqn)
+        is_const, is_row = place < num_consts, place >= num_consts + num_carry
+        keeps = is_row or (is_const and not _has_constant_steps(body, range(num_consts)))
+        return (_REFS_ARE_WHOLE or keeps) and _is_fit(body, {body.invars[place]})
+    if eqn.primitive.name == "cond":
+        bodies = [body.jaxpr for body in eqn.params["branches"]]
+        return all(_is_fit(body, {body.invars[place - 1]}) for body in bodies)
+    return not any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def _places(eqn: Any, variables: Collection[Var]) -> list[int]:
+    """Which operands of an equation are among some variables."""
+    return [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in variables]
+
+
+def _variables(atoms: Collection[Any]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
+    """Whether a scan's body has an equation that reads constants and nothing else.
+
+    Args:
+      body: a jaxpr.
+      constant: which of its inputs are the same in every trip.
+    """
+    constants = {*body.constvars, *(body.invars[n] for n in constant)}
+    for eqn in body.eqns:
+        read = _variables(eqn.invars)
+        if read and constants.issuperset(read):
+            return True
+        same = _places(eqn, constants)
+        inner, _ = callee(eqn)
+        if eqn.primitive.name == "scan":
+            inner, num_consts = eqn.params["jaxpr"], loop_sizes(eqn)[0]
+            same = [n for n in same if n < num_consts]
+        if inner is not None and _has_constant_steps(getattr(inner, "jaxpr", inner), same):
+            return True
+    return False

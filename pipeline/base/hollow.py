@@ -1,0 +1,36 @@
+"""Modules without their values: what variables and plain arrays were is remembered, not kept."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flax import nnx
+
+
+class Hollow(nnx.Variable[Any]):
+    """Stands for a variable whose value lies elsewhere, in the cells of `pipeline.model.unlike`."""
+
+
+def hollow(stage: nnx.Module) -> nnx.Module:
+    """The module with a hollow variable for each of its arrays."""
+    graphdef, state = nnx.split(stage)
+    hollowed = [(path, Hollow(None)) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(hollowed))
+
+
+def with_arrays(module: Any) -> Any:
+    """The module with its plain arrays, for each of which a hollow variable stood."""
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, Hollow):
+            name: Any = path[-1]
+            parent: Any = functools.reduce(_member, path[:-1], module)
+            if isinstance(parent, nnx.List):
+                parent[name] = node.get_raw_value()
+            else:
+                setattr(parent, name, node.get_raw_value())
+    return module
+
+
+def _member(parent: Any, name: Any) -> Any:
+    return parent[name] if isinstance(parent, nnx.List) else getattr(parent, name)

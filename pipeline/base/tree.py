@@ -1,0 +1,158 @@
+"""Small tree functions the kernel needs more than once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.jaxpr.primitives import varying_in
+
+Tree = Any  # a pytree of arrays
+Leaves = list[Any]  # arrays, in tree order
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a gradient can flow through this leaf."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def is_abstract(tree: Tree) -> bool:
+    """Whether any leaf is a type, and no array."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def row_of(leaf: Any, index: int) -> Any:
+    """One row of an array, or its type."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[index]
+
+
+def real() -> Any:
+    """The dtype of losses: float32, or float64 where JAX is told to have it (jax_enable_x64)."""
+    return jnp.result_type(float)
+
+
+def partition(tree: Tree) -> tuple[Leaves, Leaves]:
+    """The leaves that carry gradients, and the others."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if is_float(x)], [x for x in leaves if not is_float(x)]
+
+
+def combine(like: Tree, floats: Leaves, others: Leaves) -> Tree:
+    """Undo `partition`; ``like`` is any tree of the same structure and dtypes."""
+    leaves, treedef = jax.tree.flatten(like)
+    f, o = iter(floats), iter(others)
+    return jax.tree.unflatten(treedef, [next(f) if is_float(x) else next(o) for x in leaves])
+
+
+def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """``x * factor`` in x's dtype, computed in float32 where x has fewer bits."""
+    wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+    return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is a typed random key."""
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def as_numbers(leaf: jax.Array) -> jax.Array:
+    """What can be added up: a typed key's words, anything else as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def numbers_as(like: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Undo `as_numbers`, and have the dtype again that a sum may have widened."""
+    if is_key(like):
+        return jax.random.wrap_key_data(numbers.astype(jnp.uint32), impl=jax.random.key_impl(like))
+    return numbers.astype(like.dtype)
+
+
+def zeros(leaf: Any, *, lead: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of a leaf's shape and dtype under leading axes; also for typed random keys."""
+    if is_key(leaf):
+        impl = []  # which a type does not tell, but a traced key does
+
+        def opened(key: jax.Array) -> jax.Array:
+            impl.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(opened, leaf)
+        return jax.random.wrap_key_data(jnp.zeros((*lead, *data.shape), data.dtype), impl=impl[0])
+    return jnp.zeros((*lead, *leaf.shape), leaf.dtype)
+
+
+def blank(types: Tree, axes: tuple[str, ...]) -> Tree:
+    """Zeros of a tree's types, varying as they do and over ``axes``: a value nobody reads."""
+    return vary_like(vary(jax.tree.map(zeros, types), axes), types)
+
+
+def vary_like(tree: Tree, types: Tree) -> Tree:
+    """Leaves that also vary over those axes over which values of the types do."""
+    return jax.tree.map(lambda x, t: vary(x, varying_in(t)), tree, types)
+
+
+def signature(tree: Tree) -> tuple[Any, ...]:
+    """What two trees of equal structure and types have in common; hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, *((leaf.shape, leaf.dtype, varying_in(leaf)) for leaf in leaves)
+
+
+def join(trees: list[Tree]) -> Tree | None:
+    """One type for all of several, which varies as any of them; None if they differ otherwise."""
+    bare = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in trees]
+    structures = {jax.tree.structure(tree) for tree in trees}
+    if len(structures) > 1 or any(types != bare[0] for types in bare):
+        return None
+
+    def one(*leaves: Any) -> Any:
+        axes = tuple(sorted({axis for leaf in leaves for axis in varying_in(leaf)}))
+        return jax.eval_shape(lambda: vary(zeros(leaves[0]), axes))
+
+    return jax.tree.map(one, *trees)
+
+
+def shape_text(leaf: Any) -> str:
+    """``float32[4,8]``."""
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+
+
+def path_text(path: Any) -> str:
+    """A readable path of a leaf; the leaf itself when the tree is a single array."""
+    return jax.tree_util.keystr(path) or "the array"
+
+
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
+    """The leaves of a state by their paths, ``chunks.0.kernel``."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+Index = int | jax.Array
+
+
+def at(tree: Tree, index: Any) -> Tree:
+    """One element along the leading axis of every leaf."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def pick(trees: Sequence[Tree], index: Index) -> Tree:
+    """One of several equal trees; the index may be traced.
+
+    By a select and not out of a stack, which would hold a copy of all trees during the whole step.
+    """
+    if isinstance(index, int):
+        return trees[index]
+    return functools.reduce(
+        lambda found, v: jax.tree.map(lambda x, y: jnp.where(index == v, y, x), found, trees[v]),
+        range(1, len(trees)),
+        trees[0],
+    )

@@ -1,0 +1,47 @@
+"""The leaves of a module's state: `nnx.Variable`s, and arrays that are attributes as they are.
+
+A plain array (``self.frequencies = jnp.arange(8)``) is state that nobody trains. It has no
+metadata, so nothing can be said of its sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.tree import shape_text
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+def raw(leaf: Any) -> Any:
+    """Its value: an array, a type, or what else a variable holds."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def kind_text(leaf: Any) -> str:
+    """``Param``, or ``array`` for a plain one."""
+    return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"
+
+
+def type_text(leaf: Any) -> str:
+    """``Param float32[4,8]``; a variable may hold a tree of arrays, or none."""
+    return " ".join([kind_text(leaf), *map(shape_text, jax.tree.leaves(leaf))])
+
+
+def metadata(leaf: Any) -> Mapping[str, Any]:
+    """What it says of itself."""
+    return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else _NOTHING
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """The same with another value."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def remade(leaf: Any, value: Any, said: Mapping[str, Any]) -> Any:
+    """One of its type with another value and other metadata, of which a plain array has none."""
+    return type(leaf).from_metadata(value, dict(said)) if isinstance(leaf, nnx.Variable) else value

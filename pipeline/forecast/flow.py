@@ -1,0 +1,230 @@
+"""A jaxpr as values that need memory, or are computed on the way to others.
+
+Calls are inlined. What an equation makes is held, has memory of its own, unless something reads it
+that computes its operands on the way; then what it is computed from must be in memory instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Literal
+
+from pipeline.jaxpr.primitives import CHEAP, LIGHT, callee, cost_of, is_ref
+
+Slots = Sequence["Value | None"]  # None where an equation has a literal
+
+# fmt: off
+# Results that share their operand's memory.
+_VIEWS = frozenset(
+    (
+        "copy_p", "expand_dims", "optimization_barrier", "pvary", "reshape", "squeeze",
+        "stop_gradient",
+    )
+)
+# Too dear to be computed within each of several readers.
+_DEAR = frozenset(
+    (
+        "cbrt", "cos", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p",
+        "logistic", "pow", "sin", "tan", "tanh",
+    )
+)
+# Computed with what they read, and whole: readers do not repeat them.
+_WHOLE = frozenset(
+    (
+        "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
+        "dynamic_update_slice", "pad", "random_bits", "random_fold_in", "random_seed",
+        "random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min",
+        "reduce_or", "reduce_prod", "reduce_sum", "scatter", "scatter-add", "threefry2x32",
+    )
+)
+# fmt: on
+_WRITES = frozenset(("swap", "addupdate"))
+_SUMS = frozenset(("psum", "psum_invariant"))
+_BODIES = frozenset(("while", "scan", "cond"))
+
+
+def nbytes(aval: Any) -> int:
+    """The size of an array, or of the array that a ref holds."""
+    aval = getattr(aval, "inner_aval", aval)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What a platform's compiler makes of a jaxpr.
+
+    Attributes:
+      products_fuse: matrix products compute their operands on the way, exponentials too, and
+        within them what alone reads their results, an addition to a ref included. So the TPU
+        compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
+      lone: mesh axes of one device. The TPU compiler drops sums over them; XLA for CPU makes new
+        arrays.
+    """
+
+    products_fuse: bool = False
+    lone: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class Value:
+    """Something in memory, or computed on the way.
+
+    Attributes:
+      size: bytes, if it is held.
+      held: whether it has memory of its own.
+      sources: what must be in memory to compute it; itself if it is held.
+    """
+
+    size: int
+    held: bool
+    sources: frozenset[Value] = frozenset()
+
+    def hold(self) -> None:
+        """Give it memory of its own."""
+        self.held, self.sources = True, frozenset((self,))
+
+
+@dataclass(eq=False)
+class Node:
+    """One equation.
+
+    Attributes:
+      eqn: it.
+      operands: what it is given, None for literals.
+      reads: its operands, but for literals.
+      makes: its results.
+      fuses: whether it computes its operands on the way.
+      given: operands that it may overwrite with its results, if nobody else reads them.
+      loop: whether it passes its operands on to a body, and back.
+      inner: the bytes of what happens inside, its results not counted.
+    """
+
+    eqn: Any
+    operands: Slots
+    reads: list[Value]
+    makes: list[Value]
+    fuses: bool
+    given: list[Value] = field(default_factory=list)
+    loop: bool = False
+    inner: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it makes anything that has memory, or changes any."""
+        return any(v.held for v in self.makes) or bool(self.eqn.effects) or self.loop
+
+    @property
+    def writes(self) -> set[Value]:
+        """The refs that it may write to."""
+        if self.eqn.primitive.name == "get":
+            return set()
+        pairs = zip(self.operands, self.eqn.invars, strict=False)
+        return {v for v, var in pairs if v is not None and is_ref(var.aval)}
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product."""
+        return bool(self.eqn.primitive.name == "dot_general")
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to a ref."""
+        return bool(self.eqn.primitive.name == "addupdate")
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether several readers would not each repeat it."""
+        return self.eqn.primitive.name in _DEAR
+
+
+class Flow:
+    """Reads jaxprs.
+
+    Args:
+      enter: looks into an equation with a body, given its node and its operands.
+      compiler: whose memory is meant.
+
+    Attributes:
+      nodes: the equations, in order.
+      refs: the refs that are made, and the equations that make them.
+    """
+
+    def __init__(self, enter: Callable[[Node, Slots], None], compiler: Compiler) -> None:
+        self._enter, self._compiler = enter, compiler
+        self.nodes: list[Node] = []
+        self.refs: dict[Value, Any] = {}
+
+    def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
+        """Add a jaxpr's equations; returns its outputs."""
+        env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var in jaxpr.constvars:
+            env[var] = Value(0, held=True)
+
+        def look_up(atom: Any) -> Value | None:
+            return None if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            reads = list(map(look_up, eqn.invars))
+            body, _ = callee(eqn)
+            if body is not None:
+                found = self.read(getattr(body, "jaxpr", body), reads)
+            elif eqn.primitive.name in _VIEWS or _keeps(eqn) or self._drops(eqn):
+                found = reads[: len(eqn.outvars)]
+            else:
+                found = self._node(eqn, reads)
+            env.update(zip(eqn.outvars, found, strict=True))
+        return list(map(look_up, jaxpr.outvars))
+
+    def _drops(self, eqn: Any) -> bool:
+        """Whether it is a sum over one device that is left out."""
+        name, lone = eqn.primitive.name, self._compiler.lone
+        return name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
+
+    def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
+        name, makes = eqn.primitive.name, [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
+        given = [v for v in reads if v is not None]
+        node = Node(eqn, reads, given, makes, fuses=False)
+        if name == "get" or (cost_of(eqn) in (CHEAP, LIGHT) and name not in _WHOLE):
+            node.fuses = True
+            node.given = given
+            for value in makes:
+                value.held = False
+        elif name in _WHOLE or name in _WRITES:
+            node.fuses = True
+        elif name == "new_ref":
+            node.given = given
+            self.refs[makes[0]] = eqn
+        elif name == "dot_general":
+            node.fuses = self._compiler.products_fuse
+            if not node.fuses:
+                node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
+        elif name in _BODIES:
+            self._enter(node, reads)
+        self.nodes.append(node)
+        return list(makes)
+
+    def _turned(self, eqn: Any, side: int, value: Value) -> Value:
+        """An operand of a product, with its axes in the order that the product takes."""
+        contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
+        rank = eqn.invars[side].aval.ndim
+        free = [axis for axis in range(rank) if axis not in (*contracting, *batch)]
+        ends = (free, contracting) if side == 0 else (contracting, free)
+        order = [*batch, *ends[0], *ends[1]]
+        folds = len(contracting) == 1 and len(free) == 1 and order[:-2] == list(range(rank - 2))
+        if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
+            return value
+        turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
+        self.nodes.append(Node(eqn, (), [value], [turned], fuses=True, given=[value]))
+        return turned
+
+
+def _keeps(eqn: Any) -> bool:
+    """Whether a result is its operand's bytes in the same order."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
+    return bool(given.size == made.size and given.dtype == made.dtype)

@@ -1,0 +1,149 @@
+"""From a jaxpr to steps.
+
+Every call is inlined: `jit`, `jax.checkpoint`, and functions with custom derivatives, whose rules
+have done their work by then. What holds a body of its own and can be taken apart, `scan` and
+`cond`, keeps it, as steps too. Values get names of their own: JAX shares one jaxpr, and so its
+variables, between several calls of one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.extend.core import Literal
+
+from pipeline.base.tree import shape_text
+from pipeline.jaxpr.primitives import (
+    barrier,
+    callee,
+    cost_of,
+    has_effect,
+    is_ref,
+    loop_sizes,
+    moves,
+)
+from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
+
+
+def read_block(closed: Any, num_refs: int = 0) -> Block:
+    """The steps of a closed jaxpr.
+
+    Args:
+      closed: the jaxpr.
+      num_refs: how many of the refs it makes, the first, are to be given to it instead: inputs
+        beyond its own.
+    """
+    reader = _Reader()
+    body, consts = _opened(closed)
+    inputs = tuple(Name(var.aval) for var in body.invars)
+    outs = reader.inline(body, consts, inputs)
+    made = [(s, n) for s in reader.steps for n in s.makes if is_ref(n.aval)]
+    makers = {id(step) for step, _ in made[:num_refs]}
+    inputs += tuple(name for _, name in made[:num_refs])
+    own = {name for _, name in made[num_refs:]}
+    steps = tuple(_mark(step, own) for step in reader.steps if id(step) not in makers)
+    return Block(inputs, steps, tuple(outs), reader.constants)
+
+
+def _mark(step: Step, own: set[Name]) -> Step:
+    """A step that touches a ref made within its block has an effect there."""
+    touches = any(n in own for n in (*step.names, *step.makes))
+    return replace(step, effect=True) if touches else step
+
+
+def _opened(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants, of a closed one or of one that closes over nothing."""
+    return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+
+class _Reader:
+    """Collects steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.constants: dict[Name, Any] = {}
+
+    def inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
+        """Add the steps of a jaxpr; returns its outputs."""
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = name = Name(var.aval)
+            self.constants[name] = value
+
+        def look_up(atom: Any) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            found = self._equation(eqn, tuple(map(look_up, eqn.invars)))
+            env.update(zip(eqn.outvars, found, strict=True))
+        return list(map(look_up, jaxpr.outvars))
+
+    def _equation(self, eqn: Any, reads: tuple[Atom, ...]) -> Sequence[Atom]:
+        body, barred = callee(eqn)
+        if body is not None:
+            return self.inline(*_opened(body), self._barrier(reads, barred))
+        inner = _inner(eqn)
+        makes = tuple(Name(var.aval) for var in eqn.outvars)
+        self.steps.append(
+            Step(
+                reads=reads,
+                makes=makes,
+                call=_binder(eqn),
+                cost=cost_inside(_steps(inner)) if inner else Cost(cost_of(eqn)),
+                label=f"{eqn.primitive.name} -> {', '.join(shape_text(n.aval) for n in makes)}",
+                effect=any(s.effect for s in _steps(inner)) if inner else has_effect(eqn),
+                moves=moves(eqn),
+                inner=inner,
+            )
+        )
+        return makes
+
+    def _barrier(self, reads: Sequence[Atom], barred: Sequence[bool]) -> list[Atom]:
+        """Operands of a recomputation, which must not be merged with the first computation."""
+        chosen = [
+            isinstance(a, Name) and b and not is_ref(a.aval)
+            for a, b in zip(reads, barred, strict=True)
+        ]
+        held = [a for a, c in zip(reads, chosen, strict=True) if c]
+        makes = [Name(a.aval) for a in held]
+        if held:
+            self.steps.append(
+                Step(
+                    reads=tuple(held),
+                    makes=tuple(makes),
+                    call=barrier,
+                    cost=Cost.CHEAP,
+                    label="optimization_barrier",
+                    through=True,
+                    moves=True,
+                )
+            )
+        made = iter(makes)
+        return [next(made) if c else a for a, c in zip(reads, chosen, strict=True)]
+
+
+def _binder(eqn: Any) -> Callable[..., Sequence[Any]]:
+    def call(*values: Any) -> Sequence[Any]:
+        with eqn.ctx.manager:
+            found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        return found if eqn.primitive.multiple_results else [found]
+
+    return call
+
+
+def _inner(eqn: Any) -> Loop | Branches | None:
+    """What `scan` and `cond` hold."""
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = loop_sizes(eqn)
+        kept = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        return Loop(read_block(eqn.params["jaxpr"]), num_consts, num_carry, kept)
+    if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
+        return Branches(tuple(map(read_block, eqn.params["branches"])))
+    return None
+
+
+def _steps(inner: Loop | Branches) -> list[Step]:
+    blocks = [inner.body] if isinstance(inner, Loop) else inner.blocks
+    return [step for block in blocks for step in block.steps]

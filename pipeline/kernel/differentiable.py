@@ -1,0 +1,272 @@
+"""The kernel as functions that any trainer may differentiate.
+
+Autodiff through the kernel would keep every tick's state. Instead the forward pass of a loss runs
+the whole timetable and keeps the gradients, its backward scales them. Where a step computes in
+float16 that is too late for a loss scale, which is there to keep small gradients from vanishing:
+there the forward pass runs forward actions alone, and the timetable runs in the backward, on the
+loss times its cotangent. Outputs are differentiated by running the timetable on the pairing with
+their cotangent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from pipeline.base.precision import narrows
+from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
+from pipeline.forecast.limit import see_that_it_fits
+from pipeline.kernel.nans import is_watched, watched
+from pipeline.kernel.runtime import infer, train
+from pipeline.model.loss import pairing
+from pipeline.model.model import Batch, Model, Weights
+from pipeline.plan.plan import Plan
+from pipeline.rank.effects import has_check
+from pipeline.trained.masks import Mask, Trained, woven
+
+# jax 0.10 cannot discharge the refs of what is whole to it.
+_HAS_WHOLE = jax.__version_info__ >= (0, 12)
+_SIGNS = "AbstractRef", "Linearization failed"  # of a backward pass that is differentiated
+_TWICE = (
+    "a pipeline was differentiated twice by reverse mode, and its backward pass has no such "
+    "derivative; for products with a Hessian take jax.jvp of jax.grad"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    """What a loss keeps whose gradients are computed when its cotangent is known.
+
+    Attributes:
+      weights, batch: operands of the step.
+      share: what a sum's gradients are to be multiplied with, a scalar.
+      want_inputs: whether the inputs are differentiated.
+      trained: which parameters are.
+    """
+
+    weights: Weights
+    batch: Batch
+    share: jax.Array
+    want_inputs: bool = dataclasses.field(metadata={"static": True})
+    trained: Trained = dataclasses.field(metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(_Waiting)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
+    """The mean loss, a float32 scalar; differentiable in params and inputs."""
+    return watched(infer, plan, model, weights, batch, take_loss=True)
+
+
+def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
+    want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
+    weights, batch = _values(weights), _values(batch)
+    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
+    run = functools.partial(watched, train, plan, model, want_inputs=want_inputs)
+    if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
+        infers = functools.partial(watched, infer, plan, model, take_loss=True, want_share=True)
+        with refusing_twice(_TWICE):
+            value, share = _as_one(infers)(weights, batch)
+        return value, _Waiting(weights, batch, share, want_inputs, model.trained)
+    with refusing_twice(_TWICE):
+        value, grads, inputs = _as_one(run)(weights, batch)
+    grads = _in_their_places(weights, model.trained, grads)
+    return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
+
+
+def _is_narrow(
+    plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
+) -> bool:
+    """Whether a step computes in floats in which gradients vanish or overflow, seen once."""
+    key = narrows, model, signature((weights, batch)), *wanted.values()
+    if key not in plan.jitted:
+        # No more work than to run it: JAX keeps the trace of the kernel.
+        plan.jitted[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+    return bool(plan.jitted[key])
+
+
+def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, Any]:
+    ct = _instantiate(ct)
+    if isinstance(kept, _Waiting):
+        run = functools.partial(train, normalise=False, want_inputs=kept.want_inputs)
+        model = dataclasses.replace(model, trained=kept.trained)
+        with refusing_twice(_TWICE):
+            _, grads, inputs = watched(
+                run, plan, model, kept.weights, kept.batch, scale=ct * kept.share
+            )
+        chunks, ends = _in_their_places(kept.weights, kept.trained, grads)
+        found = _input_cotangent(kept.batch.inputs, inputs) if kept.want_inputs else None
+        return Weights(chunks, ends, None, None), Batch(found, None, None)
+    grads, inputs = kept
+    scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
+    (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))
+    return Weights(chunks, ends, None, None), Batch(inputs, None, None)
+
+
+loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
+    """[N, ...] outputs; differentiable in params and inputs."""
+    return watched(infer, plan, model, weights, batch, take_loss=False)
+
+
+def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
+    want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
+    weights, batch = _values(weights), _values(batch)
+    run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))
+    with refusing_twice(_TWICE):
+        return run(weights, batch), (weights, batch, want_inputs, asked.trained)
+
+
+def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
+    weights, batch, want_inputs, trained = kept
+    cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
+    model = dataclasses.replace(model, loss_fn=pairing, trained=trained)
+    batch = dataclasses.replace(batch, targets=cotangents)
+    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
+    with refusing_twice(_TWICE):
+        _, grads, inputs = watched(
+            train, plan, model, weights, batch, want_inputs=want_inputs, normalise=False
+        )
+    chunks, ends = _in_their_places(weights, trained, grads)
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return Weights(chunks, ends, None, None), Batch(found, None, None)
+
+
+outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
+
+
+def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as something that JAX does not take apart.
+
+    Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
+    inputs is taken out of it, and the kernel's refs would be torn apart. Where JAX looks for NaN it
+    must see the kernel's values, and where a stage has a check `checkify` must see that.
+    """
+    if not _HAS_WHOLE or is_watched():
+        return run
+    whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
+
+    def call(*given: Any) -> Any:
+        effects = jax.make_jaxpr(run)(*given).effects  # the kernel is traced once: JAX keeps it
+        return (run if has_check(effects) else whole)(*given)
+
+    return call
+
+
+@contextlib.contextmanager
+def refusing_twice(what: str) -> Iterator[None]:
+    """Say what was differentiated that has no derivative, where JAX would speak of its refs."""
+    try:
+        yield
+    except (AttributeError, ValueError) as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise ValueError(what) from error
+
+
+def _wants_inputs(weights: Any, batch: Any) -> bool:
+    """Whether inputs are differentiated.
+
+    Raises:
+      ValueError: something is differentiated that the kernel keeps no gradient for.
+    """
+    members = {
+        "targets": batch.targets,
+        "extras": batch.extras,
+        "state that is not nnx.Param": (weights.chunks_rest, weights.ends_rest),
+    }
+    for name, tree in members.items():
+        if _perturbed(tree):
+            raise ValueError(
+                f"a pipeline was differentiated with respect to {name}; it has gradients for its "
+                f"nnx.Param state and its inputs only: wrap {name} in jax.lax.stop_gradient, or "
+                f"pass it as part of inputs"
+            )
+    return _perturbed(batch.inputs)
+
+
+def _asked(model: Model, weights: Any) -> Model:
+    """The model with gradients for those parameters only that are differentiated.
+
+    Raises:
+      ValueError: one is that is frozen.
+    """
+
+    def mask(tree: Any, trained: Mask, where: str) -> Mask:
+        found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_primal)
+        asked = tuple(_perturbed(leaf) for _, leaf in found)
+        for (path, _), yes, has in zip(found, asked, trained, strict=True):
+            if yes and not has:
+                name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+                raise ValueError(
+                    f"a pipeline was differentiated with respect to {where}.{name}, which its "
+                    f"wrt= leaves frozen: say which parameters to differentiate, "
+                    f"nnx.value_and_grad(f, argnums=nnx.DiffState(0, pipe.wrt)), or make the "
+                    f"pipeline with wrt=nnx.Param"
+                )
+        return asked
+
+    trained = model.trained
+    chunks = tuple(
+        mask(chunk, own, f"chunks.{v}")
+        for v, (chunk, own) in enumerate(zip(weights.chunks, trained.chunks, strict=True))
+    )
+    ends = mask(weights.ends, trained.ends, "ends")
+    cells = [
+        (seat.chunk, [spot.cell for spot in seat.views.params.spots] if seat.views else None)
+        for seat in model.stages
+    ]
+    return dataclasses.replace(model, trained=trained.asked(chunks, ends, cells))
+
+
+def _in_their_places(weights: Weights, trained: Trained, grads: Any) -> tuple[Any, Any]:
+    """Gradients in the structures of parameters, None for those that are not trained."""
+
+    def one(tree: Tree, mask: Mask, found: Leaves) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, woven(found, [None] * len(leaves), mask))
+
+    chunks, ends = grads
+    return tuple(map(one, weights.chunks, trained.chunks, chunks)), one(
+        weights.ends, trained.ends, ends
+    )
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _perturbed(tree: Any) -> bool:
+    return any(
+        leaf.perturbed and leaf.value.dtype != jax.dtypes.float0
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_primal)
+    )
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiate(x: Any) -> Any:
+    return jax.numpy.zeros(x.shape, x.dtype) if _is_zero(x) else x
+
+
+def _input_cotangent(inputs: Tree, floats: list[Any]) -> Tree:
+    _, others = partition(inputs)
+    return combine(inputs, floats, [np.zeros(x.shape, jax.dtypes.float0) for x in others])

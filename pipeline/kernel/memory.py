@@ -1,0 +1,142 @@
+"""A rank's mutable memory during a step: message buffers, stashes, gradients, results.
+
+All of it is refs (`jax.new_ref`): actions write in place from inside a branch, and the scan over
+ticks carries nothing. Sizes come from the program, which assigned every place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.tree import Leaves, Tree, blank, times, vary_like, zeros
+from pipeline.jaxpr.primitives import varying_in
+from pipeline.model.overlay import Part, Spot, View
+
+
+class Pool:
+    """Equal places for one kind of value.
+
+    Args:
+      types: a tree of shapes and dtypes, one value.
+      places: how many.
+      axes: the mesh axes over which values vary whose types do not say it themselves.
+      name: what `pipeline.forecast.bytes` calls them; it stands in the name stack of their refs.
+    """
+
+    def __init__(self, types: Tree, places: int, axes: tuple[str, ...], name: str) -> None:
+        self.places = places
+        leaves, self._treedef = jax.tree.flatten(types)
+        with jax.named_scope(name):
+            self.refs = [
+                jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
+                for t in leaves
+            ]
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
+            if leaf.size:  # jax 0.12 refuses an index into what is empty
+                ref[place] = leaf
+
+    def __getitem__(self, place: Any) -> Tree:
+        found = [ref[place] if ref.size else ref[...][0] for ref in self.refs]
+        return jax.tree.unflatten(self._treedef, found)
+
+    def all(self) -> Tree:
+        """[places, ...] leaves."""
+        return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
+
+
+class Total:
+    """Scalars or gradients that are added up, in the order they come."""
+
+    def __init__(self, like: Leaves, axes: tuple[str, ...], name: str = "totals") -> None:
+        with jax.named_scope(name):
+            self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
+
+    def add(self, values: Leaves) -> None:
+        """Add one value to each."""
+        for ref, value in zip(self.refs, values, strict=True):
+            ref[...] += value.astype(ref.dtype)
+
+    def all(self) -> Leaves:
+        """The totals."""
+        return [ref[...] for ref in self.refs]
+
+
+def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
+    """Multiply what each ref holds by a scalar.
+
+    In a loop of at most one trip, whose results lie where its operands did: a product beside them
+    would be a second copy of every gradient.
+    """
+
+    def body(wanted: jax.Array) -> jax.Array:
+        for ref in refs:
+            ref[...] = times(ref[...], factor)
+        return jnp.zeros_like(wanted)
+
+    jax.lax.while_loop(lambda wanted: wanted, body, factor != 1)
+
+
+class Seen:
+    """A pool whose places values of several kinds share, as one kind sees it.
+
+    Args:
+      pool: the shared pool.
+      view: how a value lies in a place; None where none ever does, and what is read is a value
+        that nobody uses.
+      types: a tree of types, one value.
+      axes: the mesh axes over which values vary.
+    """
+
+    def __init__(self, pool: Pool, view: View | None, types: Tree, axes: tuple[str, ...]) -> None:
+        self.places = pool.places
+        self._pool, self._view, self._types, self._axes = pool, view, types, axes
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        spots = self._view.spots if self._view else ()
+        for spot, leaf in zip(spots, jax.tree.leaves(value), strict=True):
+            Part(self._pool.refs[spot.cell], spot, place)[...] = leaf
+
+    def __getitem__(self, place: Any) -> Tree:
+        if self._view is None:
+            return blank(self._types, self._axes)
+        found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
+        return jax.tree.unflatten(self._view.treedef, found)
+
+
+class SeenTotal:
+    """Totals of one stage's gradients, within those that several share.
+
+    Gradients are added in place where they have a ref of their own. Those that are a part of one
+    are summed beside it first, from `begin` to `end`.
+    """
+
+    def __init__(self, total: Total, spots: tuple[Spot, ...]) -> None:
+        self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
+        self._own = [spot.part is None for spot in spots]
+        self._refs = [total.refs[spot.cell] for spot in spots]
+        self.refs: Leaves = []
+
+    def begin(self) -> None:
+        """Make `refs` for the gradients of one action."""
+        self.refs = [
+            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
+            for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
+        ]
+
+    def end(self, *, changed: bool) -> None:
+        """Add what was summed, if anything."""
+        for ref, part, own in zip(self.refs, self._parts, self._own, strict=True):
+            if changed and not own:
+                part[...] += ref[...]
+        self.refs = []
+
+    def add(self, values: Leaves) -> None:
+        """Add one value to each."""
+        for part, value in zip(self._parts, values, strict=True):
+            part[...] += value

@@ -1,0 +1,297 @@
+"""The kernel: one `shard_map`, in which every rank runs the ticks of a program.
+
+Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards. The kernel knows
+no schedule: it gives every rank its part of the program's tables, of the weights and of the batch,
+and reduces once what the ticks (`pipeline.kernel.ticks`) have added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from collectives import DATA, STAGE
+from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
+from pipeline.kernel.actions import Actions, Row
+from pipeline.kernel.jitted import PerPlan
+from pipeline.kernel.memory import scale_in_place
+from pipeline.kernel.scopes import COMMON
+from pipeline.kernel.straight import Straight
+from pipeline.kernel.ticks import run_ticks
+from pipeline.kernel.turns import without
+from pipeline.kernel.workers import Crew
+from pipeline.model.loss import mean_of
+from pipeline.model.model import Batch, Model, Weights
+from pipeline.plan.plan import Plan
+from pipeline.rank.cell import Cell
+from pipeline.rank.effects import see_that_effects_happen_once
+from pipeline.sharding.placement import Spread
+from pipeline.sharding.spread import (
+    constrain,
+    gather,
+    keep_apart,
+    kernel_spec,
+    reduce_gradients,
+    total_over,
+)
+from pipeline.trained.masks import Mask, Way, chosen
+from pipeline.trained.unread import warn_of_parameters_that_nobody_reads
+from schedules.lowering.program import Program
+
+FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
+
+
+@PerPlan
+def train(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    scale: jax.Array | None = None,
+    *,
+    want_inputs: bool = False,
+    normalise: bool = True,
+) -> tuple[jax.Array, tuple[tuple[Leaves, ...], Leaves], Leaves]:
+    """Run a schedule, forward and backward.
+
+    Args:
+      plan: the options of the pipeline, static.
+      model: the user's model, static.
+      weights: [S, ...] leaves of chunks, and leaves of the ends.
+      batch: [N, ...] leaves.
+      scale: what the loss is multiplied with before it is differentiated, a scalar.
+      want_inputs: whether to return gradients for the inputs.
+      normalise: divide by the total weight of the loss.
+
+    Returns:
+      The loss, a float32 scalar that is not scaled; gradients for those leaves of
+      ``weights.chunks`` and of ``weights.ends`` that are trained; and for the inputs' float leaves,
+      [N, ...].
+    """
+    ways = model.trained.ways(want_inputs=want_inputs)
+    program = without(plan.training, [way.x for way in ways])
+
+    def body(tables: Row, weights: Weights, batch: Batch, scale: jax.Array | None) -> Any:
+        cell = _cell(plan, model, weights, batch, ways)
+        known = _share_known_before(cell, plan, is_scaled=scale is not None) if normalise else None
+        if known is not None:
+            cell.loss_share = known
+        if scale is not None:
+            cell.loss_share = scale.astype(real()) * cell.loss_share
+        actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
+        total, weight = total_over(actions.loss.all(), plan.axes)
+        value = total
+        if normalise and known is None:
+            value, share = mean_of(total, weight)
+            for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
+                scale_in_place(totals.refs, share)
+
+        def gradients(
+            totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
+        ) -> Leaves:
+            # Over `data` once, here, and not once per microbatch.
+            summed = reduce_gradients(totals.all(), chosen(spreads, mask), axes, lead=lead)
+            leaves = chosen(jax.tree.leaves(like), mask)
+            return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
+
+        data = tuple(axis for axis in plan.axes if axis != STAGE)
+        chunks = tuple(
+            [g[None] for g in gradients(totals, params, spreads, mask, data, lead=1)]
+            for totals, params, spreads, mask in zip(
+                actions.chunk_grads,
+                weights.chunks,
+                model.layout.chunks,
+                model.trained.chunks,
+                strict=True,
+            )
+        )
+        mask = model.trained.ends
+        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
+        inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
+        if known is not None:
+            value = total / weight if scale is None else mean_of(total, weight)[0]
+        return value, (chunks, ends), inputs
+
+    layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
+    trained = model.trained
+    specs = (
+        tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
+        _gradient_specs(layout.ends, trained.ends),
+    )
+    out_specs = P(), _manual(plan, specs), data
+    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch, scale)
+    if plan.auto_axes:
+        grads = constrain(grads, specs, plan.mesh)
+    return loss, grads, inputs
+
+
+def _share_known_before(cell: Cell, plan: Plan, *, is_scaled: bool) -> Any:
+    """By what sums are multiplied to be means, if that is known before a step, or else None.
+
+    Then no gradient need be divided after it.
+    """
+    is_mean, ends_body = cell.loss_is_mean()
+    warn_of_parameters_that_nobody_reads(cell, ends_body, plan.warned)
+    if is_mean:
+        return 1 / (plan.schedule.num_microbatches * plan.data_size)
+    # A scale is chosen for gradients of the mean, and those of a sum might overflow.
+    weight = cell.weight_of_targets() if is_scaled else None
+    if weight is None:
+        return None
+    data = tuple(axis for axis in plan.axes if axis != STAGE)
+    return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+
+
+def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
+    """Run a step; what it adds up is left in what ran it."""
+    if plan.is_straight and not cell.lanes:
+        step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
+        step.run()
+        return step
+    masked = plan.bubbles == "masked"
+    see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
+    actions = _actions(cell)(
+        cell,
+        program,
+        take_loss=True,
+        want_inputs=want_inputs,
+        masked=plan.is_masked,
+    )
+    plan.whole[:] = actions.halves.whole if actions.halves else ()
+    run_ticks(actions, program, tables, masked=plan.is_masked)
+    return actions
+
+
+@PerPlan
+def infer(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    take_loss: bool,
+    want_share: bool = False,
+) -> Tree:
+    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
+
+    With ``want_share`` the loss comes with what sums over microbatches are to be multiplied with.
+    """
+
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
+        ways = model.trained.ways(want_inputs=False, backward=False)
+        cell = _cell(plan, model, weights, batch, ways)
+        see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
+        actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
+        run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
+        if take_loss:
+            found = mean_of(*total_over(actions.loss.all(), plan.axes))
+            return found if want_share else found[0]
+        if shares_head:  # of each row, every rank has the logits of its words
+            return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
+        # Only the last rank has written results; all others hold zeros. A sum counts flags.
+        found = actions.results.all()
+        total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
+        return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
+
+    data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
+    if shares_head and not take_loss:
+        found = _shard(plan, model, plan.forward, body, P(STAGE, *data))(weights, batch)
+        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
+    return _shard(plan, model, plan.forward, body, P() if take_loss else P(*data))(weights, batch)
+
+
+def _shard(
+    plan: Plan, model: Model, program: Program, body: Callable[..., Any], out_specs: Any
+) -> Any:
+    """The body on every device, given its rank's tables, weights and shard of the batch.
+
+    A last operand, if it is not None, is the same on all.
+    """
+    data = P(DATA) if DATA in plan.axes else P()
+    tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
+    of_tables = dict.fromkeys(FIELDS, P(STAGE))
+    if program.shared:
+        tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
+        of_tables |= dict.fromkeys(COMMON, P())
+
+    def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
+        layout = model.layout
+        params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
+        rests = weights.chunks_rest, weights.ends_rest
+        others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
+        sharded = jax.shard_map(
+            body,
+            mesh=plan.mesh,
+            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data, P()),
+            out_specs=out_specs,
+            axis_names=plan.manual_axes,
+            check_vma=plan.tracks_varying,
+        )
+        return sharded(tables, weights, batch, same)
+
+    return run
+
+
+def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
+    """The specs of a state's leaves, each in the place of its leaf."""
+
+    def one(state: Tree, spreads: Any) -> Tree:
+        specs = [spread.stored for spread in spreads]
+        return jax.tree.unflatten(jax.tree.structure(state), specs)
+
+    return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
+    """The specs of the gradients of what is trained."""
+    return [spread.gradient for spread in chosen(spreads, mask)]
+
+
+def _manual(plan: Plan, specs: Tree) -> Tree:
+    """What of specs the kernel is told."""
+    return jax.tree.map(
+        lambda spec: kernel_spec(spec, plan.manual_axes), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch, ways: Sequence[Way]) -> Cell:
+    """A rank's cell from its shard."""
+    layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
+
+    def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
+
+    chunks = _squeeze(weights.chunks)
+    if plan.gather == "step":
+        chunks = tuple(
+            whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
+        )
+    chunks = tuple(map(keep_apart, chunks, layout.chunks))
+    ends = keep_apart(whole(weights.ends, layout.ends, 0), layout.ends)
+    local = Weights(chunks, ends, *rests)
+    num_microbatches = plan.schedule.num_microbatches
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+
+    in_actions = plan.gather == "action"
+    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions, ways=ways)
+
+
+def _actions(cell: Cell) -> type[Actions]:
+    return Crew if cell.lanes else Actions
+
+
+def _squeeze(tree: Tree) -> Tree:
+    """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _unsplit(x: jax.Array) -> jax.Array:
+    """[M, b, ...] to [M * b, ...]."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,0 +1,79 @@
+"""What the kernel is given: the static half of a model, its state, and a batch.
+
+Letters: K stages, V chunks per rank, M microbatches, b rows of a microbatch on one data shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pipeline.backward.accumulate import GradDtype
+from pipeline.base.tree import Tree
+from pipeline.model.ends import Tables
+from pipeline.model.loss import Loss
+from pipeline.model.stage import Definition, Seat
+from pipeline.sharding.spread import Layout
+from pipeline.trained.masks import Trained
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state of a pipeline as the kernel sees it.
+
+    Attributes:
+      chunks: [V] trees, the `nnx.Param` state of each chunk.
+      ends: the `nnx.Param` state of embed and head, and of a loss that is a module.
+      chunks_rest, ends_rest: all other state of the same modules.
+    """
+
+    chunks: Tree
+    ends: Tree
+    chunks_rest: Tree
+    ends_rest: Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
+
+    inputs: Tree
+    targets: Tree
+    extras: Tree
+
+
+for _record in (Weights, Batch):
+    jax.tree_util.register_dataclass(_record)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of the user's model.
+
+    Attributes:
+      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
+      chunk: definition of a stage.
+      has_embed, has_head: whether the ends do anything.
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
+        hold one; where it is None no loss is ever taken.
+      policy: a `jax.checkpoint` policy for the stages, or None. compute_dtype: to which parameters
+      and activations are cast before they are used, or None. grad_dtype: in which gradients are
+      summed, as `pipeline.backward.accumulate.as_summed` takes it. layout: where the leaves of its
+      state lie. trained: which of its parameters have gradients. tables: those of embed and head
+      that all ranks share.
+    """
+
+    stages: tuple[Seat, ...]
+    chunk: Definition
+    ends: Definition
+    has_embed: bool
+    has_head: bool
+    loss_fn: Loss | None = field(hash=False)  # an object may be called that has no hash
+    layout: Layout
+    trained: Trained
+    policy: Any = field(default=None, hash=False)
+    grad_dtype: GradDtype = None
+    compute_dtype: Any = None
+    tables: Tables = field(default_factory=Tables)

@@ -1,0 +1,122 @@
+"""What the kernel is given for one step, made of a pipeline's modules and of what the user passes.
+
+Letters: N rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.tree import Tree
+from pipeline.model.chunks import lay_out
+from pipeline.model.ends import find_tables
+from pipeline.model.loss import LossModule
+from pipeline.model.microbatch import make_batch, place
+from pipeline.model.model import Batch, Model, Weights
+from pipeline.model.stage import Ends, define, seats
+from pipeline.plan.plan import Plan
+from pipeline.sharding.meshes import untyped
+from pipeline.trained.filters import find_trained, own_filter
+from pipeline.trained.masks import Trained
+
+Operands = tuple[Model, Weights, Batch]
+MOST_FILTERS = 16  # that a plan remembers
+_ENDS = "embed or head", "embed, head or loss_fn"
+
+
+def make_operands(
+    plan: Plan,
+    chunks: Sequence[nnx.Module],
+    ends: Ends,
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    loss_for: str = "",
+    *,
+    wrt: Any = nnx.Param,
+) -> Operands:
+    """The static half of the model, its state, and the batch on the mesh.
+
+    Args:
+      plan: the options of the pipeline.
+      chunks: [V] modules.
+      ends: embed and head.
+      inputs: [N, ...] leaves.
+      targets: likewise.
+      extras: None, or a dict of trees of such leaves.
+      loss_for: the method that takes a loss, if one does.
+      wrt: a filter, what is trained.
+
+    Raises:
+      ValueError: there is no loss to take, or a batch that does not fit.
+    """
+    if loss_for and plan.loss_fn is None:
+        raise ValueError(
+            f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
+            f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
+        )
+    num_microbatches = plan.schedule.num_microbatches
+    batch = make_batch(
+        inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
+    )
+    batch = place(untyped(batch, plan), plan.mesh)
+    definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
+    definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
+    structure = jax.tree.structure([*params, ends_params])
+    model = Model(
+        stages=seats(chunks, definitions, plan.schedule.stages_of),
+        chunk=definitions[0],
+        ends=definition,
+        has_embed=ends.embed is not None,
+        has_head=ends.head is not None,
+        loss_fn=plan.loss_fn,
+        layout=lay_out(chunks, ends),
+        trained=trained_by(wrt, plan, chunks, ends, structure)[0],
+        policy=plan.remat if callable(plan.remat) else None,
+        compute_dtype=plan.compute_dtype,
+        grad_dtype=plan.grad_dtype,
+        tables=find_tables(ends_params, ends, plan.shared),
+    )
+    return model, Weights(params, ends_params, rests, ends_rest), batch
+
+
+def trained_by(
+    wrt: Any,
+    plan: Plan,
+    chunks: Sequence[nnx.Module],
+    ends: Ends,
+    structure: Any = None,
+) -> tuple[Trained, nnx.filterlib.Filter]:
+    """What a filter trains, and the filter of the pipeline's own state that finds it.
+
+    Remembered: to ask about every variable of a step takes longer than to start it.
+
+    Args:
+      wrt: any nnx filter of the plain model.
+      plan: the options of the pipeline.
+      chunks: [V] modules.
+      ends: embed and head.
+      structure: that of their parameters, if it is at hand.
+
+    Raises:
+      ValueError: as `pipeline.trained.filters.find_trained`.
+    """
+    if structure is None:
+        structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
+    key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
+    try:
+        found = plan.filtered.get(key)
+    except TypeError:  # a filter without a hash
+        key, found = None, None
+    if found is None:
+        trained = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
+        found = trained, own_filter(wrt, trained, chunks, ends)
+        if key is not None:
+            if len(plan.filtered) >= MOST_FILTERS:  # of calls that make their own anew
+                del plan.filtered[next(iter(plan.filtered))]
+            plan.filtered[key] = found
+    return found

@@ -1,0 +1,223 @@
+"""One storage for several lists of arrays, of which each rank holds one.
+
+All ranks run one program, so an array that is sharded over ranks has one shape on all of them.
+Where ranks hold lists of different arrays (weights of stages that are not alike, messages between
+them, their stashes), the lists share *cells*, arrays that every rank has. A leaf lies in a cell
+
+* as a column: leaves of one name that differ at most in length share a cell as long as the
+  longest of them; shape and name survive, and to read the leaf copies nothing;
+* or flat, behind others of its group: what is left of each list, one cell as long as the longest
+  rest. To read such a leaf copies it.
+
+A column costs memory on ranks whose list has no such leaf. It is granted only out of the slack
+between their list and the longest one, so that the cells of a group together are exactly as large
+as the longest list: lists that are equal, or prefixes of each other, become columns throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.tree import Leaves, Tree, zeros
+from pipeline.jaxpr.primitives import varying_in
+
+Shape = tuple[int, ...]
+Column = tuple[tuple[Hashable, ...], Shape | None]  # the name and the trailing axes
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of one list.
+
+    Attributes:
+      group: what may share a flat cell; at least the dtype.
+      name: what may share a column; within a list, no name is the beginning of another.
+      shape: its shape.
+    """
+
+    group: Hashable
+    name: tuple[Hashable, ...]
+    shape: Shape
+
+    @property
+    def column(self) -> Column:
+        """What leaves of one column have in common: all but the length of their leading axis."""
+        return self.name, self.shape[1:] if self.shape else None
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a leaf lies.
+
+    Attributes:
+      cell: the index of its cell.
+      part: (start, stop) on the cell's leading axis; None where the leaf is all of the cell.
+      shape: the leaf's shape.
+    """
+
+    cell: int
+    part: tuple[int, int] | None
+    shape: Shape
+
+    def read(self, cell: Any) -> Any:
+        """The leaf, out of its cell."""
+        return cell if self.part is None else self.shaped(jax.lax.slice_in_dim(cell, *self.part))
+
+    def shaped(self, part: Any) -> Any:
+        """The leaf, from its part of the cell; a column's may be sharded, and keeps its shape."""
+        return part if part.ndim == len(self.shape) else part.reshape(self.shape)
+
+    def fill(self, cell: Any, leaf: Any) -> Any:
+        """The cell with the leaf in it."""
+        if self.part is None:
+            return leaf
+        part = leaf if leaf.ndim == cell.ndim else leaf.reshape(-1)
+        if part.shape == cell.shape:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(cell, part, self.part[0], 0)
+
+
+class Part:
+    """A leaf's part of a ref that holds its cell, below ``lead``; read and written as a whole."""
+
+    def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
+        self._ref, self._spot = ref, spot
+        self._index = (*lead, ... if spot.part is None else slice(*spot.part))
+        inner = ref.shape[len(lead) :]
+        self._is_flat = spot.part is not None and len(inner) == 1
+        self.shape = spot.shape
+        if len(spot.shape) == len(inner):  # a column, which may be sharded
+            self.shape = (*spot.shape[:1], *inner[1:]) if spot.part else inner
+
+    def __getitem__(self, _: Any) -> Any:
+        if 0 in self.shape:  # jax 0.12 refuses an index into what is empty
+            return jnp.zeros(self.shape, self._ref.dtype)
+        return self._spot.shaped(self._ref[self._index])
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        if 0 not in self.shape:
+            self._ref[self._index] = value.reshape(-1) if self._is_flat else value
+
+
+@dataclass(frozen=True)
+class View:
+    """A tree whose leaves lie in cells."""
+
+    treedef: Any
+    spots: tuple[Spot, ...]
+
+    def leaves(self, cells: Sequence[Any]) -> Leaves:
+        """The tree's leaves, out of all cells."""
+        return [spot.read(cells[spot.cell]) for spot in self.spots]
+
+    def tree(self, cells: Sequence[Any]) -> Tree:
+        """The tree, out of all cells."""
+        return jax.tree.unflatten(self.treedef, self.leaves(cells))
+
+    def fill(self, cells: Sequence[Any], tree: Tree) -> list[Any]:
+        """The cells with the tree in them."""
+        filled = list(cells)
+        for spot, leaf in zip(self.spots, jax.tree.leaves(tree), strict=True):
+            filled[spot.cell] = spot.fill(filled[spot.cell], leaf)
+        return filled
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What lies in one array that every rank has.
+
+    Attributes:
+      group: of its leaves.
+      name: the name of its leaves if they are a column, None if the cell is flat.
+      shape: the array's shape.
+    """
+
+    group: Any
+    name: tuple[Hashable, ...] | None
+    shape: Shape
+
+
+def overlay(lists: Sequence[Sequence[Leaf]]) -> tuple[list[Cell], list[tuple[Spot, ...]]]:
+    """Cells for lists of leaves, and the spot of every leaf of each list."""
+    cells: list[Cell] = []
+    spots: list[dict[Leaf, Spot]] = [{} for _ in lists]
+    taken: list[tuple[Hashable, ...]] = []
+    for group in dict.fromkeys(leaf.group for leaves in lists for leaf in leaves):
+        members = [[leaf for leaf in leaves if leaf.group == group] for leaves in lists]
+        columns = _columns(members, taken)
+        offsets = [0] * len(lists)
+        flat = len(cells) + len(columns)
+        place = {column: len(cells) + n for n, column in enumerate(columns)}
+        for n, leaves in enumerate(members):
+            for leaf in leaves:
+                column = leaf.column
+                if column in columns:
+                    whole = leaf.shape == columns[column]
+                    part = None if whole else (0, leaf.shape[0])
+                    spots[n][leaf] = Spot(place[column], part, leaf.shape)
+                else:
+                    start = offsets[n]
+                    offsets[n] += math.prod(leaf.shape)
+                    spots[n][leaf] = Spot(flat, (start, offsets[n]), leaf.shape)
+        cells += [Cell(group, name, shape) for (name, _), shape in columns.items()]
+        if any(leaf.column not in columns for leaves in members for leaf in leaves):
+            cells.append(Cell(group, None, (max(offsets),)))
+    return cells, [
+        tuple(found[leaf] for leaf in leaves) for found, leaves in zip(spots, lists, strict=True)
+    ]
+
+
+def _columns(members: list[list[Leaf]], taken: list[tuple[Hashable, ...]]) -> dict[Column, Shape]:
+    """The columns of a group that fit into what the longest list takes, with their shapes."""
+    sizes = [sum(math.prod(leaf.shape) for leaf in leaves) for leaves in members]
+    slack = [max(sizes) - size for size in sizes]
+    own: dict[Column, dict[int, Shape]] = {}
+    for n, leaves in enumerate(members):
+        for leaf in leaves:
+            own.setdefault(leaf.column, {})[n] = leaf.shape
+    # Those that most ranks share come first, then the largest.
+    order = sorted(own, key=lambda c: (-len(own[c]), -max(map(math.prod, own[c].values()))))
+    columns = {}
+    for column in order:
+        name, shape = column[0], max(own[column].values())
+        cost = [math.prod(shape) - math.prod(own[column].get(n, (0,))) for n in range(len(members))]
+        free = not any(name[: len(other)] == other[: len(name)] for other in taken)
+        if free and all(c <= s for c, s in zip(cost, slack, strict=True)):
+            columns[column] = shape
+            slack = [s - c for c, s in zip(cost, slack, strict=True)]
+            taken.append(name)
+    return columns
+
+
+def unnamed(types: Sequence[Any]) -> list[Leaf]:
+    """Leaves without names: of equal type, the n-th of one list shares with the n-th of another."""
+    seen: dict[Hashable, int] = {}
+    leaves = []
+    for leaf in types:
+        says = getattr(leaf, "manual_axis_type", None) is not None
+        group = leaf.dtype, varying_in(leaf) if says else None
+        kind = (*group, leaf.shape)
+        seen[kind] = seen.get(kind, 0) + 1
+        leaves.append(Leaf(group, (*kind, seen[kind]), leaf.shape))
+    return leaves
+
+
+def overlay_trees(trees: Sequence[Tree]) -> tuple[list[Any], list[View]]:
+    """The types of cells for several trees of types, and the view of each tree."""
+    treedefs = map(jax.tree.structure, trees)
+    cells, spots = overlay([unnamed(jax.tree.leaves(tree)) for tree in trees])
+    return list(map(_type, cells)), list(map(View, treedefs, spots))
+
+
+def _type(cell: Cell) -> Any:
+    """The type of a cell: where it says over which mesh axes its leaves vary, so does it."""
+    dtype, varying = cell.group
+    plain = jax.ShapeDtypeStruct(cell.shape, dtype)
+    return plain if varying is None else jax.eval_shape(lambda: vary(zeros(plain), varying))

@@ -1,0 +1,252 @@
+"""Between NNX modules and arrays: where stages are, and how one is called in the kernel.
+
+Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
+axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
+Where the stages of a chunk are not alike, it is laid out by `pipeline.model.unlike`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.alike import alike, digest
+from pipeline.base.hollow import with_arrays
+from pipeline.base.tree import Tree, row_of, signature
+from pipeline.base.variables import kind_text, raw
+from pipeline.jaxpr.forwarded import forwarded
+from pipeline.model.unlike import Overlaid, Views
+from pipeline.sharding.placement import as_before
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """The static half of a module; `call` gives it back its arrays.
+
+    Equal are those that are `alike`, and all have a hash: a module may hold what has none.
+
+    Attributes:
+      graphdef: of the module.
+      label: what messages call it.
+      looked_at: calls that were seen to write nothing, by method and types.
+    """
+
+    graphdef: Any
+    label: str
+    looked_at: set[Any] = field(default_factory=set, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Definition):
+            return NotImplemented
+        known = (self.label, self._hash) == (other.label, other._hash)
+        return known and alike(self.graphdef, other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return digest(self.graphdef)
+
+    def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
+        """Merge the module and apply ``method`` to it, and to what is given.
+
+        Raises:
+          ValueError: the module wrote to its own state, or made some.
+        """
+        module = self._merged(params, rest)
+        result = method(module, *given)
+        self._see_that_nothing_is_written(method, params, rest, given, nnx.state(module))
+        return result
+
+    def _merged(self, params: Tree, rest: Tree) -> Any:
+        return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
+
+    def _see_that_nothing_is_written(
+        self, method: Callable[..., Any], params: Tree, rest: Tree, given: Any, after: Tree
+    ) -> None:
+        had, now = _flat(params, rest), dict(nnx.to_flat_state(after))
+        changed = [
+            path
+            for path, variable in had.items()
+            if not isinstance(variable, nnx.RngState)
+            and (path not in now or not _same(now[path], variable))
+        ]
+        if changed and all(path in now for path in changed):
+            key = method, signature((params, rest, given))
+            if key not in self.looked_at:
+                changed = self._computed(changed, method, params, rest, given)
+            if key in self.looked_at or not changed:
+                self.looked_at.add(key)
+                changed = []
+        for path in changed:
+            variable = had[path]
+            raise ValueError(
+                f"{self.label} writes to its {kind_text(variable)} "
+                f"{'.'.join(map(str, path))}: {_NOT_KEPT}; use a stateless layer (LayerNorm "
+                f"for BatchNorm), or freeze it"
+            )
+        for path, variable in now.items():
+            if path not in had:
+                raise ValueError(
+                    f"{self.label} makes the {kind_text(variable)} {'.'.join(map(str, path))} when "
+                    f"it is called: {_NOT_KEPT}; let it return what is needed as a part of its "
+                    f"activation, or leave it out"
+                )
+
+    def _computed(
+        self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, given: Any
+    ) -> list[Any]:
+        """Those of the variables at these paths that a call computes anew, found by a trace.
+
+        `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
+        of them the same.
+        """
+        found: dict[Any, Any] = {}
+
+        def values(params: Tree, rest: Tree, given: Any) -> list[Any]:
+            module = self._merged(params, rest)
+            method(module, *given)
+            now = dict(nnx.to_flat_state(nnx.state(module)))
+            leaves = {path: jax.tree.leaves(now[path]) for path in paths}
+            found.update({path: [None] * len(of) for path, of in leaves.items()})
+            return list(leaves.values())
+
+        sources = iter(forwarded(jax.make_jaxpr(values)(params, rest, given).jaxpr))
+        found = {path: [next(sources) for _ in of] for path, of in found.items()}
+        treedef: Any = jax.tree.structure((params, rest))
+        numbers = _flat(*jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+        return [path for path in paths if found[path] != jax.tree.leaves(numbers[path])]
+
+
+def _flat(*parts: Tree) -> dict[Any, Any]:
+    """Path to variable."""
+    return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
+
+
+_NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
+
+
+def _same(now: Any, before: Any) -> bool:
+    leaves = [jax.tree.leaves(variable) for variable in (now, before)]
+    return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stage is, and what it is there.
+
+    Attributes:
+      definition: its static half.
+      rank, chunk: its place.
+      views: where its values lie in the chunk's state; None where they are that state.
+    """
+
+    definition: Definition
+    rank: int
+    chunk: int
+    views: Views | None
+
+
+def seats(
+    chunks: Sequence[nnx.Module],
+    definitions: Sequence[Definition],
+    stages_of: Sequence[Sequence[int]],
+) -> tuple[Seat, ...]:
+    """[K] the seats of all stages, in layer order.
+
+    Args:
+      chunks: the V chunks.
+      definitions: [V] theirs; those of stages that are not alike are their own.
+      stages_of: [S] lists of the V stages on each rank.
+    """
+    found: dict[int, Seat] = {}
+    for rank, stages in enumerate(stages_of):
+        for v, k in enumerate(stages):
+            chunk, definition, views = chunks[v], definitions[v], None
+            if isinstance(chunk, Overlaid):
+                definition, _, _ = define(chunk.stages[rank], definition.label)
+                views = chunk.views[rank]
+            found[k] = Seat(definition, rank, v, views)
+    return tuple(found[k] for k in range(len(found)))
+
+
+def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
+    """Split a module into its definition, its `nnx.Param` state and all other state."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, params, rest = parts
+    return Definition(graphdef, label), as_before(params), as_before(rest)
+
+
+class Ends(nnx.Module):
+    """What lies outside the stages: embed before the first, head and loss after the last."""
+
+    def __init__(self, embed: Any, head: Any, loss_fn: Any = None) -> None:
+        self.embed = embed
+        self.head = head
+        if isinstance(loss_fn, nnx.Module):  # other losses have no state
+            self.loss_fn = loss_fn
+
+
+def count_stages(stages: Any) -> int:
+    """K: the length of a list of stages, or of the leading axis of a stacked module."""
+    if is_stacked(stages):
+        return _stacked_length(stages)
+    if isinstance(stages, _LISTS) and len(stages):
+        for index, stage in enumerate(stages):
+            if not isinstance(stage, nnx.Module):
+                raise ValueError(
+                    f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
+                    f"nnx.Module (wrap a function in one whose __call__ is the function)"
+                )
+        return len(stages)
+    raise ValueError(
+        f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
+        f"leading axis of length K"
+    )
+
+
+_LISTS = (list, tuple, nnx.List)  # the last is a module too
+
+
+def is_stacked(stages: Any) -> bool:
+    """Whether stages are one module with a leading axis, and no list of modules."""
+    return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
+
+
+def _stacked_length(stages: nnx.Module) -> int:
+    """The length of the leading axis that all leaves of a module share."""
+    shapes = {
+        ".".join(map(str, path)) + jax.tree_util.keystr(within): leaf.shape
+        for path, variable in nnx.to_flat_state(nnx.state(stages))
+        for within, leaf in jax.tree_util.tree_leaves_with_path(raw(variable))
+    }
+    if not shapes:
+        raise ValueError(
+            "stages is one module without any arrays, so its number of stages is unknown; "
+            "give a list of K modules"
+        )
+    lengths = {path: shape[0] if shape else "no axis" for path, shape in shapes.items()}
+    (first_path, first), *others = lengths.items()
+    for path, length in [(first_path, first), *others]:
+        if length in ("no axis", 0) or length != first:
+            also = f", {path} has {length}" if path != first_path else ""
+            raise ValueError(
+                f"stages is one stacked module, whose leaves all have a leading axis of length K; "
+                f"{first_path} has {first}{also}; stack every leaf, or give a list of K modules"
+            )
+    return int(first)
+
+
+def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
+    """The stage that a rank holds in a chunk, whole."""
+    if isinstance(chunk, Overlaid):
+        return chunk.stage(rank)
+    graphdef, state = nnx.split(chunk)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))

@@ -1,0 +1,178 @@
+"""Which mesh and which schedule a pipeline runs, when the user leaves either open.
+
+Letters: S ranks, K stages, M microbatches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from collectives import STAGE, check_mesh, make_mesh
+from pipeline.kernel.straight import straight
+from pipeline.plan.plan import Bubbles
+from schedules import Schedule, ScheduleError, build, check, names, simulate
+from schedules.clocks.ticks import see_that_pattern_is_known
+from schedules.core.arguments import need
+
+
+def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
+    """The user's mesh, checked; or as many devices as K stages can share equally.
+
+    Raises:
+      ValueError: no ``stage`` axis, or K is not a multiple of its size.
+    """
+    if mesh is None:
+        if _is_path(schedule):
+            schedule = Schedule.from_csv(schedule)
+        if isinstance(schedule, Schedule):
+            return make_mesh(stage=schedule.num_ranks)
+        devices = len(jax.devices())
+        return make_mesh(stage=max(s for s in range(1, devices + 1) if num_stages % s == 0))
+    check_mesh(mesh)
+    ranks = mesh.shape[STAGE]
+    if num_stages % ranks:
+        near = [k for k in (num_stages // ranks * ranks, -(-num_stages // ranks) * ranks) if k]
+        raise ValueError(
+            f"stages has {num_stages} stages, which the mesh's {ranks} ranks on axis 'stage' "
+            f"cannot share equally; use {' or '.join(map(str, near))} stages, or a stage axis "
+            f"whose size divides {num_stages}; stages need not be alike, so one may hold more "
+            f"layers than another"
+        )
+    return mesh
+
+
+def exchanges_are_barriers(mesh: Mesh) -> bool:
+    """Whether an exchange makes all ranks meet, and not only those that it joins.
+
+    Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
+    their partners and receive from them.
+    """
+    homes = {(device.platform, device.process_index) for device in mesh.devices.flat}
+    return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
+
+
+def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool) -> Bubbles:
+    """Whether idle slots are branched around, with some axes left to the compiler.
+
+    It may add exchanges to what a branch does. Where all devices meet in each, those whose ranks
+    take another branch would be waited for without end, so there is none.
+    """
+    return "masked" if auto_axes and not partners else bubbles
+
+
+def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
+    """The slots of a tick, None for the fastest.
+
+    Raises:
+      ScheduleError: no such pattern.
+    """
+    if pattern is None:
+        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
+        return "paired" if bubbles == "masked" else None
+    see_that_pattern_is_known(pattern)
+    return pattern
+
+
+def choose_schedule(
+    schedule: Any,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    partners: bool = False,
+    delayed: bool = False,
+    pattern: str | None = None,
+) -> tuple[Schedule, str]:
+    """The schedule to run, and why.
+
+    Args:
+      schedule: what the user asked for, or None.
+      num_ranks: S.
+      num_stages: K.
+      num_microbatches: M.
+      partners: exchanges keep only those ranks that they join, not all.
+      delayed: they run beside the work of the slot after their own.
+      pattern: the slots of a tick, or None for the fastest.
+
+    Raises:
+      ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes; or
+        ``delayed`` is no bool.
+    """
+    need("delayed", delayed, bool, "give True or False")
+    sizes: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "num_microbatches": num_microbatches,
+        "num_stages": num_stages,
+    }
+    if schedule is None and num_ranks == 1:
+        alone = straight(num_stages, num_microbatches)
+        return alone, "the default on one rank: a microbatch goes through all stages and back"
+    if schedule is None:
+        return _default(sizes, partners=partners, delayed=delayed, pattern=pattern)
+    if isinstance(schedule, Schedule):
+        return _fitting(check(schedule), sizes), "given as a Schedule"
+    if _is_path(schedule):
+        return _fitting(Schedule.from_csv(schedule), sizes), f"read from {os.fspath(schedule)}"
+    if isinstance(schedule, str):
+        return build(schedule, **sizes), "asked for by name"
+    raise ScheduleError(
+        f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
+        f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
+    )
+
+
+def _default(
+    sizes: dict[str, Any],
+    *,
+    partners: bool,
+    delayed: bool,
+    pattern: str | None,
+    barriers: str = "eager_1f1b",
+    joined: str = "1f1b",
+) -> tuple[Schedule, str]:
+    """What runs when nothing is asked for: one choice for barriers, one for partners."""
+    eager = build(barriers, **sizes)
+    if not partners:
+        return eager, "the default: its paired ticks lose nothing where every exchange is a barrier"
+    frugal = build(joined, **sizes)
+    spans = [
+        simulate(one, None, "lockstep", pattern=pattern, partners=True, delayed=delayed).makespan
+        for one in (frugal, eager)
+    ]
+    where = "where an exchange keeps only those ranks that it joins"
+    if spans[0] <= spans[1]:
+        return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
+    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
+
+
+def _is_path(schedule: Any) -> bool:
+    if not isinstance(schedule, str):
+        return isinstance(schedule, os.PathLike)
+    return schedule not in names() and (
+        schedule.endswith(".csv") or os.sep in schedule or "/" in schedule
+    )
+
+
+def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
+    """The schedule, if it was made for these sizes."""
+    wrong = [
+        f"{name}={getattr(schedule, name)} against the pipeline's {want}"
+        for name, want in sizes.items()
+        if getattr(schedule, name) != want
+    ]
+    if wrong:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} does not fit: {', '.join(wrong)}; build it for the "
+            f"pipeline's sizes, or change stages, num_microbatches or mesh"
+        )
+    if schedule.is_forward:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no backward action; a pipeline trains, so give a "
+            f"timetable with B, or I and W, for every stage and microbatch"
+        )
+    return schedule

@@ -1,0 +1,111 @@
+"""Options of a pipeline, checked before anything is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from collectives import DATA, STAGE
+from collectives.sizes import integer, is_size
+from pipeline.base.tree import real, shape_text
+
+
+def check_microbatches(num_microbatches: Any) -> int:
+    """M; ValueError for anything else."""
+    found = integer(num_microbatches)
+    if found is None or found < 1:
+        raise ValueError(
+            f"num_microbatches={num_microbatches!r}: must be an integer >= 1, the number of equal "
+            f"parts into which each data shard's rows are split"
+        )
+    return found
+
+
+def check_options(remat: Any, bubbles: Any) -> None:
+    """Raise ValueError for an option that cannot be."""
+    if not (remat in ("stage", None) or callable(remat)):
+        raise ValueError(
+            f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
+            f"jax.checkpoint_policies.dots_saveable"
+        )
+    if bubbles not in ("skip", "masked"):
+        raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")
+
+
+def check_functions(**functions: Any) -> None:
+    """Raise ValueError for what should be a function and is not."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}={value!r}: must be callable, or None")
+
+
+def check_scale(loss_scale: Any) -> jax.Array | None:
+    """A loss scale as an array, or None.
+
+    Raises:
+      ValueError: no real scalar; or a number, not an array that may be on a device, that is not
+        above 0 and finite.
+    """
+    if loss_scale is None:
+        return None
+    is_number = isinstance(loss_scale, (int, float, np.generic))
+    is_array = isinstance(loss_scale, (jax.Array, np.ndarray)) and loss_scale.ndim == 0
+    fits = (is_number or is_array) and not isinstance(loss_scale, bool)
+    fits = fits and jnp.result_type(loss_scale).kind in "iuf"
+    if not fits or (is_number and not 0 < loss_scale < math.inf):
+        given = repr(loss_scale) if is_number else f"of type {type(loss_scale).__name__}"
+        if is_array or (hasattr(loss_scale, "dtype") and not is_number):
+            given = shape_text(loss_scale)
+        raise ValueError(
+            f"loss_scale is {given}; give one real number > 0 or a scalar array, such as "
+            f"2.0**15 or the loss_scale of a jmp.DynamicLossScale, or None for no scale"
+        )
+    return jnp.asarray(float(loss_scale) if is_number else loss_scale, real())
+
+
+def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> tuple[str, ...]:
+    """The axes left to the compiler.
+
+    Raises:
+      ValueError: an axis that the mesh lacks or that the kernel needs, or an unknown option.
+    """
+    if data_parallel not in ("replicated", "zero1", "fsdp"):
+        raise ValueError(
+            f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "
+            f"optimizer state sharded over 'data') or 'fsdp' (weights too)"
+        )
+    if gather not in ("step", "action") or (gather == "action" and data_parallel != "fsdp"):
+        raise ValueError(
+            f"gather={gather!r} with data_parallel={data_parallel!r}: must be 'step', or 'action' "
+            f"with data_parallel='fsdp', whose weights every action may gather for itself"
+        )
+    if isinstance(auto_axes, str) or not isinstance(auto_axes, Sequence):
+        raise ValueError(f"auto_axes={auto_axes!r}: must be a tuple of axes, such as ('tensor',)")
+    for axis in auto_axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"auto_axes={tuple(auto_axes)!r}: the mesh has no axis {axis!r}; its axes are "
+                f"{', '.join(map(repr, mesh.axis_names))}"
+            )
+        if axis in (STAGE, DATA):
+            raise ValueError(
+                f"auto_axes={tuple(auto_axes)!r}: a pipeline exchanges and reduces over {axis!r} "
+                f"itself, so it cannot be left to the compiler; leave out {axis!r}"
+            )
+    return tuple(auto_axes)
+
+
+def check_limit(memory_limit: Any) -> int | None:
+    """A number of bytes, or None; ValueError for anything else."""
+    if memory_limit is not None and not is_size(memory_limit):
+        raise ValueError(
+            f"memory_limit={memory_limit!r}: must be an integer > 0, the bytes that a device may "
+            f"hold, or None for what its runtime reports"
+        )
+    return integer(memory_limit)

@@ -1,0 +1,175 @@
+"""Everything about a pipeline that is not an array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import DATA, STAGE
+from pipeline.backward.accumulate import GradDtype
+from pipeline.kernel.straight import is_straight
+from pipeline.model.loss import Loss
+from pipeline.sharding.placement import DataParallel
+from schedules.clocks.shared import Shared
+from schedules.lowering.lower import lower
+from schedules.lowering.program import Keep, Program
+from schedules.schedule import Schedule
+
+Remat = Literal["stage"] | Callable[..., Any] | None
+Bubbles = Literal["skip", "masked"]
+Gather = Literal["step", "action"]
+
+
+class Sends(TypedDict):
+    """Options of `schedules.lower` about messages, as `Plan` has them."""
+
+    partners: bool
+    delayed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The options of a pipeline, resolved. Compared by identity, as a compilation key.
+
+    Attributes:
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      home: the same with the axis types that state has.
+      schedule: the timetable that runs.
+      loss_fn: the user's, or that it is a module; or None.
+      remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
+      bubbles: "skip" branches around idle slots, "masked" computes through them.
+      why: one line on how the schedule was chosen.
+      pattern: the slots of a tick, or None for the fastest.
+      partners: exchanges keep only those ranks that they join, not all.
+      delayed: messages to other ranks travel beside the work of the slot after their own.
+      compute_dtype: to which parameters and activations are cast, or None.
+      grad_dtype: in which gradients are summed: None, "weights" or a dtype.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
+      auto_axes: mesh axes left to the compiler.
+      shared: which of embed and head all ranks share.
+      memory_limit: bytes that a device may hold, or None for what its runtime says.
+      wrt: a filter, what is trained.
+      options: those of the pipeline, as the user gave them.
+      whole: parts of a stage's backward that could not be split, found when a step is traced.
+      seen: the last step's operands, as types.
+      warned: types of steps whose memory was looked at, and parameters that nobody reads.
+      filtered: what filters were found to train.
+      jitted: functions jitted for this plan, and what was traced and compiled of them, or seen in
+        their traces.
+      pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
+    """
+
+    mesh: Mesh
+    home: Mesh
+    schedule: Schedule
+    loss_fn: Loss | None
+    remat: Remat
+    bubbles: Bubbles
+    why: str
+    pattern: str | None = None
+    partners: bool = False
+    delayed: bool = False
+    grad_dtype: GradDtype = None
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    auto_axes: tuple[str, ...] = ()
+    compute_dtype: Any = None
+    shared: Shared = ()
+    memory_limit: int | None = None
+    wrt: Any = nnx.Param
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
+    whole: list[str] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    warned: set[Any] = field(default_factory=set)
+    filtered: dict[Any, Any] = field(default_factory=dict)
+    jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    pipelines: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def forget(self) -> None:
+        """Drop what can be made again: tables, and what was jitted."""
+        self.jitted.clear()
+        for name in ("training", "forward"):
+            vars(self).pop(name, None)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: a copy of a pipeline runs what is compiled already."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
+            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
+            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
+
+    @property
+    def keep(self) -> Keep:
+        """What a forward pass leaves for its backward."""
+        return "input" if self.remat == "stage" else "residuals"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether idle slots are computed through, without any conditional."""
+        return self.bubbles == "masked"
+
+    @property
+    def num_chunks(self) -> int:
+        """V."""
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which all of a rank's values are made to vary."""
+        return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes that the kernel deals with itself."""
+        return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
+
+    @property
+    def tracks_varying(self) -> bool:
+        """Whether the kernel's types say over which mesh axes a value varies (``check_vma``).
+
+        Only where a stage may hold collectives of its own, over a further axis (``tensor``), do
+        gradients follow from such types. Elsewhere they would only get in the way of what stages
+        are made of: a fresh carry of a scan, a Pallas kernel, a derivative that mixes them.
+        """
+        return bool(self.manual_axes - {DATA, STAGE})
+
+    @property
+    def data_size(self) -> int:
+        """How many shards the batch is split into before microbatches."""
+        return int(self.mesh.shape.get(DATA, 1))
+
+    @property
+    def sends(self) -> Sends:
+        """What `lower` and `simulate` are told of messages."""
+        return {"partners": self.partners, "delayed": self.delayed}
+
+    @functools.cached_property
+    def is_straight(self) -> bool:
+        """Whether a step is one loop over microbatches, with no need of a table."""
+        return self.keep == "residuals" and is_straight(self.schedule)
+
+    @functools.cached_property
+    def training(self) -> Program:
+        """The lowered timetable."""
+        return lower(
+            self.schedule,
+            keep=self.keep,
+            pattern=self.pattern,
+            shared=self.shared,
+            **self.sends,
+        )
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """Its forward actions alone, for which a slot of one kind is the best pattern."""
+        return lower(self.schedule.forward(), shared=self.shared, **self.sends)

@@ -1,0 +1,104 @@
+"""From what a user asks for to a plan: options checked, what was left open chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import STAGE
+from pipeline.backward.accumulate import check_grad_dtype
+from pipeline.base.precision import check_dtype
+from pipeline.model.ends import Mode, choose_shared
+from pipeline.model.loss import LossFn, LossModule
+from pipeline.plan.choose import (
+    choose_bubbles,
+    choose_mesh,
+    choose_pattern,
+    choose_schedule,
+    exchanges_are_barriers,
+)
+from pipeline.plan.options import (
+    check_axes,
+    check_functions,
+    check_limit,
+    check_microbatches,
+    check_options,
+)
+from pipeline.plan.plan import Bubbles, Gather, Plan, Remat
+from pipeline.sharding.meshes import default_mesh, with_types_in_force, without_types
+from pipeline.sharding.placement import DataParallel
+
+
+def make_plan(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    schedule: Any,
+    mesh: Mesh | None,
+    embed: Any,
+    head: Any,
+    loss_fn: LossFn | None,
+    remat: Remat,
+    bubbles: Bubbles,
+    pattern: str | None,
+    delayed: bool,
+    compute_dtype: Any,
+    grad_dtype: Any,
+    data_parallel: DataParallel,
+    gather: Gather,
+    auto_axes: Sequence[str],
+    vocabulary: Mode,
+    memory_limit: int | None,
+    wrt: Any,
+) -> Plan:
+    """The plan of K stages; arguments as of `pipeline.Pipeline`.
+
+    Raises:
+      ValueError: options that do not fit each other.
+    """
+    num_microbatches = check_microbatches(num_microbatches)
+    check_options(remat, bubbles)
+    memory_limit = check_limit(memory_limit)
+    check_functions(loss_fn=loss_fn, embed=embed, head=head)
+    mesh = default_mesh() if mesh is None else mesh
+    mesh = without_types(choose_mesh(mesh, num_stages, schedule))
+    home = with_types_in_force(mesh)
+    partners = not exchanges_are_barriers(mesh)
+    auto = check_axes(mesh, auto_axes, data_parallel, gather)
+    bubbles = choose_bubbles(bubbles, auto, partners=partners)
+    pattern = choose_pattern(pattern, bubbles)
+    timetable, why = choose_schedule(
+        schedule,
+        num_ranks=mesh.shape[STAGE],
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        partners=partners,
+        delayed=delayed,
+        pattern=pattern,
+    )
+    shared = choose_shared(vocabulary, embed, head, loss_fn)
+    if mesh.shape[STAGE] == 1:  # alone with all words
+        shared = ()
+    return Plan(
+        mesh,
+        home,
+        timetable,
+        LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
+        remat,
+        bubbles,
+        why,
+        pattern,
+        partners,
+        delayed,
+        check_grad_dtype(grad_dtype),
+        data_parallel=data_parallel,
+        gather=gather,
+        auto_axes=auto,
+        compute_dtype=check_dtype("compute_dtype", compute_dtype),
+        shared=shared,
+        memory_limit=memory_limit,
+        wrt=wrt,
+    )

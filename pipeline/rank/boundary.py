@@ -1,0 +1,157 @@
+"""What passes between neighbours: each stage takes what the one before it returns.
+
+Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
+stage's output. Nobody declares their types: they follow from tracing one stage after the other.
+So a stage that cannot take what it is given fails somewhere inside, and what it does take is
+found by trial: the types of other boundaries, then changes of one leaf towards its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import DATA, STAGE
+from pipeline.base.tree import Tree, blank, join, path_text, shape_text, signature
+from pipeline.rank.seen import code, seen_by
+
+if TYPE_CHECKING:
+    from pipeline.rank.cell import Cell
+
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
+_MOST_TRIALS = 200
+
+
+def follow_alike(
+    cell: Cell, first: Callable[[], Tree], widen: Callable[[Tree], None]
+) -> list[Tree]:
+    """The types of activations 0..K; where they differ in the axes they vary over, widened to one.
+
+    So stages that are alike stay so, if one of them starts what the others go on with (activations
+    of which each rank of ``tensor`` has its part).
+
+    Args:
+      cell: a rank's cell.
+      first: makes activation 0.
+      widen: tells the cell the type that all activations are to have from now on.
+    """
+    wider: Tree = None
+    while True:
+        found = follow(cell, jax.eval_shape(lambda: first()))  # noqa: PLW0108, it caches by function
+        joined = join(found)
+        if joined is None or all(signature(x) == signature(joined) for x in found):
+            return found
+        if wider is not None and signature(wider) == signature(joined):
+            return found
+        wider = joined
+        widen(wider)
+
+
+def follow(cell: Cell, x: Tree) -> list[Tree]:
+    """The types of activations 0..K, given that of the first.
+
+    Raises:
+      ValueError: a stage does not take what the one before it returns.
+    """
+    found, known = [x], {}
+    for k, seat in enumerate(cell.model.stages):
+        key = code(cell, seat), signature(x)
+        if key not in known:
+            known[key] = _output(cell, k, found)
+        x, cell.bodies[k] = known[key]
+        found.append(x)
+    return found
+
+
+def _output(cell: Cell, k: int, before: list[Tree]) -> tuple[Tree, Any]:
+    """The type of activation k + 1, and the stage's jaxpr as a function of its weights."""
+    view = seen_by(cell, cell.model.stages[k])
+
+    def run(x: Tree) -> tuple[Tree, Any]:
+        weights, fixed, side = view.stage_arguments(view.home, 0)
+        # Made inside: not every release takes a type that says over which axes it varies.
+        call = lambda weights: view.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
+        closed, y = jax.make_jaxpr(call, return_shape=True)(weights)
+        return y, closed.jaxpr
+
+    try:
+        return run(before[k])
+    except _REFUSALS as error:
+        _note_what_is_tracked(error)
+        if k == 0:
+            error.add_note(f"stages[0] was given {jax.tree.map(shape_text, before[0])}")
+            raise
+        weights = jax.eval_shape(lambda: view.weights[view.home])
+        taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
+        if taken is None:
+            given = jax.tree.map(shape_text, before[k])
+            error.add_note(f"stages[{k}] was given what stages[{k - 1}] returns: {given}")
+            raise
+        raise ValueError(
+            f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "
+            f"microbatch and data shard); neighbours agree on the activation between them: change "
+            f"either stage"
+        ) from error
+
+
+def _note_what_is_tracked(error: Exception) -> None:
+    """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    axes = sorted(manual - {DATA, STAGE})
+    if axes:
+        error.add_note(
+            f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "
+            f"jax.shard_map(check_vma=True): where fresh arrays meet values that vary over mesh "
+            f"axes (the carry of a loop, a branch, a Pallas kernel), wrap what holds no collective "
+            f"in collectives.local, or mark the fresh array with collectives.vary; a weight whose "
+            f"metadata or sharding= names the axis is here its rank's part: if the layers know "
+            f"nothing of that, leave the axis to the compiler by auto_axes={tuple(axes)!r}"
+        )
+
+
+def _taken(run: Callable[[Tree], Any], candidates: list[Tree]) -> Tree | None:
+    """The first candidate that a stage can run on."""
+    for x in candidates[:_MOST_TRIALS]:
+        try:
+            run(x)
+        except _REFUSALS:
+            continue
+        return x
+    return None
+
+
+def _changes(x: Tree, weights: list[Any]) -> Iterator[Tree]:
+    """Activations that differ from ``x`` in the dtype or in one size of one leaf."""
+    leaves, treedef = jax.tree.flatten(x)
+    sizes = sorted({size for w in weights for size in w.shape})
+    dtypes = list(dict.fromkeys([*(w.dtype for w in weights), jnp.dtype("int32")]))
+    for n, leaf in enumerate(leaves):
+        changed = [(leaf.shape, dtype) for dtype in dtypes]
+        for axis in reversed(range(1, leaf.ndim)):
+            changed += [
+                ((*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype) for size in sizes
+            ]
+        for shape, dtype in changed:
+            if (shape, dtype) != (leaf.shape, leaf.dtype):
+                new = leaf.update(shape=shape, dtype=dtype)
+                yield jax.tree.unflatten(treedef, [*leaves[:n], new, *leaves[n + 1 :]])
+
+
+def _difference(taken: Tree, returned: Tree, neighbour: str) -> str:
+    """``float32[2,8] as the array of its activation, but stages[0] returns float32[2,4]``."""
+    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(returned)]
+    if structures[0] != structures[1]:
+        return (
+            f"an activation of structure {structures[0]}, but {neighbour} returns {structures[1]}"
+        )
+    given = jax.tree_util.tree_leaves_with_path(taken)
+    for (path, a), b in zip(given, jax.tree.leaves(returned), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return (
+                f"{shape_text(a)} as {path_text(path)} of its activation, but {neighbour} returns "
+                f"{shape_text(b)}"
+            )
+    return "another activation"

@@ -1,0 +1,204 @@
+"""A rank's part of the model with its ways back: what of it is differentiated, and how.
+
+Letters: V chunks per rank. The ways back are over (weights, float leaves of what is given). A cell
+knows the types of what passes between stages, and whether those are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.backward.accumulate import Pullback, differentiate
+from pipeline.backward.backward import Linearize, SplitBackward
+from pipeline.backward.residuals import Residuals, stage_pullback
+from pipeline.backward.usage import needed_inputs
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real, signature
+from pipeline.jaxpr.dead_code import lean
+from pipeline.jaxpr.reader import read_block
+from pipeline.jaxpr.steps import run_block
+from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
+from pipeline.model.loss import as_sum_and_weight, is_mean
+from pipeline.model.model import Batch, Model, Weights
+from pipeline.model.randomness import own_axes
+from pipeline.rank.boundary import follow_alike
+from pipeline.rank.forward import Forward
+from pipeline.rank.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
+from pipeline.rank.seen import code
+from pipeline.trained.masks import Way
+
+
+class Cell(Forward):
+    """A rank's weights, the functions made of them, and their pullbacks.
+
+    Arguments as for `Forward`, and ``ways``.
+
+    Attributes:
+      activation, output: trees of types, a stage's input and the last stage's output.
+      wire: a tree of types, a message.
+      lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
+      home: a chunk that has stages of this kind.
+      ways: [K] how far each stage's backward goes; way: that of the stages of this lane.
+      bodies: by stage, its jaxpr as a function of its weights.
+      loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
+        an array where losses are scaled.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        batch: Batch,
+        axes: tuple[str, ...],
+        *,
+        gathers: bool = False,
+        ways: Sequence[Way],
+    ) -> None:
+        super().__init__(model, weights, batch, axes, gathers=gathers)
+        self.lanes: tuple[Lane, ...] = ()
+        self.home = 0
+        self.ways, self.way = ways, ways[0]
+        self.bodies: dict[int, Any] = {}
+        self.loss_share: Any = 1.0
+        self._follow_activations()
+
+    def loss_cotangent(self) -> jax.Array:
+        """What a microbatch's loss is differentiated with."""
+        return vary(jnp.full((), self.loss_share), self.axes)
+
+    def loss_is_mean(self) -> tuple[bool, Any]:
+        """Whether every microbatch's loss has weight 1; found by a trace.
+
+        Also returns the jaxpr of embed, head and loss, a function of their weights.
+        """
+        found = []
+
+        def probe(weights: Leaves) -> Any:
+            loss_fn = self.loss_fn(weights, 0)
+
+            def noting(outputs: Tree, targets: Tree) -> Any:
+                result = loss_fn(outputs, targets)
+                found.append(is_mean(result))
+                return result
+
+            y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+            loss = as_sum_and_weight(noting, self.outputs(weights, y, 0), targets)
+            return self.embed(weights, at(self.batch.inputs, 0), 0), loss
+
+        body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
+        return found[0], body
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses of a data shard, where it follows from the targets alone."""
+        targets, y = self.batch.targets, blank(self.output, self.axes)
+
+        def weigh(y: Tree, of_one: Tree) -> jax.Array:
+            outputs = self.outputs(self.ends_weights, y, 0)
+            loss_fn = self.loss_fn(self.ends_weights, 0)
+            return as_sum_and_weight(loss_fn, outputs, of_one)[1]
+
+        block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
+        given = jax.tree.leaves(y)
+        if any(needed_inputs(block, [True], (), adds=False)[: len(given)]):
+            return None
+
+        def add(total: jax.Array, of_one: Tree) -> tuple[jax.Array, None]:
+            return total + run_block(block, [*given, *jax.tree.leaves(of_one)])[0], None
+
+        return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
+
+    def embed_pullback(self, microbatch: Any) -> tuple[Tree, Pullback]:
+        """Stage 0's input; over the ends' weights and the inputs."""
+        inputs = at(self.batch.inputs, microbatch)
+        floats, others = partition(inputs)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
+            return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
+
+        x, x_others, pullback = self._differentiate_ends(f, floats)
+        return combine(self.activation, x, x_others), pullback
+
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array, Pullback]:
+        """Sum and weight of the loss; over the ends' weights and the last stage's output."""
+        floats, others = partition(y)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, jax.Array]:
+            return self.loss(weights, combine(y, leaves, others), microbatch)
+
+        return self._differentiate_ends(f, floats)
+
+    def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
+        return differentiate(
+            f,
+            self.ends_weights,
+            floats,
+            grad_dtype=self.model.grad_dtype,
+            trained=self.model.trained.ends,
+        )
+
+    def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
+        """A stage's output; over its weights and its input."""
+        return self._linearize(*self.stage_arguments(chunk, microbatch), x)
+
+    def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
+        return stage_pullback(
+            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way
+        )
+
+    def residuals(self) -> Any:
+        """A stage's pullback taken apart into a forward and a backward function."""
+        if self.lanes:
+            return SharedResiduals(self)
+        arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
+        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way)
+
+    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+        """A stage's backward in two halves, from residuals or from the stage's input."""
+        if self.lanes:
+            return SharedHalves(self, residuals, in_place=in_place)
+        x = blank(self.activation, self.axes)
+        y = x if self.output is self.activation else blank(self.output, self.axes)
+        (dy, _), home = partition(y), self.home
+        linearize: Linearize = self._linearize
+        stash = x
+        if residuals is not None:
+            linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
+            stash = blank(residuals.stashed, self.axes)
+        arguments = *self.stage_arguments(home, 0), stash, dy
+        return SplitBackward(
+            linearize,
+            *arguments,
+            in_place=in_place,
+            grad_dtype=self.model.grad_dtype,
+            way=self.way,
+        )
+
+    def _follow_activations(self) -> None:
+        inputs = at(self.batch.inputs, 0)
+        if self.model.tables.embed >= 0:
+            see_that_they_are_words(inputs)
+
+        def first() -> Tree:
+            return self.embed(self.ends_weights, inputs, 0)
+
+        if self.model.has_embed and jax.tree.leaves(self.ends_streams):
+            self.embeds_own = own_axes(jax.eval_shape(lambda: first()), self.axes)  # noqa: PLW0108
+
+        def widen(x: Tree) -> None:
+            self._further = x
+
+        found = follow_alike(self, first, widen)
+        self.activation, self.output = found[0], found[-1]
+        self.wire: Tree = self.activation
+        if self.model.tables.is_used:
+            see_that_activations_are_alike(found)
+        codes = {code(self, seat) for seat in self.model.stages}
+        alike = len(codes) == len(set(map(signature, found))) == len(set(self.ways)) == 1
+        if not alike:
+            self.wire, self.lanes = make_lanes(self, found)
+        else:
+            self.output = self.activation

@@ -1,0 +1,61 @@
+"""What a stage does beside computing, which has to happen once for each microbatch.
+
+A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
+writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on
+the same data, and must not be made on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from pipeline.base.tree import blank
+from pipeline.rank.cell import Cell
+from pipeline.rank.seen import seen_by
+
+_ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
+
+
+def has_check(effects: Iterable[Any]) -> bool:
+    """Whether a check of `checkify` is among some effects."""
+    return any(type(effect).__name__ == "ErrorEffect" for effect in effects)
+
+
+def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> None:
+    """Refuse a stage with side effects where it runs more often than its microbatches say.
+
+    Args:
+      cell: a rank's.
+      again: whether a backward runs a stage's forward again.
+      masked: whether a stage runs in bubbles too.
+
+    Raises:
+      ValueError: it calls back to the host, or checks what bubbles hold.
+    """
+    if not (again or masked):
+        return
+    for view in [seen_by(cell, lane.seat, lane.x, lane.y, lane.way) for lane in cell.lanes] or [
+        cell
+    ]:
+        arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
+        effects = jax.make_jaxpr(view.stage)(*arguments).effects
+        if masked and has_check(effects):
+            raise ValueError(
+                'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '
+                "bubbles, on no data: the check would fail of what no microbatch holds; use "
+                'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
+            )
+        if any(type(effect).__name__ in _ONCE for effect in effects):
+            what = 'with remat="stage" a backward runs its forward again'
+            remedy = "remat=None"
+            if masked:
+                what = 'with bubbles="masked" it also runs in bubbles, on no data'
+                remedy = 'bubbles="skip" and remat=None'
+            raise ValueError(
+                f"a stage has a side effect (io_callback), and {what}: it would happen more often "
+                f"than once per microbatch; use {remedy}, or jax.debug.callback for what may be "
+                f"repeated"
+            )

@@ -1,0 +1,229 @@
+"""What all ranks do together: embedding and head, split by vocabulary over ``stage``.
+
+Letters: S ranks, N words, n = ceil(N / S) of them on each rank, d width; R rows of a microbatch. A
+rank has the rows r n .. (r + 1) n - 1 of a table and computes with those alone:
+
+* lookup: a word's vector is on one rank, the others add zeros; [R, d] go to all, who may need it is
+  the first stage's rank;
+* head: the last stage's output goes to all ranks, each has its [R, n] logits and tells the others
+  three numbers a row, the largest logit, the sum of exponentials below it, and the target's logit
+  if it has it. From these follow the loss and the gradient of its own logits; the gradients for the
+  features, [R, d], are added up for the last stage's rank. A rank never holds [R, N];
+* scatter: the gradient for the first stage's input goes to all, who add it to the rows they have.
+
+Tables of the program say when. They say the same on all ranks, so collectives may lie within a loop
+of at most one trip. Softmax from parts: Milakov and Gimelshein, arXiv:1805.02867; a vocabulary
+shared by pipeline ranks: Yeung, Qi, Lin and Wan, arXiv:2411.05288.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE, axis_size, vary
+from collectives.vocabulary import find_rows, logit_gradient, losses_of, sum_up
+from pipeline.backward.accumulate import Pullback, differentiate
+from pipeline.base.tree import Leaves, Tree, at, times
+from pipeline.kernel.actions import Actions, Row
+from pipeline.kernel.once import at_most_once
+from pipeline.kernel.scopes import COMMON
+from pipeline.sharding.spread import total_over
+from pipeline.vocabulary import CrossEntropy, logits, spoil
+from schedules.lowering.program import Program
+
+
+class Together:
+    """The common work of a step.
+
+    Args:
+      actions: the rank's, whose memory is used.
+      program: what runs.
+      masked: compute always, and keep what is real.
+    """
+
+    def __init__(self, actions: Actions, program: Program, *, masked: bool) -> None:
+        self.actions, self.cell, self.masked = actions, actions.cell, masked
+        self.tables = actions.cell.model.tables
+        placement = program.schedule.placement
+        self.first, self.last = placement[0], placement[-1]
+        self.trash = program.num_buffers
+        self.rank = jax.lax.axis_index(STAGE)
+
+    def before(self, row: Row, busy: Mapping[str, bool]) -> None:
+        """What precedes a slot; ``busy`` says which tables have anything in it."""
+        if busy["lookup"]:
+            self._when("lookup", row, lambda m, real: self._look_up(row, m, real), None)
+
+    def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
+        """What follows a slot's actions; returns what the rank then sends."""
+        if busy["scatter"] and self._total(self.tables.embed) is not None:
+            self._when("scatter", row, lambda m, real: self._scatter(message, m, real), None)
+        if busy["head"]:
+            work = lambda m, real: self._head(message, m, real)  # noqa: E731
+            return self._when("head", row, work, message)
+        return message
+
+    def _when(self, table: str, row: Row, work: Any, otherwise: Tree) -> Tree:
+        """Work on a table's microbatch, if any: ``work(microbatch, whether it is real)``."""
+        microbatch, real = row[table], row[table] >= 0
+        if self.masked:
+            return work(jnp.maximum(microbatch, 0), real)
+        with jax.named_scope(table):
+            return at_most_once(real, lambda: work(microbatch, True), otherwise)
+
+    # --- embedding ---
+
+    def _look_up(self, row: Row, microbatch: Any, real: Any) -> None:
+        cell, index = self.cell, self.tables.embed
+        table = cell.ends_weights[index]
+        ids, local, is_mine = self._mine(self._ids(microbatch), table)
+        dtype = jax.tree.leaves(cell.activation)[0].dtype
+        rows = table[local].astype(dtype)
+        part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
+        x = total_over(part, (STAGE,))
+        is_word = (ids >= 0) & (ids < self.tables.embed_words)
+        x = cell.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
+        here = (self.rank == self.first) & real
+        place = jnp.where(here, row["operand"], self.trash)
+        self.actions.buffers[place] = self._as_message(x)
+
+    def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
+        total = self._total(self.tables.embed)
+        dx = self._from(self.first, message)
+        _, local, is_mine = self._mine(self._ids(microbatch), total)
+        part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
+        total[...] = total[...].at[local].add(part)
+
+    def _from(self, rank: int, message: Tree) -> jax.Array:
+        """What one rank would send, on all; what others hold, NaN included, does not leak."""
+        x = _only(message)
+        return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
+
+    def _ids(self, microbatch: Any) -> jax.Array:
+        return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
+
+    def _mine(self, ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Words, their rows on this rank, and whether they are there."""
+        local = ids - self.rank * table.shape[0]
+        is_mine = (local >= 0) & (local < table.shape[0])
+        return ids, jnp.where(is_mine, local, 0), is_mine
+
+    # --- head ---
+
+    def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
+        cell, actions, index = self.cell, self.actions, self.tables.head
+        y = vary(self._from(self.last, message), cell.axes)
+        h, pullback = self._features(y, microbatch)
+        table = cell.ends_weights[index]
+        z = self._logits(h, table)
+        if not actions.take_loss:
+            results = actions.results
+            kept = z if real is True else jnp.where(real, z, results[microbatch])
+            results[microbatch] = kept
+            return message
+        lost, weight, dz = self._loss(z, microbatch)
+        here = (self.rank == self.last) & real
+        # Every rank knows the loss; one counts it.
+        actions.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
+        if not actions.training:
+            return message
+        if isinstance(cell.loss_share, jax.Array):  # a scale; such a loss is never a mean
+            dz = times(dz, cell.loss_share)
+        dh = self._accumulate(dz.astype(h.dtype), h, table, real)
+        # So that what follows is counted once.
+        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), cell.axes)
+        dy = self._pull(pullback, dh, real)
+        return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
+
+    def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
+        """What the logits are made of, and the way back over all weights but tables."""
+        weights, tables = self.cell.ends_weights, self.tables
+
+        def f(others: Leaves, leaves: Leaves) -> tuple[jax.Array, None]:
+            rest = iter(others)
+            whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
+            return self.cell.features(whole, leaves[0], microbatch), None
+
+        others = [w for n, w in enumerate(weights) if n not in tables]
+        model = self.cell.model
+        mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
+        h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
+        return h, pullback
+
+    def _logits(self, h: jax.Array, table: jax.Array) -> jax.Array:
+        """[R, n] of this rank's words."""
+        z, words, each = logits(h, table), self.tables.head_words, table.shape[0]
+        if axis_size(STAGE) * each == words:
+            return z
+        is_word = self.rank * each + jnp.arange(each, dtype=jnp.int32) < words
+        return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
+
+    def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum and weight of the loss, and the gradient for this rank's logits."""
+        loss_fn = self.cell.model.loss_fn
+        if not isinstance(loss_fn, CrossEntropy):
+            raise ValueError(
+                "outputs of a pipeline with vocabulary='stage' are differentiated, of which no "
+                "rank has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
+            )
+        ids, weights = loss_fn.tokens(at(self.cell.batch.targets, microbatch))
+        each = z.shape[-1]
+        words = self.tables.head_words
+        local, mine = find_rows(ids, each, first=self.rank * each)
+        place = local, mine & (ids < words)  # a target may be padding, if it does not count
+        # Not `combine`: one exchange takes less time than two, and few ranks send little.
+        parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
+        largest, totals, picked = jnp.moveaxis(parts, 1, 0)
+        top = largest.max(axis=0)
+        total = (totals * jnp.exp(largest - top[None])).sum(axis=0)
+        counts = spoil(ids, weights, words)
+        lost = losses_of(top, total, picked.sum(axis=0)) * counts
+        return lost.sum(), weights.sum(), logit_gradient(z, *place, top, total, counts)
+
+    def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
+        """Add the gradient of this rank's rows; returns that for the features, of all words."""
+        total, flat = self._total(self.tables.head), dz.reshape(-1, dz.shape[-1])
+        if total is not None:
+            dw = jnp.dot(flat.T, h.reshape(-1, h.shape[-1]), preferred_element_type=total.dtype)
+            total[...] += dw if real is True else jnp.where(real, dw, jnp.zeros_like(dw))
+        dh = jnp.dot(flat, table.astype(h.dtype)).reshape(h.shape)
+        return total_over(dh, (STAGE,))
+
+    def _pull(self, pullback: Pullback, dh: jax.Array, real: Any) -> jax.Array:
+        """The gradient for the last stage's output; adds those of what lies before the table."""
+        refs = [
+            self._total(n)
+            for n, yes in enumerate(self.cell.model.trained.ends)
+            if yes and n not in self.tables
+        ]
+        if real is True:
+            (dy,) = pullback(dh, refs, want_x=True)
+            return dy
+        dw, (dy,) = pullback.values(dh)
+        for ref, value in zip(refs, dw, strict=True):
+            ref[...] += jnp.where(real, value, jnp.zeros_like(value))
+        return dy
+
+    def _total(self, index: int) -> Any:
+        """The sum for one of the ends' leaves, None if it is not trained."""
+        mask = self.cell.model.trained.ends
+        return self.actions.ends_grads.refs[sum(mask[:index])] if mask[index] else None
+
+    def _as_message(self, x: jax.Array) -> Tree:
+        return jax.tree.unflatten(jax.tree.structure(self.cell.wire), [x])
+
+
+def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
+    """For each slot, which of the tables have anything in some ticks."""
+    works = {name: (getattr(program, name)[start:stop] >= 0).any(axis=0) for name in COMMON}
+    return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
+
+
+def _only(tree: Tree) -> jax.Array:
+    (leaf,) = jax.tree.leaves(tree)
+    found: jax.Array = leaf
+    return found

@@ -1,0 +1,122 @@
+"""Whether a model and a mesh fit: layers that ranks can share, weights that they do share."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import DATA, STAGE
+from pipeline.layers.weights import check_axis
+from pipeline.sharding.placed import Placed, placed
+from pipeline.sharding.report import alike
+from pipeline.vocabulary import Table
+
+_OURS = ("pipeline", "flax", "jax", "contextlib")
+
+
+def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
+    """See that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
+
+    Args:
+      modules: stages, embed and head; what is no module is passed over.
+      mesh: of the pipeline.
+      auto_axes: its axes that are left to the compiler, which may cut anywhere.
+
+    Raises:
+      ValueError: all sizes that do not fit.
+    """
+    wrong: dict[str, None] = {}
+    modules = [module for module in modules if isinstance(module, nnx.Module)]
+    for axis, ranks in mesh.shape.items():
+        for module in modules if axis not in auto_axes else ():
+            try:
+                check_axis(module, axis, ranks)
+            except ValueError as error:
+                wrong |= dict.fromkeys(str(error).splitlines())
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]) -> None:
+    """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
+
+    Args:
+      pipe: the pipeline, whose state is placed.
+      mesh: its mesh.
+      given: the stages, embed and head as the user gave them.
+    """
+    params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
+    # Tables that ranks share are divided, and no other axis can divide them further.
+    whole = [(path, variable) for path, variable in params if not _is_shared(variable)]
+    arrays = placed(nnx.from_flat_state(whole), mesh)
+    message = alike(arrays, remedy=_remedy)
+    for text in (message, _misspelt(given, arrays, mesh)):
+        if text:
+            warnings.warn(text, stacklevel=outside())
+
+
+def _variables(state: Any) -> list[Any]:
+    """Those of a state; plain arrays, which say nothing, are none."""
+    return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
+
+
+def _is_shared(variable: Any) -> bool:
+    return isinstance(variable, Table) and STAGE in variable.get_metadata("out_sharding", ())
+
+
+def _remedy(missing: Collection[str]) -> str:
+    """How a pipeline is told of axes."""
+    ways = []
+    if set(missing) - {STAGE}:
+        ways.append(
+            "name their axes in Pipeline(..., sharding=) or in their metadata "
+            "(nnx.with_partitioning), those of a stage without the leading 'stage'; layers must "
+            "know the axis, as those of pipeline.layers do, or leave it to the compiler by "
+            "auto_axes="
+        )
+    if STAGE in missing:
+        ways.append(
+            "divide embed and head over 'stage' by vocabulary='stage', with a VocabularyEmbedding "
+            "and a VocabularyHead of pipeline.vocabulary"
+        )
+    return "; ".join(ways)
+
+
+def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str:
+    """Of layers made for an axis that the mesh lacks, where it has one that divides nothing."""
+    used = {axis for array in arrays for names in array.axes or () for axis in names}
+    idle = [
+        f"{axis!r} of size {size}"
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis not in (STAGE, DATA) and axis not in used
+    ]
+    wanted = dict.fromkeys(
+        axis
+        for module in given
+        if isinstance(module, nnx.Module)
+        for variable in _variables(nnx.state(module))
+        if variable.get_metadata("pieces", None) is not None
+        for axis in variable.get_metadata("out_sharding", ())
+        if axis is not None and axis not in mesh.axis_names
+    )
+    if not idle or not wanted:
+        return ""
+    names = " and ".join(map(repr, wanted))
+    return (
+        f"layers were made for the axis {names}, which the mesh lacks, and no weight is divided "
+        f"over its axis {' and '.join(idle)}, along which all devices do the same; give layers and "
+        f"mesh one name for it"
+    )
+
+
+def outside() -> int:
+    """The stacklevel, for who calls this, of the first line outside of libraries."""
+    level, frame = 0, inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        level, frame = level + 1, frame.f_back
+    return level

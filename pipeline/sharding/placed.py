@@ -1,0 +1,129 @@
+"""Where the arrays of a state lie: what each device holds of them, and what all hold alike.
+
+An array is *replicated* over a mesh axis when devices along that axis hold equal parts of it: that
+is what each of them could do without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipeline.base.tree import shape_text
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One array.
+
+    Attributes:
+      path: its name in the state.
+      text: its type, such as ``float32[4,8]``.
+      shape: of the whole array.
+      shard: the shape that one device holds.
+      itemsize: bytes of a number.
+      axes: for each dimension the mesh axes that divide it; None for an array on no mesh.
+      sizes: of all axes of the mesh by name; empty where no mesh is known.
+    """
+
+    path: str
+    text: str
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+    itemsize: int
+    axes: tuple[tuple[str, ...], ...] | None
+    sizes: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the part that one device holds."""
+        return math.prod(self.shard) * self.itemsize
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Mesh axes of more than one device that do not divide it."""
+        if self.axes is None:
+            return ()
+        used = set(itertools.chain(*self.axes))
+        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in used)
+
+    def dimension_for(self, axis: str) -> int | None:
+        """The dimension that an axis divides best; None where it divides none.
+
+        One that nothing divides yet, the longest part of it; the last of equals.
+        """
+        fits = [d for d, length in enumerate(self.shard) if length % self.sizes[axis] == 0]
+        taken = self.axes or ((),) * len(self.shape)
+        return max(fits, key=lambda d: (not taken[d], self.shard[d], d), default=None)
+
+    def spec_with(self, axis: str, dimension: int) -> str:
+        """Its partition, with one more axis on a dimension."""
+        axes = list(self.axes or ((),) * len(self.shape))
+        axes[dimension] += (axis,)
+        while axes and not axes[-1]:
+            axes.pop()
+        entries = [names[0] if len(names) == 1 else names or None for names in axes]
+        return f"PartitionSpec({', '.join(map(repr, entries))})"
+
+
+def placed(tree: Any, mesh: Mesh | None, *kinds: Any) -> list[Placed]:
+    """Every array of a module or a state, in its order.
+
+    Args:
+      tree: a module, an `nnx.State`, gradients, or any tree of arrays or their types.
+      mesh: for arrays that are not on a mesh themselves: types by what their variables say, others
+        as replicated.
+      *kinds: of variables to take from a module, such as `nnx.Param`; all by default.
+    """
+    state = nnx.state(tree, *kinds) if isinstance(tree, nnx.Module) else tree
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable):
+        said = node.get_metadata().get("out_sharding") if _is_variable(node) else None
+        value = node.get_raw_value() if _is_variable(node) else node
+        for more, leaf in jax.tree_util.tree_leaves_with_path(value):
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                name = jax.tree_util.keystr((*path, *more), simple=True, separator=".")
+                found.append(_one(name or "the array", leaf, mesh, said))
+    return found
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _one(path: str, leaf: Any, mesh: Mesh | None, said: Any) -> Placed:
+    shape = tuple(leaf.shape)
+    sharding: Any = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) and mesh is not None:
+        spec = said if sharding is None and said else ()
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    on_mesh = isinstance(sharding, NamedSharding)
+    return Placed(
+        path=path,
+        text=shape_text(leaf),
+        shape=shape,
+        shard=shape if sharding is None else tuple(sharding.shard_shape(shape)),
+        itemsize=leaf.dtype.itemsize,
+        axes=_axes(sharding.spec, len(shape)) if on_mesh else None,
+        sizes=dict(sharding.mesh.shape) if on_mesh else {},
+    )
+
+
+def _axes(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return tuple(
+        (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple) else ()
+        for entry in entries
+    )
