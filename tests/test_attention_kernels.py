@@ -6,6 +6,7 @@ Letters: K stages, M microbatches, b = sequences, t = positions, d = width.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.layers import Attention, attention, kernels
 from tests import chips, models
+from tests.grids import covering
 from tests.group import assert_parity, normal
 
 M, K, B, T, D = 2, 2, 2, 128, 16
@@ -57,15 +59,21 @@ def wanted() -> Any:
 
 
 FAST = {("1f1b", "stage", "plain"), ("zb_h1", None, "tensor")}
+GRID = [*itertools.product(FAMILIES, REMATS, ("plain", "tensor"))]
+# Every two values meet.
+SLOW = covering(GRID, FAST)
 
 
 @pytest.mark.parametrize(
     ("family", "remat", "where"),
     [
-        pytest.param(f, r, w, marks=() if (f, r, w) in FAST else pytest.mark.slow)
-        for f in FAMILIES
-        for r in REMATS
-        for w in ("plain", "tensor")
+        pytest.param(
+            *case,
+            marks=[]
+            if case in FAST
+            else [pytest.mark.slow, *([] if case in SLOW else [pytest.mark.exhaustive])],
+        )
+        for case in GRID
     ],
 )
 def test_splash_attention_in_a_pipeline(family, remat, where):

@@ -71,6 +71,7 @@ def products(remat: str | None, *of: tuple[str, int]) -> list[list[float]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_an_action_that_is_timed_has_its_products() -> None:
     """Two matrices: two products forward, two for gradients of weights, two for inputs."""
     assert products(None, ("FB", 1)) == [[2, 4]]

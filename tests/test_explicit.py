@@ -116,6 +116,7 @@ def test_everything_under_set_mesh(spec, options, wanted):
         assert float(loss) > 0
 
 
+@pytest.mark.slow
 def test_explicit_axes_without_set_mesh(wanted):
     mesh = explicit(data=2, stage=2)
     pipe = build(mesh)

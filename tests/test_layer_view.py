@@ -270,7 +270,7 @@ def updated_stacks(pipe: Pipeline, tx: Any, steps: int) -> Layers:
 
 
 slow = (pytest.mark.slow, pytest.mark.exhaustive)
-FAST = ("adamw(mask)", "lamb", "multi_transform")
+FAST = ("adamw(mask)", "lamb")
 
 
 @pytest.mark.parametrize(

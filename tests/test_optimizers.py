@@ -276,11 +276,15 @@ PLACES: dict[str, dict[str, Any]] = {
     "unlike": {"S": 2, "unlike": True},
 }
 GRID = [(name, place) for name in LAYERWISE for place in PLACES]
+SLOW = ("adafactor", "v"), ("muon", "S=4"), ("multi_transform", "S=2")
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [pytest.param(n, p, marks=() if (n, p) == ("adafactor", "v") else exhaustive) for n, p in GRID],
+    [
+        pytest.param(n, p, marks=[pytest.mark.slow] if (n, p) in SLOW else exhaustive)
+        for n, p in GRID
+    ],
 )
 def test_twenty_steps(name, place, compiled):
     """The plain model's losses; the step is compiled once, all state being where it stays."""

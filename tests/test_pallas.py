@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import local, varying_axes
 from pipeline import Pipeline
 from tests import models, tensor_stages, test_tensor_axis
+from tests.grids import covering
 from tests.group import mesh as group_mesh
 from tests.models import WIDTH
 
@@ -125,11 +126,18 @@ GRID = [
     for family in ("gpipe", "1f1b", "zb_h1")
     for remat in REMATS
 ]
+# Every two values meet.
+SLOW = covering(GRID, FAST)
+
+
+def effort(case) -> list[pytest.MarkDecorator]:
+    rare = [] if case in SLOW else [pytest.mark.exhaustive]
+    return [] if case in FAST else [pytest.mark.slow, *rare]
 
 
 @pytest.mark.parametrize(
     ("kind", "family", "remat"),
-    [pytest.param(*c, marks=() if c in FAST else pytest.mark.slow) for c in GRID],
+    [pytest.param(*c, marks=effort(c)) for c in GRID],
 )
 def test_a_kernel_in_a_stage(kind, family, remat):
     mesh = Mesh(np.array(jax.devices()[:K]), ("stage",), axis_types=(AxisType.Auto,))

@@ -50,13 +50,10 @@ def chosen(*factors) -> frozenset:
 
 
 def effort(S, M, family, remat, bubbles) -> list[pytest.MarkDecorator]:
-    """Every pair of values is tested in CI; where families differ, each under all of them."""
-    case = S, M, remat, bubbles
+    """Every pair of values is tested in CI."""
     if (S, M, family, remat, bubbles) in FAST:
         return []
     if (S, M, family, remat, bubbles) in chosen(*FACTORS):
-        return [pytest.mark.slow]
-    if min(S, M) > 1 and case in chosen(RANKS, MICROBATCHES, REMATS, BUBBLES):
         return [pytest.mark.slow]
     return [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -145,6 +145,7 @@ def test_different_options_are_told_before_anything_runs() -> None:
         assert f"[{process}] {wanted}" in err
 
 
+@pytest.mark.slow
 def test_models_of_different_seeds_are_refused() -> None:
     code, err = launch(2, 1, "seeds")
     assert code == 1

@@ -305,11 +305,8 @@ def alone(wrt, *, again: bool):
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
-        ("1f1b", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("1f1b", "stage"), ("zb_h1", None), ("zb_h1", "stage"))
-        ),
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("1f1b", None), ("1f1b", "stage"), ("zb_h1", None), ("zb_h1", "stage"))
     ],
 )
 def test_adapters_cost_what_they_cost_alone(schedule, remat):
@@ -372,7 +369,9 @@ def test_bytes_are_predicted_and_said():
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1,) * K, pytest.param(UNLIKE, marks=pytest.mark.slow)], ids=["alike", "unlike"]
+    "lengths",
+    [pytest.param(n, marks=pytest.mark.slow) for n in ((1,) * K, UNLIKE)],
+    ids=["alike", "unlike"],
 )
 def test_an_optimizer_leaves_frozen_stages_as_they_are(lengths):
     wrt, tx = WRT["upper stages"], optax.sgd(0.1, momentum=0.9)
