@@ -6,7 +6,7 @@ import pytest
 
 from tests import fuzz
 
-FAST, SLOW, ALL = range(4), range(4, 16), range(16, 300)
+FAST, SLOW, ALL = range(4), range(4, 20), range(20, 300)
 SETTLED = "ok", "chaotic", "not finite"
 
 
