@@ -14,7 +14,7 @@ where each array would lie: enough to compile a step for machines that are not t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -151,7 +151,7 @@ class _Layered:
             )
         with meshes.entered(self._of):
             state = self._jitted[1](meshes.untyped(params, self._of))
-        state = self._typed_state(state, params)
+        state = self._with_types(state, lambda: self.plan(params).specs())
         variables = {
             tuple(path): variable
             for path, variable in nnx.to_flat_state(nnx.State(params))
@@ -173,13 +173,18 @@ class _Layered:
         with meshes.entered(self._of):
             given = meshes.untyped((grads, state, params, extra), self._of)
             updates, state = self._jitted[0](*given)
-        specs = jax.tree.leaves(self._stored_specs(updates), is_leaf=_is_spec)
-        updates = meshes.typed(updates, self._of.home, specs)
-        return updates, self._typed_state(state, grads if params is None else params)
+        like = grads if params is None else params
+        return (
+            self._with_types(updates, lambda: self._stored_specs(updates)),
+            self._with_types(state, lambda: self.plan(like).specs()),
+        )
 
-    def _typed_state(self, state: Tree, params: Tree) -> Tree:
-        specs = jax.tree.leaves(self.plan(params).specs(), is_leaf=_is_spec)
-        return meshes.typed(state, self._of.home, specs)
+    def _with_types(self, tree: Tree, specs: Callable[[], Tree]) -> Tree:
+        """Results with the types of the pipeline's state, if it has any: else nothing is asked."""
+        home = self._of.home
+        if not home.explicit_axes:
+            return tree
+        return meshes.typed(tree, home, jax.tree.leaves(specs(), is_leaf=_is_spec))
 
     def _stored_specs(self, updates: Tree) -> Tree:
         """Where updates lie: as the weights."""

@@ -313,7 +313,7 @@ class Pipeline(nnx.Module):
         Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
         optimizer its update follows, and weights and state are given away to their new values.
         """
-        operands = self._types(inputs, targets, extras, "lower")
+        operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with meshes.entered(self.plan):
@@ -410,7 +410,7 @@ class Pipeline(nnx.Module):
         """
         operands = None
         if inputs is not None:
-            operands = self._types(inputs, targets, extras, "describe")
+            operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
         if optimizer is not None:
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
@@ -424,13 +424,13 @@ class Pipeline(nnx.Module):
 
     def _step(self, name: str, operands: Operands) -> Operands:
         """The operands of a call that computes, with random streams that count it."""
-        model, weights, batch = require_arrays(name, operands)
+        require_arrays(name, operands)
         advance(self)  # the weights hold the variables that count
-        return model, meshes.untyped(weights, self.plan), batch
+        return self._untyped(operands)
 
-    def _types(self, inputs: Tree, targets: Tree, extras: Any, loss_for: str) -> Operands:
-        """The operands of what runs nothing."""
-        model, weights, batch = self._operands(inputs, targets, extras, loss_for)
+    def _untyped(self, operands: Operands) -> Operands:
+        """The operands as the kernel takes them: copies, where the weights have types."""
+        model, weights, batch = operands
         return model, meshes.untyped(weights, self.plan), batch
 
     def _operands(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
+
+import pytest
 
 Grid = Iterable[tuple[Hashable, ...]]
 
@@ -23,3 +25,10 @@ def covering(grid: Grid, start: Grid = ()) -> list[tuple]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def effort(case: Hashable, fast: Collection, slow: Collection) -> list[pytest.MarkDecorator]:
+    """Where a case of a grid runs: in `make test`, in CI, or in `make test-all` alone."""
+    if case in fast:
+        return []
+    return [pytest.mark.slow, *([] if case in slow else [pytest.mark.exhaustive])]

@@ -21,7 +21,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.layers import Attention, attention, kernels
 from tests import chips, models
-from tests.grids import covering
+from tests.grids import covering, effort
 from tests.group import assert_parity, normal
 
 M, K, B, T, D = 2, 2, 2, 128, 16
@@ -66,15 +66,7 @@ SLOW = covering(GRID, FAST)
 
 @pytest.mark.parametrize(
     ("family", "remat", "where"),
-    [
-        pytest.param(
-            *case,
-            marks=[]
-            if case in FAST
-            else [pytest.mark.slow, *([] if case in SLOW else [pytest.mark.exhaustive])],
-        )
-        for case in GRID
-    ],
+    [pytest.param(*case, marks=effort(case, FAST, SLOW)) for case in GRID],
 )
 def test_splash_attention_in_a_pipeline(family, remat, where):
     """With ``tensor``, each rank has two heads of queries and the one that they read."""

@@ -20,7 +20,7 @@ from pipeline.forecast import limit
 from pipeline.forecast.bytes import predict
 from pipeline.forecast.liveness import Walk
 from tests import models
-from tests.grids import covering
+from tests.grids import covering, effort
 from tests.sizes import is_legal
 
 WIDTH, HIDDEN = 256, 512  # of an activation, and inside a layer
@@ -106,18 +106,13 @@ FAST = {
     ("eager_1f1b", 2, None, "masked"),
     ("zb_h1", 1, None, "skip"),
 }
+# Every pair of values in CI.
 SLOW = covering(GRID, FAST)
-
-
-def effort(case):
-    """Every pair of values in CI, the rest by `make test-all`."""
-    rare = [] if case in SLOW else [pytest.mark.exhaustive]
-    return [] if case in FAST else [pytest.mark.slow, *rare]
 
 
 @pytest.mark.parametrize(
     ("family", "V", "remat", "bubbles"),
-    [pytest.param(*c, marks=effort(c)) for c in GRID],
+    [pytest.param(*c, marks=effort(c, FAST, SLOW)) for c in GRID],
 )
 def test_temporaries_are_as_predicted(family, V, remat, bubbles):
     assert_close(*make(family, V=V, remat=remat, bubbles=bubbles))

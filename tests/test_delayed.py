@@ -20,7 +20,7 @@ from pipeline import Pipeline
 from pipeline.kernel.ticks import UNUSED, WAIT, WORK, segments
 from schedules import ScheduleError, lower
 from tests import mixed, models
-from tests.grids import covering, pairs
+from tests.grids import covering, effort, pairs
 from tests.models import Block, Hostile, Readout, Words
 from tests.poison import poison  # noqa: F401, a fixture
 from tests.sizes import CHUNKS
@@ -42,12 +42,10 @@ SLOW = covering(GRID, FAST)
 
 
 def cases() -> list:
-    def effort(case) -> list[pytest.MarkDecorator]:
-        if case in FAST:
-            return []
-        return [pytest.mark.slow, *([] if case in SLOW else [pytest.mark.exhaustive])]
-
-    return [pytest.param(*case, id="-".join(map(str, case)), marks=effort(case)) for case in GRID]
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=effort(case, FAST, SLOW))
+        for case in GRID
+    ]
 
 
 def test_the_grid_is_covered():

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import local, varying_axes
 from pipeline import Pipeline
 from tests import models, tensor_stages, test_tensor_axis
-from tests.grids import covering
+from tests.grids import covering, effort
 from tests.group import mesh as group_mesh
 from tests.models import WIDTH
 
@@ -130,14 +130,9 @@ GRID = [
 SLOW = covering(GRID, FAST)
 
 
-def effort(case) -> list[pytest.MarkDecorator]:
-    rare = [] if case in SLOW else [pytest.mark.exhaustive]
-    return [] if case in FAST else [pytest.mark.slow, *rare]
-
-
 @pytest.mark.parametrize(
     ("kind", "family", "remat"),
-    [pytest.param(*c, marks=effort(c)) for c in GRID],
+    [pytest.param(*c, marks=effort(c, FAST, SLOW)) for c in GRID],
 )
 def test_a_kernel_in_a_stage(kind, family, remat):
     mesh = Mesh(np.array(jax.devices()[:K]), ("stage",), axis_types=(AxisType.Auto,))

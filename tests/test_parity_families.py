@@ -18,7 +18,7 @@ import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests import models
-from tests.grids import covering, pairs
+from tests.grids import covering, effort, pairs
 from tests.models import Hostile, Readout, Words
 from tests.sizes import CHUNKS, is_legal
 
@@ -54,12 +54,10 @@ SLOW = covering(GRID, FAST)
 
 
 def cases() -> list:
-    def effort(case) -> list[pytest.MarkDecorator]:
-        if case in FAST:
-            return []
-        return [pytest.mark.slow, *([] if case in SLOW else [pytest.mark.exhaustive])]
-
-    return [pytest.param(*case, id="-".join(map(str, case)), marks=effort(case)) for case in GRID]
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=effort(case, FAST, SLOW))
+        for case in GRID
+    ]
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from collectives.tensor import split_sequence
 from pipeline import Pipeline
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear
 from tests import mixed, models, tensor_stages
-from tests.grids import covering
+from tests.grids import covering, effort
 from tests.hlo import computations, groups, in_loops
 from tests.models import WIDTH
 from tests.tensor_stages import Parallel, Sequence
@@ -73,13 +73,11 @@ def check(pipe: Pipeline, kind, found=None) -> None:
 
 def cases() -> list:
     """A few in `make test`; every two values of different factors meet in CI."""
-    chosen = {*FAST, *covering(GRID, FAST)}
-
-    def marks(case) -> list:
-        rare = [] if case in chosen else [pytest.mark.exhaustive]
-        return [] if case in FAST else [pytest.mark.slow, *rare]
-
-    return [pytest.param(*case, marks=marks(case), id="-".join(map(name, case))) for case in GRID]
+    slow = covering(GRID, FAST)
+    return [
+        pytest.param(*case, marks=effort(case, FAST, slow), id="-".join(map(name, case)))
+        for case in GRID
+    ]
 
 
 def name(value) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from pipeline.base.tree import Tree
 
@@ -60,44 +59,6 @@ def as_computed(tree: Tree, dtype: Any) -> Tree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if _is_real(x) else x, tree)
-
-
-def narrows(jaxpr: Any) -> bool:
-    """Whether a computation, at any depth, makes floats of fewer exponents than float32 has.
-
-    In those (float16, and the kinds of float8) a gradient may vanish or overflow, so it matters
-    whether a loss is scaled before or after it is differentiated. bfloat16 has as many as float32.
-    What is only moved, such as inputs that are kept in float16, does not count.
-    """
-    for eqn in jaxpr.eqns:
-        bodies = list(jaxprs_in_params(eqn.params))
-        if any(map(narrows, bodies)):
-            return True
-        is_work = not bodies and eqn.primitive.name not in _MOVES
-        if is_work and any(_is_narrow(var.aval) for var in eqn.outvars):
-            return True
-    return False
-
-
-# fmt: off
-_MOVES = frozenset(
-    (
-        "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice",
-        "dynamic_update_slice", "empty2", "expand_dims", "gather", "get", "optimization_barrier",
-        "pad", "pvary", "reshape", "rev", "select_n", "slice", "split", "squeeze", "swap",
-        "transpose", "unstack",
-    )
-)
-# fmt: on
-
-
-def _is_narrow(aval: Any) -> bool:
-    finfo: Any = jnp.finfo
-    has_type = getattr(aval, "dtype", None) is not None
-    return has_type and _is_real(aval) and bool(finfo(aval.dtype).nexp < _EXPONENT_BITS)
-
-
-_EXPONENT_BITS = 8  # of float32
 
 
 def keep_params_in(module: nnx.Module, dtype: Any) -> None:

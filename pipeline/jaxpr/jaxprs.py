@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Literal
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxprs_in_params
+
+from pipeline.jaxpr.primitives import carries
 
 Var = Any
 Eqn = Any
@@ -56,3 +59,30 @@ def evaluate(
             for var, value in zip(eqn.outvars, found, strict=True):
                 env.setdefault(var, value)
     return [read(atom) for atom in wanted]
+
+
+def narrows(jaxpr: Any) -> bool:
+    """Whether a computation, at any depth, makes floats of fewer exponents than float32 has.
+
+    In those (float16, and the kinds of float8) a gradient may vanish or overflow, so it matters
+    whether a loss is scaled before or after it is differentiated. bfloat16 has as many as float32.
+    What is only moved, such as inputs that are kept in float16, does not count.
+    """
+    for eqn in jaxpr.eqns:
+        bodies = list(jaxprs_in_params(eqn.params))
+        if any(map(narrows, bodies)):
+            return True
+        is_work = not bodies and not carries(eqn)
+        if is_work and any(_is_narrow(var.aval) for var in eqn.outvars):
+            return True
+    return False
+
+
+def _is_narrow(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    finfo: Any = jnp.finfo
+    is_real = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return is_real and bool(finfo(dtype).nexp < _EXPONENT_BITS)
+
+
+_EXPONENT_BITS = 8  # of float32

@@ -42,6 +42,25 @@ _MOVES = frozenset(
         "reduce_precision", "reshape", "rev", "squeeze", "stop_gradient", "transpose",
     )
 )
+# Each number of the result is made of the operands' numbers at its place.
+_ELEMENTWISE = frozenset(
+    (
+        "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type",
+        "copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
+        "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+        "ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign",
+        "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    )
+)
+# The same numbers in the same format, whole or in part, and what reads and writes refs.
+_CARRIES = frozenset(
+    (
+        "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice",
+        "dynamic_update_slice", "empty2", "expand_dims", "gather", "get", "optimization_barrier",
+        "pad", "pvary", "reshape", "rev", "select_n", "slice", "split", "squeeze", "swap",
+        "transpose", "unstack",
+    )
+)
 # The same numbers, for each operand.
 _IDENTITIES = frozenset(
     ("copy", "copy_p", "layout_constraint", "name", "optimization_barrier", "pvary",
@@ -79,6 +98,16 @@ def cost_of(eqn: Eqn) -> int:
 def moves(eqn: Eqn) -> bool:
     """Whether an equation only moves or reformats its operand."""
     return eqn.primitive.name in _MOVES
+
+
+def is_elementwise(eqn: Eqn) -> bool:
+    """Whether each number of a result is made of the operands' numbers at its place."""
+    return eqn.primitive.name in _ELEMENTWISE
+
+
+def carries(eqn: Eqn) -> bool:
+    """Whether an equation makes no number that its operands do not hold."""
+    return eqn.primitive.name in _CARRIES
 
 
 def is_identity(eqn: Eqn) -> bool:

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from pipeline.base.precision import narrows
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.forecast.limit import see_that_it_fits
+from pipeline.jaxpr.jaxprs import narrows
 from pipeline.kernel.nans import is_watched, watched
 from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
@@ -97,15 +97,9 @@ def _is_narrow(
 def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, Any]:
     ct = _instantiate(ct)
     if isinstance(kept, _Waiting):
-        run = functools.partial(train, normalise=False, want_inputs=kept.want_inputs)
         model = dataclasses.replace(model, trained=kept.trained)
-        with refusing_twice(_TWICE):
-            _, grads, inputs = watched(
-                run, plan, model, kept.weights, kept.batch, scale=ct * kept.share
-            )
-        chunks, ends = _in_their_places(kept.weights, kept.trained, grads)
-        found = _input_cotangent(kept.batch.inputs, inputs) if kept.want_inputs else None
-        return Weights(chunks, ends, None, None), Batch(found, None, None)
+        run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
+        return run(want_inputs=kept.want_inputs, scale=ct * kept.share)
     grads, inputs = kept
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))
@@ -135,16 +129,22 @@ def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[An
     model = dataclasses.replace(model, loss_fn=pairing, trained=trained)
     batch = dataclasses.replace(batch, targets=cotangents)
     see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
-    with refusing_twice(_TWICE):
-        _, grads, inputs = watched(
-            train, plan, model, weights, batch, want_inputs=want_inputs, normalise=False
-        )
-    chunks, ends = _in_their_places(weights, trained, grads)
-    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
-    return Weights(chunks, ends, None, None), Batch(found, None, None)
+    return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
 
 
 outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
+
+
+def _cotangents(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
+) -> tuple[Weights, Batch]:
+    """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
+    run = functools.partial(train, want_inputs=want_inputs, normalise=False)
+    with refusing_twice(_TWICE):
+        _, grads, inputs = watched(run, plan, model, weights, batch, **scale)
+    chunks, ends = _in_their_places(weights, model.trained, grads)
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return Weights(chunks, ends, None, None), Batch(found, None, None)
 
 
 def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:

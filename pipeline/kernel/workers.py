@@ -25,7 +25,6 @@ from pipeline.kernel.memory import Seen, SeenTotal
 from pipeline.model.overlay import Spot, View
 from pipeline.rank.cell import Cell
 from pipeline.rank.lanes import SharedHalves, SharedResiduals, WithOutput
-from pipeline.rank.seen import seen_by
 from pipeline.trained.masks import chosen
 from schedules.lowering.program import Op, Program, Slot
 
@@ -72,7 +71,7 @@ class Worker(Actions):
         vars(self).update(vars(crew))
         self.lane = lane = crew.cell.lanes[index]
         self._program = program
-        self.cell = seen_by(crew.cell, lane.seat, lane.x, lane.y, lane.way)
+        self.cell = lane.view(crew.cell)
         self.buffers = Seen(crew.buffers, lane.x_view, lane.x, self.cell.axes)
         self.returned = Seen(crew.buffers, lane.y_view, lane.y, self.cell.axes)
         if isinstance(crew.residuals, SharedResiduals):

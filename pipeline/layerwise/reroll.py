@@ -28,21 +28,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.primitives import callee, loop_sizes
+from pipeline.jaxpr.primitives import callee, is_elementwise, loop_sizes
 from pipeline.model.overlay import Spot
 
-# Each number of the result is made of the operands' numbers at its place.
-# fmt: off
-_ELEMENTWISE = frozenset(
-    (
-        "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type",
-        "copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
-        "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-        "ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign",
-        "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-    )
-)
-# fmt: on
 # With these, numbers of all layers are made one, one after another.
 _GATHERING = frozenset(("add", "add_any", "and", "max", "min", "or", "sub"))
 _UNROLLED = 64  # as many rounds of a loop over several layers at once are taken apart
@@ -319,7 +307,7 @@ class Rerolled:
     def _widen(self, value: _Value, op: _Op) -> None:
         """See whether a value is made number by number of parts of cells that lie alike."""
         spots = {v.spot for v in op.operands if v.wide is not None}
-        if op.eqn.primitive.name not in _ELEMENTWISE or len(spots) != 1:
+        if not is_elementwise(op.eqn) or len(spots) != 1:
             return
         parts = tuple(v.wide or v.repeats or v for v in op.operands)
         if any(isinstance(v, _Value) and not (v.is_number and v.row is None) for v in parts):

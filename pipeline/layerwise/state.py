@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import PartitionSpec
 
 from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.layerwise.reroll import Cut, Rerolled, Row
-from pipeline.layerwise.view import End, LayerView, Name, Path, Slot, Stack, found_in, nested
+from pipeline.layerwise.view import End, LayerView, Name, Path, Slot, Stack, found_in
 from pipeline.sharding.placement import Spread
 
 Add = Callable[[Any, Cut | None], int]  # a stack, to its index among a program's
@@ -75,7 +76,7 @@ class _Part:
             found[stack.path] = lay(array, stack.spread.gradient)
         for n, end in self.ends:
             found[end.path] = lay(end.fill(program.value(leaves[n])), end.spread.gradient)
-        return nnx.State(nested(found))
+        return nnx.State(unflatten_mapping(found))
 
     def specs(self) -> dict[Path, PartitionSpec]:
         """How each array is laid out."""
@@ -145,7 +146,7 @@ class StatePlan:
     def specs(self) -> Tree:
         """What is stored, with the layout of each array in its place."""
         found = [
-            PartitionSpec() if part is None else nnx.State(nested(part.specs()))
+            PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
             for part in self.parts
         ]
         return jax.tree.unflatten(self.treedef, found)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
@@ -213,13 +214,15 @@ def layer_view(pipe: Any, *, trained: bool = False) -> LayerView:
             for rank, (k, path) in slot.names:
                 stages[k][path] = Ref(n, m, rank)
     ends = _ends(pipe, masks.ends if trained else None)
-    tree = {"embed": {}, "head": {}} | nested({e.path: EndRef(n) for n, e in enumerate(ends)})
+    tree = {"embed": {}, "head": {}} | unflatten_mapping(
+        {e.path: EndRef(n) for n, e in enumerate(ends)}
+    )
     places = {k: (rank, v) for rank, held in enumerate(stages_of) for v, k in enumerate(held)}
     return LayerView(
         len(stages_of),
         tuple(stacks),
         ends,
-        {"stages": [*map(nested, stages)]} | tree,
+        {"stages": [*map(unflatten_mapping, stages)]} | tree,
         tuple(places[k] for k in range(len(places))),
     )
 
@@ -415,18 +418,6 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
 
 def _text(path: Path) -> str:
     return ".".join(map(str, path))
-
-
-def nested(flat: Mapping[Path, Any]) -> dict[Any, Any]:
-    """A tree of dictionaries, by paths."""
-    tree: dict[Any, Any] = {}
-    for path, leaf in flat.items():
-        *groups, last = path
-        inner = tree
-        for name in groups:
-            inner = inner.setdefault(name, {})
-        inner[last] = leaf
-    return tree
 
 
 def found_in(tree: Tree, path: Path) -> Any:

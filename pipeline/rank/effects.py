@@ -14,7 +14,6 @@ import jax
 
 from pipeline.base.tree import blank
 from pipeline.rank.cell import Cell
-from pipeline.rank.seen import seen_by
 
 _ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
 
@@ -37,9 +36,7 @@ def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> No
     """
     if not (again or masked):
         return
-    for view in [seen_by(cell, lane.seat, lane.x, lane.y, lane.way) for lane in cell.lanes] or [
-        cell
-    ]:
+    for view in [lane.view(cell) for lane in cell.lanes] or [cell]:
         arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
         effects = jax.make_jaxpr(view.stage)(*arguments).effects
         if masked and has_check(effects):

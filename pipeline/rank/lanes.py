@@ -53,6 +53,10 @@ class Lane:
     x_view: View | None
     y_view: View | None
 
+    def view(self, cell: Cell) -> Cell:
+        """The rank's cell as these stages see it."""
+        return seen_by(cell, self.seat, self.x, self.y, self.way)
+
 
 def make_lanes(cell: Cell, activations: list[Tree]) -> tuple[list[Any], tuple[Lane, ...]]:
     """The types of a message's cells, and the lanes of all stages."""
@@ -111,7 +115,7 @@ class SharedResiduals:
         last = len(cell.model.stages) - 1
         self.of: list[Any] = []
         for lane in cell.lanes:
-            residuals = seen_by(cell, lane.seat, lane.x, lane.y, lane.way).residuals()
+            residuals = lane.view(cell).residuals()
             kept_elsewhere = last not in lane.stages or lane.y_view is not None
             self.of.append(residuals if kept_elsewhere else WithOutput(residuals, lane.y))
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
@@ -129,9 +133,7 @@ class SharedHalves:
     def __init__(self, cell: Cell, residuals: SharedResiduals | None, *, in_place: bool) -> None:
         starts = residuals.of if residuals else [None] * len(cell.lanes)
         self.of = [
-            seen_by(cell, lane.seat, lane.x, lane.y, lane.way).split_backward(
-                start, in_place=in_place
-            )
+            lane.view(cell).split_backward(start, in_place=in_place)
             for lane, start in zip(cell.lanes, starts, strict=True)
         ]
         self.whole = list(dict.fromkeys(text for halves in self.of for text in halves.whole))
