@@ -25,6 +25,18 @@ def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The manual mesh axes over which values of a type vary, sorted; of an array, of its type.
+
+    Args:
+      aval: a type or an array.
+      otherwise: the answer where the type does not say.
+    """
+    aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
+    found = getattr(aval, "manual_axis_type", None)
+    return otherwise if found is None else tuple(sorted(found.varying))
+
+
 def manual_axes(axes: Axes) -> tuple[str, ...]:
     """Those of `axes` that the surrounding shard_map is manual over, in the order given.
 

@@ -133,7 +133,7 @@ class _Layered:
     """
 
     def __init__(self, pipe: Pipeline, tx: optax.GradientTransformation) -> None:
-        self._tx, self._of = optax.with_extra_args_support(tx), pipe.plan
+        self._tx, self._home = optax.with_extra_args_support(tx), pipe.plan.home
         self._view, self._mesh = layer_view(pipe, trained=True), pipe.plan.mesh
         own = optax.GradientTransformationExtraArgs(self.init, self.update)
         parts = trained_parts(pipe.trained, pipe.chunks, pipe.schedule.stages_of)
@@ -149,8 +149,8 @@ class _Layered:
                 "(jax.ShapeDtypeStruct); make the optimizer with "
                 "pipeline.make_optimizer(pipe, tx), which then holds types too"
             )
-        with meshes.entered(self._of):
-            state = self._jitted[1](meshes.untyped(params, self._of))
+        with meshes.entered(self._mesh, self._home):
+            state = self._jitted[1](meshes.untyped(params, self._mesh))
         state = self._with_types(state, lambda: self.plan(params).specs())
         variables = {
             tuple(path): variable
@@ -170,8 +170,8 @@ class _Layered:
                     f"with the weights of layers cannot run a pipeline; take a transformation that "
                     f"needs values only, such as value=loss"
                 )
-        with meshes.entered(self._of):
-            given = meshes.untyped((grads, state, params, extra), self._of)
+        with meshes.entered(self._mesh, self._home):
+            given = meshes.untyped((grads, state, params, extra), self._mesh)
             updates, state = self._jitted[0](*given)
         like = grads if params is None else params
         return (
@@ -181,7 +181,7 @@ class _Layered:
 
     def _with_types(self, tree: Tree, specs: Callable[[], Tree]) -> Tree:
         """Results with the types of the pipeline's state, if it has any: else nothing is asked."""
-        home = self._of.home
+        home = self._home
         if not home.explicit_axes:
             return tree
         return meshes.typed(tree, home, jax.tree.leaves(specs(), is_leaf=_is_spec))

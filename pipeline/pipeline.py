@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from pipeline.backward.masks import Trained
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.forecast.ahead import check_kinds, lower_step, require_arrays
@@ -39,7 +41,6 @@ from pipeline.sharding import meshes
 from pipeline.sharding.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_lines, warn_of_frozen_parts
-from pipeline.trained.masks import Trained
 from pipeline.trained.unread import warn_of_parameters_read_from_outside
 from schedules import Schedule
 
@@ -239,11 +240,12 @@ class Pipeline(nnx.Module):
         schedule.
         """
         operands = self._step("pipe", self._operands(inputs, (), extras))
-        with meshes.entered(self.plan):
+        with self._entered():
             found = differentiable.outputs(self.plan, *operands)
-        given = (inputs, extras)
-        specs = meshes.outputs_specs(self.plan, found, given)
-        return meshes.typed(found, meshes.mesh_of_results(self.plan, given), specs)
+        given, mesh = (inputs, extras), self.plan.mesh
+        shared = "head" in self.plan.shared
+        specs = meshes.outputs_specs(mesh, found, given, shared=shared)
+        return meshes.typed(found, meshes.mesh_of_results(mesh, given), specs)
 
     def loss(
         self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
@@ -255,9 +257,9 @@ class Pipeline(nnx.Module):
         multiplied with before it is differentiated) must be known to the schedule.
         """
         operands = self._step("loss", self._operands(inputs, targets, extras, "loss"))
-        with meshes.entered(self.plan):
+        with self._entered():
             found = differentiable.loss(self.plan, *operands)
-        return meshes.typed(found, meshes.mesh_of_results(self.plan), PartitionSpec())
+        return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
     def value_and_grad(
         self,
@@ -287,7 +289,7 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, "value_and_grad", wrt)
         operands = self._step("value_and_grad", operands)
         with (
-            meshes.entered(self.plan),
+            self._entered(),
             differentiable.refusing_twice(
                 "value_and_grad() was differentiated, and it returns gradients itself: "
                 "differentiate loss(), or call value_and_grad() alone"
@@ -295,8 +297,8 @@ class Pipeline(nnx.Module):
         ):
             see_that_it_fits(self.plan, *operands)
             value, grads, _ = watched(runtime.train, self.plan, *operands, scale=scale)
-        value = meshes.typed(value, meshes.mesh_of_results(self.plan), PartitionSpec())
-        grads = meshes.typed(grads, self.plan.home, meshes.gradient_specs(operands[0]))
+        value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
+        grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
         return value, jax.tree.unflatten(layout, jax.tree.leaves(grads))
 
@@ -316,17 +318,17 @@ class Pipeline(nnx.Module):
         operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
-        with meshes.entered(self.plan):
+        with self._entered():
             see_that_it_fits(self.plan, *operands)
             return runtime.train.lower(self.plan, *operands)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""
         is_typed = bool(self.plan.home.explicit_axes)
-        with meshes.entered(self.plan):
+        with self._entered():
             chunks = list(self.chunks)
             if is_typed:
-                chunks = [_with_state(chunk, meshes.untyped, self.plan) for chunk in chunks]
+                chunks = [_with_state(chunk, meshes.untyped, self.plan.mesh) for chunk in chunks]
             found = {
                 k: take_stage(chunk, rank)
                 for rank, held in enumerate(self.schedule.stages_of)
@@ -371,8 +373,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: a tree of another shape.
         """
-        with meshes.entered(self.plan):
-            layers = to_layers(self, meshes.untyped(tree, self.plan))
+        with self._entered():
+            layers = to_layers(self, meshes.untyped(tree, self.plan.mesh))
         return meshes.typed_as_they_lie(layers, self.plan.home)
 
     def from_layers(self, layers: dict[str, Any]) -> nnx.State[Any, Any]:
@@ -384,8 +386,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.
         """
-        with meshes.entered(self.plan):
-            return from_layers(self, meshes.untyped(layers, self.plan))
+        with self._entered():
+            return from_layers(self, meshes.untyped(layers, self.plan.mesh))
 
     def describe(
         self,
@@ -415,12 +417,16 @@ class Pipeline(nnx.Module):
             memory = describe_step(self, optimizer, operands, compiled=compiled)
         else:
             state, trained = (self.chunks, self.ends), self.trained
-            with meshes.entered(self.plan):
+            with self._entered():
                 memory = describe_memory(
                     self.plan, *state, operands, trained=trained, compiled=compiled
                 )
         lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
         return describe(self.plan, self.chunks, [*lines, *memory])
+
+    def _entered(self) -> AbstractContextManager[None]:
+        """A context in which the kernel's mesh is in force."""
+        return meshes.entered(self.plan.mesh, self.plan.home)
 
     def _step(self, name: str, operands: Operands) -> Operands:
         """The operands of a call that computes, with random streams that count it."""
@@ -431,13 +437,13 @@ class Pipeline(nnx.Module):
     def _untyped(self, operands: Operands) -> Operands:
         """The operands as the kernel takes them: copies, where the weights have types."""
         model, weights, batch = operands
-        return model, meshes.untyped(weights, self.plan), batch
+        return model, meshes.untyped(weights, self.plan.mesh), batch
 
     def _operands(
         self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
     ) -> Operands:
         if loss_for:
-            meshes.warn_of_untyped_weights(self.plan)
+            meshes.warn_of_untyped_weights(self.plan.home, self.plan.warned)
         hold(self.plan, self)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)

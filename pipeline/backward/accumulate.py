@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.backward.in_place import can_be_added_in_place
+from pipeline.backward.masks import Mask, chosen, woven
 from pipeline.base.precision import floating
 from pipeline.base.tree import Leaves
-from pipeline.trained.masks import Mask, chosen, woven
 
 GradDtype = Any  # None, "weights" or a floating dtype
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from collectives import vary, varying_axes
 from pipeline.backward.accumulate import GradDtype, Pullback, as_summed
 from pipeline.backward.halves import Given
+from pipeline.backward.masks import Way, chosen
 from pipeline.backward.split import halve
-from pipeline.backward.usage import touched
 from pipeline.base.tree import Leaves, Tree
 from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import Name, Step, prune, read, run
-from pipeline.trained.masks import Way, chosen
+from pipeline.jaxpr.usage import touched
 
 # (weights, fixed, side, stash) -> (the stage's output or None, its pullback)
 Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Tree, Pullback]]

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from collectives import vary
+from collectives.compat import varying_in
 from pipeline.backward.halves import Given, Halve, Mask, Pieces, given_inside
 from pipeline.base.tree import zeros
-from pipeline.jaxpr.primitives import varying_in
 from pipeline.jaxpr.steps import Atom, Block, Branches, Name, Step, cost_inside, names, read, run
 
 

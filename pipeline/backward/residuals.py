@@ -19,10 +19,10 @@ from jax.extend.core import Literal
 
 from pipeline.backward.accumulate import GradDtype, Pullback, differentiate
 from pipeline.backward.cut import smallest_cut
+from pipeline.backward.masks import Way
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.jaxpr.jaxprs import Var, evaluate, operands, producers
 from pipeline.jaxpr.primitives import is_cheap
-from pipeline.trained.masks import Way
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
 

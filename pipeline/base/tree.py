@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from pipeline.jaxpr.primitives import varying_in
+from collectives.compat import varying_in
 
 Tree = Any  # a pytree of arrays
 Leaves = list[Any]  # arrays, in tree order

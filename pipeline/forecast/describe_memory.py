@@ -8,13 +8,13 @@ import jax
 from flax import nnx
 
 from pipeline.backward.accumulate import as_summed
+from pipeline.backward.masks import Mask, Trained, chosen
 from pipeline.forecast import traffic
 from pipeline.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.forecast.describe_traffic import traffic_lines
 from pipeline.forecast.flow import nbytes
 from pipeline.kernel import runtime
 from pipeline.plan.plan import Plan
-from pipeline.trained.masks import Mask, Trained, chosen
 
 
 def describe_memory(

@@ -74,7 +74,7 @@ def predict_step(
             for spec in (spread.stored, spread.gradient)
         }
         update += sum(parts.values()) * value.dtype.itemsize
-    with entered(pipe.plan):
+    with entered(pipe.plan.mesh, pipe.plan.home):
         gradients = predict(pipe.plan, model, weights, batch, used=True)
     return StepPrediction(
         gradients=gradients,

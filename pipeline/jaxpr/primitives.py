@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from collectives.compat import varying_in
+
 Eqn = Any
 
 # Elementwise arithmetic and changes of layout: XLA fuses them into what reads them.
@@ -118,16 +120,6 @@ def is_identity(eqn: Eqn) -> bool:
 def is_ref(aval: Any) -> bool:
     """Whether a type is that of a mutable buffer."""
     return isinstance(aval, jax.ref.AbstractRef)
-
-
-def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The manual mesh axes over which values of a type vary, if the type says so.
-
-    Of an array it is its type.
-    """
-    aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
-    found = getattr(aval, "manual_axis_type", None)
-    return otherwise if found is None else tuple(sorted(found.varying))
 
 
 def barrier(*values: Any) -> list[Any]:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from pipeline.backward.masks import Mask, Trained, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.forecast.limit import see_that_it_fits
 from pipeline.jaxpr.jaxprs import narrows
@@ -29,7 +30,6 @@ from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
 from pipeline.rank.effects import has_check
-from pipeline.trained.masks import Mask, Trained, woven
 
 # jax 0.10 cannot discharge the refs of what is whole to it.
 _HAS_WHOLE = jax.__version_info__ >= (0, 12)

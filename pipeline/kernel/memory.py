@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, blank, times, vary_like, zeros
-from pipeline.jaxpr.primitives import varying_in
 from pipeline.model.overlay import Part, Spot, View
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE
+from pipeline.backward.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.jitted import PerPlan
@@ -38,7 +39,6 @@ from pipeline.sharding.spread import (
     reduce_gradients,
     total_over,
 )
-from pipeline.trained.masks import Mask, Way, chosen
 from pipeline.trained.unread import warn_of_parameters_that_nobody_reads
 from schedules.lowering.program import Program
 

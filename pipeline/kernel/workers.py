@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE
+from pipeline.backward.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.kernel import scopes
 from pipeline.kernel.actions import Actions, Row
@@ -25,7 +26,6 @@ from pipeline.kernel.memory import Seen, SeenTotal
 from pipeline.model.overlay import Spot, View
 from pipeline.rank.cell import Cell
 from pipeline.rank.lanes import SharedHalves, SharedResiduals, WithOutput
-from pipeline.trained.masks import chosen
 from schedules.lowering.program import Op, Program, Slot
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from collectives.compat import varying_in
 from pipeline.base.tree import partition, real, shape_text
-from pipeline.jaxpr.primitives import varying_in
 
 LossFn = Callable[[Any, Any], Any]
 

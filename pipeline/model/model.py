@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from pipeline.backward.accumulate import GradDtype
+from pipeline.backward.masks import Trained, chosen
 from pipeline.base.tree import Tree
 from pipeline.model.ends import Tables
 from pipeline.model.loss import Loss
 from pipeline.model.stage import Definition, Seat
 from pipeline.sharding.spread import Layout
-from pipeline.trained.masks import Trained
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,14 @@ class Model:
     grad_dtype: GradDtype = None
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)
+
+    @property
+    def gradient_specs(self) -> list[PartitionSpec]:
+        """Where the gradients of what is trained lie, in their order."""
+        parts = *self.layout.chunks, self.layout.ends
+        masks = *self.trained.chunks, self.trained.ends
+        return [
+            spread.gradient
+            for part, mask in zip(parts, masks, strict=True)
+            for spread in chosen(part, mask)
+        ]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.backward.masks import Trained
 from pipeline.base.tree import Tree
 from pipeline.model.chunks import lay_out
 from pipeline.model.ends import find_tables
@@ -21,7 +22,6 @@ from pipeline.model.stage import Ends, define, seats
 from pipeline.plan.plan import Plan
 from pipeline.sharding.meshes import untyped
 from pipeline.trained.filters import find_trained, own_filter
-from pipeline.trained.masks import Trained
 
 Operands = tuple[Model, Weights, Batch]
 MOST_FILTERS = 16  # that a plan remembers
@@ -63,7 +63,7 @@ def make_operands(
     batch = make_batch(
         inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
     )
-    batch = place(untyped(batch, plan), plan.mesh)
+    batch = place(untyped(batch, plan.mesh), plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])

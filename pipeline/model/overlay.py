@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, zeros
-from pipeline.jaxpr.primitives import varying_in
 
 Shape = tuple[int, ...]
 Column = tuple[tuple[Hashable, ...], Shape | None]  # the name and the trailing axes

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import DATA
+from collectives.compat import varying_in
 from pipeline.base.tree import Tree, is_float
-from pipeline.jaxpr.primitives import varying_in
 
 
 def split_streams(rest: Tree) -> tuple[Tree, Tree]:

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.backward.backward import Linearize, SplitBackward
+from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals, stage_pullback
-from pipeline.backward.usage import needed_inputs
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real, signature
 from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import run_block
+from pipeline.jaxpr.usage import needed_inputs
 from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.model.loss import as_sum_and_weight, is_mean
 from pipeline.model.model import Batch, Model, Weights
@@ -29,7 +30,6 @@ from pipeline.rank.boundary import follow_alike
 from pipeline.rank.forward import Forward
 from pipeline.rank.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
 from pipeline.rank.seen import code
-from pipeline.trained.masks import Way
 
 
 class Cell(Forward):

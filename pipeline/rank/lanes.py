@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from pipeline.backward.accumulate import Pullback
+from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.model.overlay import View, overlay_trees
 from pipeline.model.stage import Seat
 from pipeline.rank.seen import code, seen_by
-from pipeline.trained.masks import Way
 
 if TYPE_CHECKING:
     from pipeline.rank.cell import Cell

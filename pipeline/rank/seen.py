@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from pipeline.backward.masks import Way
 from pipeline.base.tree import Tree, signature
 from pipeline.model.randomness import split_streams
 from pipeline.model.stage import Seat
-from pipeline.trained.masks import Way
 
 if TYPE_CHECKING:
     from pipeline.rank.cell import Cell

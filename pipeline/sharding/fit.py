@@ -14,7 +14,6 @@ from collectives import DATA, STAGE
 from pipeline.layers.weights import check_axis
 from pipeline.sharding.placed import Placed, placed
 from pipeline.sharding.report import alike
-from pipeline.vocabulary import Table
 
 _OURS = ("pipeline", "flax", "jax", "contextlib")
 
@@ -52,7 +51,7 @@ def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[A
     """
     params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
     # Tables that ranks share are divided, and no other axis can divide them further.
-    whole = [(path, variable) for path, variable in params if not _is_shared(variable)]
+    whole = [item for item in params if not _is_shared(*item)]
     arrays = placed(nnx.from_flat_state(whole), mesh)
     message = alike(arrays, remedy=_remedy)
     for text in (message, _misspelt(given, arrays, mesh)):
@@ -65,8 +64,9 @@ def _variables(state: Any) -> list[Any]:
     return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
 
 
-def _is_shared(variable: Any) -> bool:
-    return isinstance(variable, Table) and STAGE in variable.get_metadata("out_sharding", ())
+def _is_shared(path: Sequence[Any], variable: Any) -> bool:
+    """Whether ranks share it by its rows: of embed and head nothing else lies over ``stage``."""
+    return path[0] == "ends" and STAGE in variable.get_metadata("out_sharding", ())
 
 
 def _remedy(missing: Collection[str]) -> str:

@@ -28,12 +28,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.base.tree import Tree
-from pipeline.model.model import Model
-from pipeline.plan.plan import Plan
 from pipeline.sharding.distribute import distribute
 from pipeline.sharding.placement import axes_in
 from pipeline.sharding.spread import kernel_spec
-from pipeline.trained.masks import chosen
 
 
 def mesh_in_force() -> Any:
@@ -113,8 +110,12 @@ def _entered(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def entered(plan: Plan) -> AbstractContextManager[None]:
+def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
     """A context in which the kernel's mesh is in force, where one with types was.
+
+    Args:
+      mesh: the kernel's.
+      home: the same with the axis types that state has.
 
     Raises:
       ValueError: a mesh is in force on which this pipeline's state does not lie.
@@ -122,24 +123,28 @@ def entered(plan: Plan) -> AbstractContextManager[None]:
     here = mesh_in_force()
     if here is None:
         return contextlib.nullcontext()
-    _see_that_meshes_agree(plan.mesh, here)
-    if plan.home.explicit_axes and plan.home.axis_types != here.axis_types:
+    _see_that_meshes_agree(mesh, here)
+    if home.explicit_axes and home.axis_types != here.axis_types:
         raise ValueError(
             f"jax.set_mesh has a mesh of {_text(here)}, and the pipeline was made under one of "
-            f"{_text(plan.home)}, whose types its weights have: use one mesh for both"
+            f"{_text(home)}, whose types its weights have: use one mesh for both"
         )
-    return _entered(plan.mesh) if here.explicit_axes else contextlib.nullcontext()
+    return _entered(mesh) if here.explicit_axes else contextlib.nullcontext()
 
 
-def warn_of_untyped_weights(plan: Plan) -> None:
+def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:
     """Warn, once a pipeline, of gradients that no optimizer can use where a typed mesh is in force.
 
     That is so where the pipeline was made outside of `jax.set_mesh`.
+
+    Args:
+      home: the pipeline's mesh with the axis types that its state has.
+      warned: of what was warned already, to which this is added.
     """
     here, key = mesh_in_force(), "untyped weights"
-    if here is None or plan.home.explicit_axes or not here.explicit_axes or key in plan.warned:
+    if here is None or home.explicit_axes or not here.explicit_axes or key in warned:
         return
-    plan.warned.add(key)
+    warned.add(key)
     warnings.warn(
         f"jax.set_mesh has a mesh of {_text(here)}, but this pipeline was made outside of it: its "
         f"weights and gradients have no types, and under jax.set_mesh jax refuses to compute with "
@@ -149,13 +154,13 @@ def warn_of_untyped_weights(plan: Plan) -> None:
     )
 
 
-def untyped(tree: Tree, plan: Plan) -> Tree:
+def untyped(tree: Tree, mesh: Mesh) -> Tree:
     """Arrays as the kernel takes them; no bytes move.
 
     Raises:
       ValueError: a traced array that lies on another mesh.
     """
-    return jax.tree.map(lambda leaf: _untyped(leaf, plan.mesh), tree)
+    return jax.tree.map(lambda leaf: _untyped(leaf, mesh), tree)
 
 
 def _untyped(leaf: Any, mesh: Mesh) -> Any:
@@ -187,27 +192,32 @@ def _typed_sharding(leaf: Any) -> Any:
     return found if named and found.mesh.explicit_axes else None
 
 
-def mesh_of_results(plan: Plan, inputs: Tree = ()) -> Mesh | None:
+def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
     """The mesh whose types results have, None for none: that in force, or else that of inputs."""
     here = mesh_in_force()
     if here is None:
         found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
-        typed = (x.mesh for x in found if x.mesh.shape_tuple == plan.mesh.shape_tuple)
+        typed = (x.mesh for x in found if x.mesh.shape_tuple == mesh.shape_tuple)
         here = next(typed, None)
-    return _with_types(plan.mesh, here.axis_types) if here and here.explicit_axes else None
+    return _with_types(mesh, here.axis_types) if here and here.explicit_axes else None
 
 
-def outputs_specs(plan: Plan, outputs: Tree, inputs: Tree) -> list[PartitionSpec]:
+def outputs_specs(mesh: Mesh, outputs: Tree, inputs: Tree, *, shared: bool) -> list[PartitionSpec]:
     """How outputs lie: rows as those of the inputs if their types say so, or over ``data``.
 
-    Logits that all ranks share stay divided over ``stage`` where that is even.
+    Args:
+      mesh: the kernel's.
+      outputs: [N, ...] leaves.
+      inputs: likewise.
+      shared: whether they are logits that all ranks share; those stay divided over ``stage`` where
+        that is even.
     """
     found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
     rows = next((x.spec[0] for x in found if len(x.spec) and x.spec[0] is not None), None)
-    rows = rows or (DATA if DATA in plan.axes else None)
+    rows = rows or (DATA if DATA in mesh.axis_names else None)
 
     def one(leaf: Any) -> PartitionSpec:
-        divided = "head" in plan.shared and leaf.shape[-1] % plan.mesh.shape[STAGE] == 0
+        divided = shared and leaf.shape[-1] % mesh.shape[STAGE] == 0
         if not divided or STAGE in axes_in(rows):
             return PartitionSpec(rows)
         return PartitionSpec(rows, *(None,) * (leaf.ndim - 2), STAGE)
@@ -238,13 +248,6 @@ def _typed(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return distribute(leaf, sharding)
-
-
-def gradient_specs(model: Model) -> list[PartitionSpec]:
-    """Where the gradients of what is trained lie, in their order."""
-    layout, trained = model.layout, model.trained
-    parts, masks = (*layout.chunks, layout.ends), (*trained.chunks, trained.ends)
-    return [s.gradient for part, mask in zip(parts, masks, strict=True) for s in chosen(part, mask)]
 
 
 def typed_as_they_lie(tree: Tree, mesh: Mesh) -> Tree:

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from pipeline.backward.masks import Mask, Trained
 from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.model.overlay import Spot
@@ -28,7 +29,6 @@ from pipeline.model.unlike import Overlaid
 from pipeline.plan.plan import Plan
 from pipeline.sharding.fit import outside
 from pipeline.sharding.placement import as_before
-from pipeline.trained.masks import Mask, Trained
 
 Path = tuple[Any, ...]
 Flat = Sequence[tuple[Path, Any]]  # paths and variables
