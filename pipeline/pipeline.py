@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pipeline.backward.masks import Trained
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
-from pipeline.forecast.ahead import check_kinds, lower_step, require_arrays
+from pipeline.forecast.ahead import lower_step
 from pipeline.forecast.describe import describe, summary
 from pipeline.forecast.describe_memory import describe_memory
 from pipeline.forecast.limit import see_that_it_fits
@@ -22,6 +22,7 @@ from pipeline.forecast.step_memory import describe_step
 from pipeline.kernel import differentiable, runtime
 from pipeline.kernel.jitted import hold
 from pipeline.kernel.nans import watched
+from pipeline.kernel.operands import Operands, make_operands, require_arrays
 from pipeline.layerwise.layout import Layout, check_layout, mark
 from pipeline.layerwise.view import from_layers, to_layers
 from pipeline.model.apart import apart
@@ -29,19 +30,17 @@ from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
 from pipeline.model.loss import LossFn
-from pipeline.model.operands import Operands, make_operands, trained_by
 from pipeline.model.randomness import advance
-from pipeline.model.stage import count_stages, is_stacked, take_stage
-from pipeline.plan.options import check_functions, check_scale
-from pipeline.plan.plan import Bubbles, Gather, Remat
+from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
+from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
 from pipeline.plan.resolve import make_plan
 from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import see_that_layers_fit, see_that_weights_are_divided
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
-from pipeline.trained.filters import trained_lines, warn_of_frozen_parts
-from pipeline.trained.unread import warn_of_parameters_read_from_outside
+from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
+from pipeline.trained.outside import warn_of_parameters_read_from_outside
 from schedules import Schedule
 
 
@@ -184,7 +183,7 @@ class Pipeline(nnx.Module):
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
-        warn_of_frozen_parts(self.trained, plan, self.chunks)
+        warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
         hold(plan, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,9 +238,9 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        operands = self._step("pipe", self._operands(inputs, (), extras))
+        model, *arrays = self._step("pipe", self._operands(inputs, (), extras))
         with self._entered():
-            found = differentiable.outputs(self.plan, *operands)
+            found = differentiable.outputs(self.plan, model, see_that_it_fits, *arrays)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
         specs = meshes.outputs_specs(mesh, found, given, shared=shared)
@@ -256,9 +255,10 @@ class Pipeline(nnx.Module):
         step computes in float16, both run, forward actions first: a loss scale (what the loss is
         multiplied with before it is differentiated) must be known to the schedule.
         """
-        operands = self._step("loss", self._operands(inputs, targets, extras, "loss"))
+        operands = self._operands(inputs, targets, extras, "loss")
+        model, *arrays = self._step("loss", operands)
         with self._entered():
-            found = differentiable.loss(self.plan, *operands)
+            found = differentiable.loss(self.plan, model, see_that_it_fits, *arrays)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
     def value_and_grad(
@@ -421,7 +421,7 @@ class Pipeline(nnx.Module):
                 memory = describe_memory(
                     self.plan, *state, operands, trained=trained, compiled=compiled
                 )
-        lines = trained_lines(self.plan, self.trained, self.chunks, self.ends)
+        lines = trained_lines(self.trained, self.chunks, self.ends, self.schedule.stages_of)
         return describe(self.plan, self.chunks, [*lines, *memory])
 
     def _entered(self) -> AbstractContextManager[None]:
@@ -453,13 +453,18 @@ class Pipeline(nnx.Module):
     @property
     def trained(self) -> Trained:
         """Which leaves of its parameters have gradients."""
-        return trained_by(self.plan.wrt, self.plan, self.chunks, self.ends)[0]
+        return self._trained_by(self.plan.wrt)[0]
+
+    def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
+        """What a filter trains, and the filter of the pipeline's own state that finds it."""
+        stages, known = self.schedule.stages_of, self.plan.filtered
+        return trained_by(wrt, self.chunks, self.ends, stages, known)
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:
         """The filter of the pipeline's own state for one of the plain model's."""
         if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
             return wrt
-        return trained_by(wrt, self.plan, self.chunks, self.ends)[1]
+        return self._trained_by(wrt)[1]
 
 
 _PARAMETERS = inspect.signature(Pipeline.__init__).parameters

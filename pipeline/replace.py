@@ -20,8 +20,7 @@ from flax import nnx
 
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw, with_value
-from pipeline.forecast.ahead import check_kinds
-from pipeline.model.stage import Ends
+from pipeline.model.stage import Ends, check_kinds
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.distribute import distribute
 from pipeline.sharding.placement import as_before

@@ -3,7 +3,7 @@
 Letters: S ranks, N words, d width; b stands for any leading axes, those of a microbatch. Called by
 themselves these are ordinary modules, and in ``Pipeline(vocabulary="ends")`` the first and the last
 rank call them so. In ``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
-`pipeline.rank.together` does what they do with all ranks at once.
+`pipeline.kernel.vocabulary` does what they do with all ranks at once.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.forecast import traffic
 from pipeline.kernel import runtime
-from pipeline.kernel.ticks import segments
-from pipeline.kernel.turns import needed
+from pipeline.kernel.ticks import needed, segments
 from pipeline.layers import RMSNorm
 from pipeline.sharding.placement import APART
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead

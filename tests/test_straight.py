@@ -14,7 +14,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel.straight import is_straight, straight
+from pipeline.plan.choose import is_straight, straight
 from tests import models
 from tests.models import Block, Hostile, Noisy, Readout, Sided, Tree, Words
 

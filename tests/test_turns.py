@@ -9,8 +9,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel.ticks import segments
-from pipeline.kernel.turns import needed, turns
+from pipeline.kernel.ticks import needed, segments, turns
 from schedules import build, lower, names
 from tests import models
 from tests.sizes import CHUNKS

@@ -13,7 +13,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.trained.unread import warn_of_parameters_read_from_outside
+from pipeline.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.vocabulary import VocabularyEmbedding
 from tests import models
 from tests.models import CLASSES, WIDTH, Block, Readout, Words

@@ -10,7 +10,6 @@ Letters: S ranks, D data shards, N rows of a batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,8 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
-from pipeline.base.tree import Tree, is_abstract
-from pipeline.model.operands import Operands
+from pipeline.base.tree import Tree
 
 
 def lower_step(
@@ -87,45 +85,6 @@ def check_optimizer(pipe: Any, optimizer: Any) -> None:
         raise ValueError(other) from error
     if _types(needed) != _types(nnx.as_pure(optimizer.opt_state)):
         raise ValueError(other)
-
-
-def check_kinds(stages: Any, **ends: Any) -> None:
-    """See that a model is made of arrays or of types, and not of both.
-
-    Raises:
-      ValueError: some part is of types, and some of arrays.
-    """
-    parts = {"stages": stages, **ends}
-    if isinstance(stages, Sequence):
-        parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
-    found = {
-        name: is_abstract(nnx.state(part))
-        for name, part in parts.items()
-        if isinstance(part, nnx.Module) and jax.tree.leaves(nnx.state(part))
-    }
-    if len(set(found.values())) > 1:
-        of_types, of_arrays = (
-            next(name for name, kind in found.items() if kind is wanted) for wanted in (True, False)
-        )
-        raise ValueError(
-            f"{of_types} is made of types (jax.ShapeDtypeStruct), {of_arrays} of arrays; make all "
-            f"parts of a model by nnx.eval_shape, to describe and to compile, or none, to train"
-        )
-
-
-def require_arrays(method: str, operands: Operands) -> Operands:
-    """The operands of a step that computes.
-
-    Raises:
-      ValueError: leaves that are types.
-    """
-    if is_abstract(operands[1:]):
-        raise ValueError(
-            f"{method}() computes, but the pipeline or the batch is made of types "
-            f"(jax.ShapeDtypeStruct); make the stages without nnx.eval_shape, or ask for "
-            f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
-        )
-    return operands
 
 
 def _paths(state: Tree) -> list[Any]:

@@ -28,7 +28,7 @@ from collectives import STAGE
 from pipeline.forecast.flow import nbytes
 from pipeline.forecast.liveness import find_shard_map
 from pipeline.kernel import runtime, scopes
-from pipeline.kernel.turns import without
+from pipeline.kernel.ticks import without
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
 from schedules.lowering.program import Program

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from pipeline.backward.accumulate import as_summed
 from pipeline.backward.masks import chosen
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
-from pipeline.kernel.memory import Pool, Total
-from pipeline.kernel.once import at_most_once
+from pipeline.kernel.memory import Pool, Total, at_most_once
 from pipeline.model.loss import same_over_others
 from pipeline.rank.cell import Cell
 from schedules.lowering.program import Op, Program, Slot

@@ -22,7 +22,6 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from pipeline.backward.masks import Mask, Trained, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
-from pipeline.forecast.limit import see_that_it_fits
 from pipeline.jaxpr.jaxprs import narrows
 from pipeline.kernel.nans import is_watched, watched
 from pipeline.kernel.runtime import infer, train
@@ -30,6 +29,8 @@ from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
 from pipeline.rank.effects import has_check
+
+Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 
 # jax 0.10 cannot discharge the refs of what is whole to it.
 _HAS_WHOLE = jax.__version_info__ >= (0, 12)
@@ -61,16 +62,27 @@ class _Waiting:
 jax.tree_util.register_dataclass(_Waiting)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def loss(plan: Plan, model: Model, weights: Weights, batch: Batch) -> jax.Array:
-    """The mean loss, a float32 scalar; differentiable in params and inputs."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> jax.Array:
+    """The mean loss, a float32 scalar; differentiable in params and inputs.
+
+    Args:
+      plan: the options of the pipeline.
+      model: the user's model.
+      before: what is called before the timetable runs, which it does where this is differentiated.
+      weights: [S, ...] leaves of chunks, and leaves of the ends.
+      batch: [N, ...] leaves.
+    """
+    del before
     return watched(infer, plan, model, weights, batch, take_loss=True)
 
 
-def _loss_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[jax.Array, Any]:
+def _loss_forward(
+    plan: Plan, model: Model, before: Before, weights: Any, batch: Any
+) -> tuple[jax.Array, Any]:
     want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
-    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
+    before(plan, model, weights, batch, want_inputs=want_inputs)
     run = functools.partial(watched, train, plan, model, want_inputs=want_inputs)
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
         infers = functools.partial(watched, infer, plan, model, take_loss=True, want_share=True)
@@ -94,7 +106,7 @@ def _is_narrow(
     return bool(plan.jitted[key])
 
 
-def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, Any]:
+def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
     ct = _instantiate(ct)
     if isinstance(kept, _Waiting):
         model = dataclasses.replace(model, trained=kept.trained)
@@ -109,13 +121,16 @@ def _loss_backward(plan: Plan, model: Model, kept: Any, ct: Any) -> tuple[Any, A
 loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Tree:
-    """[N, ...] outputs; differentiable in params and inputs."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
+    """[N, ...] outputs; differentiable in params and inputs. Arguments as of `loss`."""
+    del before
     return watched(infer, plan, model, weights, batch, take_loss=False)
 
 
-def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tuple[Tree, Any]:
+def _outputs_forward(
+    plan: Plan, model: Model, _: Before, weights: Any, batch: Any
+) -> tuple[Tree, Any]:
     want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))
@@ -123,12 +138,14 @@ def _outputs_forward(plan: Plan, model: Model, weights: Any, batch: Any) -> tupl
         return run(weights, batch), (weights, batch, want_inputs, asked.trained)
 
 
-def _outputs_backward(plan: Plan, model: Model, kept: Any, ct: Tree) -> tuple[Any, Any]:
+def _outputs_backward(
+    plan: Plan, model: Model, before: Before, kept: Any, ct: Tree
+) -> tuple[Any, Any]:
     weights, batch, want_inputs, trained = kept
     cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, trained=trained)
     batch = dataclasses.replace(batch, targets=cotangents)
-    see_that_it_fits(plan, model, weights, batch, want_inputs=want_inputs)
+    before(plan, model, weights, batch, want_inputs=want_inputs)
     return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
 
 

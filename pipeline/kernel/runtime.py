@@ -22,14 +22,14 @@ from pipeline.kernel.jitted import PerPlan
 from pipeline.kernel.memory import scale_in_place
 from pipeline.kernel.scopes import COMMON
 from pipeline.kernel.straight import Straight
-from pipeline.kernel.ticks import run_ticks
-from pipeline.kernel.turns import without
+from pipeline.kernel.ticks import run_ticks, without
 from pipeline.kernel.workers import Crew
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
 from pipeline.rank.cell import Cell
 from pipeline.rank.effects import see_that_effects_happen_once
+from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
 from pipeline.sharding.spread import (
     constrain,
@@ -39,7 +39,6 @@ from pipeline.sharding.spread import (
     reduce_gradients,
     total_over,
 )
-from pipeline.trained.unread import warn_of_parameters_that_nobody_reads
 from schedules.lowering.program import Program
 
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")

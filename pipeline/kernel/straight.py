@@ -18,32 +18,12 @@ from collectives import vary
 from pipeline.base.tree import at
 from pipeline.kernel.actions import Actions
 from pipeline.rank.cell import Cell
-from schedules.core.action import Action, Kind
-from schedules.schedule import Schedule, from_orders
-
-
-def is_straight(schedule: Schedule) -> bool:
-    """Whether one rank finishes each microbatch, in ascending order, before the next."""
-    if schedule.num_ranks > 1:
-        return False
-    return schedule.orders == straight(schedule.num_stages, schedule.num_microbatches).orders
-
-
-def straight(num_stages: int, num_microbatches: int) -> Schedule:
-    """All stages forward, then all backward, for one microbatch after the other."""
-    ways: tuple[tuple[Kind, range], ...]
-    ways = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
-    order = [
-        Action(stage, kind, microbatch)
-        for microbatch in range(num_microbatches)
-        for kind, stages in ways
-        for stage in stages
-    ]
-    return from_orders([order], name="accumulation")
 
 
 class Straight(Actions):
-    """A step of such a rank. Totals are those of `Actions`; it needs no other memory.
+    """A step of such a rank (`is_straight` of `pipeline.plan.choose`).
+
+    Totals are those of `Actions`; it needs no other memory.
 
     Args:
       cell: the rank's part of the model, whose stages are alike.

@@ -18,7 +18,7 @@ from flax import nnx
 
 from pipeline.base.alike import alike, digest
 from pipeline.base.hollow import with_arrays
-from pipeline.base.tree import Tree, row_of, signature
+from pipeline.base.tree import Tree, is_abstract, row_of, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded
 from pipeline.model.unlike import Overlaid, Views
@@ -192,6 +192,30 @@ class Ends(nnx.Module):
         self.head = head
         if isinstance(loss_fn, nnx.Module):  # other losses have no state
             self.loss_fn = loss_fn
+
+
+def check_kinds(stages: Any, **ends: Any) -> None:
+    """See that a model is made of arrays or of types, and not of both.
+
+    Raises:
+      ValueError: some part is of types, and some of arrays.
+    """
+    parts = {"stages": stages, **ends}
+    if isinstance(stages, Sequence):
+        parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
+    found = {
+        name: is_abstract(nnx.state(part))
+        for name, part in parts.items()
+        if isinstance(part, nnx.Module) and jax.tree.leaves(nnx.state(part))
+    }
+    if len(set(found.values())) > 1:
+        of_types, of_arrays = (
+            next(name for name, kind in found.items() if kind is wanted) for wanted in (True, False)
+        )
+        raise ValueError(
+            f"{of_types} is made of types (jax.ShapeDtypeStruct), {of_arrays} of arrays; make all "
+            f"parts of a model by nnx.eval_shape, to describe and to compile, or none, to train"
+        )
 
 
 def count_stages(stages: Any) -> int:

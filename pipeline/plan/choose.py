@@ -13,11 +13,12 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
-from pipeline.kernel.straight import straight
-from pipeline.plan.plan import Bubbles
+from pipeline.plan.options import Bubbles
 from schedules import Schedule, ScheduleError, build, check, names, simulate
 from schedules.clocks.ticks import see_that_pattern_is_known
+from schedules.core.action import Action, Kind
 from schedules.core.arguments import need
+from schedules.schedule import from_orders
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
@@ -124,6 +125,26 @@ def choose_schedule(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
+
+
+def is_straight(schedule: Schedule) -> bool:
+    """Whether one rank finishes each microbatch, in ascending order, before the next."""
+    if schedule.num_ranks > 1:
+        return False
+    return schedule.orders == straight(schedule.num_stages, schedule.num_microbatches).orders
+
+
+def straight(num_stages: int, num_microbatches: int) -> Schedule:
+    """All stages forward, then all backward, for one microbatch after the other."""
+    ways: tuple[tuple[Kind, range], ...]
+    ways = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
+    order = [
+        Action(stage, kind, microbatch)
+        for microbatch in range(num_microbatches)
+        for kind, stages in ways
+        for stage in stages
+    ]
+    return from_orders([order], name="accumulation")
 
 
 def _default(

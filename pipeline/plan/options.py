@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from collectives.sizes import integer, is_size
 from pipeline.base.tree import real, shape_text
+
+Remat = Literal["stage"] | Callable[..., Any] | None
+Bubbles = Literal["skip", "masked"]
+Gather = Literal["step", "action"]
 
 
 def check_microbatches(num_microbatches: Any) -> int:

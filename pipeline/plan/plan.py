@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
 from pipeline.backward.accumulate import GradDtype
-from pipeline.kernel.straight import is_straight
 from pipeline.model.loss import Loss
+from pipeline.plan.choose import is_straight
+from pipeline.plan.options import Bubbles, Gather, Remat
 from pipeline.sharding.placement import DataParallel
 from schedules.clocks.shared import Shared
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Keep, Program
 from schedules.schedule import Schedule
-
-Remat = Literal["stage"] | Callable[..., Any] | None
-Bubbles = Literal["skip", "masked"]
-Gather = Literal["step", "action"]
 
 
 class Sends(TypedDict):

@@ -21,13 +21,16 @@ from pipeline.plan.choose import (
     exchanges_are_barriers,
 )
 from pipeline.plan.options import (
+    Bubbles,
+    Gather,
+    Remat,
     check_axes,
     check_functions,
     check_limit,
     check_microbatches,
     check_options,
 )
-from pipeline.plan.plan import Bubbles, Gather, Plan, Remat
+from pipeline.plan.plan import Plan
 from pipeline.sharding.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.sharding.placement import DataParallel
 

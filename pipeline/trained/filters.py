@@ -25,8 +25,8 @@ from pipeline.backward.masks import Mask, Trained
 from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.model.overlay import Spot
+from pipeline.model.stage import define
 from pipeline.model.unlike import Overlaid
-from pipeline.plan.plan import Plan
 from pipeline.sharding.fit import outside
 from pipeline.sharding.placement import as_before
 
@@ -34,6 +34,7 @@ Path = tuple[Any, ...]
 Flat = Sequence[tuple[Path, Any]]  # paths and variables
 Places = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 Parts = list[list[tuple[int, int]]]  # [S] lists of (start, stop)
+MOST_FILTERS = 16  # that are remembered
 WHOLE = 0, np.iinfo(np.int32).max
 
 
@@ -74,6 +75,46 @@ def find_trained(
     if not trained.is_anything:
         asks.refuse_nothing()
     return trained
+
+
+def trained_by(
+    wrt: Any,
+    chunks: Sequence[nnx.Module],
+    ends: nnx.Module,
+    stages: Places,
+    known: dict[Any, Any],
+    structure: Any = None,
+) -> tuple[Trained, nnx.filterlib.Filter]:
+    """What a filter trains, and the filter of the pipeline's own state that finds it.
+
+    Remembered: to ask about every variable of a step takes longer than to start it.
+
+    Args:
+      wrt: any nnx filter of the plain model.
+      chunks: [V] modules.
+      ends: embed and head.
+      stages: [S] lists of the V stages on each rank.
+      known: what other filters were found to train, to which this is added.
+      structure: that of their parameters, if it is at hand.
+
+    Raises:
+      ValueError: as `find_trained`.
+    """
+    if structure is None:
+        structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
+    key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
+    try:
+        found = known.get(key)
+    except TypeError:  # a filter without a hash
+        key, found = None, None
+    if found is None:
+        trained = find_trained(wrt, chunks, ends, stages)
+        found = trained, own_filter(wrt, trained, chunks, ends)
+        if key is not None:
+            if len(known) >= MOST_FILTERS:  # of calls that make their own anew
+                del known[next(iter(known))]
+            known[key] = found
+    return found
 
 
 def own_filter(
@@ -184,11 +225,11 @@ def _halves(module: nnx.Module) -> tuple[Flat, Flat]:
 
 
 def trained_lines(
-    plan: Plan, trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module
+    trained: Trained, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> list[str]:
     """A line on what is trained; none where everything is."""
     sizes = [(leaf.size, yes) for leaf, yes in zip(_leaves(ends), trained.ends, strict=True)]
-    for rank, held in enumerate(plan.schedule.stages_of):
+    for rank, held in enumerate(stages):
         for chunk, k in zip(chunks, held, strict=True):
             spots = spots_of(chunk, rank)
             sizes += zip((math.prod(s.shape) for s in spots), trained.stages[k], strict=True)
@@ -243,9 +284,9 @@ def trained_parts(
     return found
 
 
-def warn_of_frozen_parts(trained: Trained, plan: Plan, chunks: Sequence[nnx.Module]) -> None:
+def warn_of_frozen_parts(trained: Trained, chunks: Sequence[nnx.Module], stages: Places) -> None:
     """Warn of arrays that an optimizer which knows nothing of stages may not leave as they are."""
-    parts = trained_parts(trained, chunks, plan.schedule.stages_of)
+    parts = trained_parts(trained, chunks, stages)
     if parts:
         frozen = [k for k, mask in enumerate(trained.stages) if not any(mask)]
         whose = f"that of stages {', '.join(map(str, frozen))}, " if frozen else ""

@@ -29,7 +29,7 @@ from collectives.vocabulary import find_rows, logit_gradient, losses_of, sum_up
 from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.kernel.actions import Actions, Row
-from pipeline.kernel.once import at_most_once
+from pipeline.kernel.memory import at_most_once
 from pipeline.kernel.scopes import COMMON
 from pipeline.sharding.spread import total_over
 from pipeline.vocabulary import CrossEntropy, logits, spoil

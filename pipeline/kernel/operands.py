@@ -11,8 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.backward.masks import Trained
-from pipeline.base.tree import Tree
+from pipeline.base.tree import Tree, is_abstract
 from pipeline.model.chunks import lay_out
 from pipeline.model.ends import find_tables
 from pipeline.model.loss import LossModule
@@ -21,10 +20,9 @@ from pipeline.model.model import Batch, Model, Weights
 from pipeline.model.stage import Ends, define, seats
 from pipeline.plan.plan import Plan
 from pipeline.sharding.meshes import untyped
-from pipeline.trained.filters import find_trained, own_filter
+from pipeline.trained.filters import trained_by
 
 Operands = tuple[Model, Weights, Batch]
-MOST_FILTERS = 16  # that a plan remembers
 _ENDS = "embed or head", "embed, head or loss_fn"
 
 
@@ -59,7 +57,7 @@ def make_operands(
             f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
-    num_microbatches = plan.schedule.num_microbatches
+    num_microbatches, stages_of = plan.schedule.num_microbatches, plan.schedule.stages_of
     batch = make_batch(
         inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
     )
@@ -68,14 +66,14 @@ def make_operands(
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])
     model = Model(
-        stages=seats(chunks, definitions, plan.schedule.stages_of),
+        stages=seats(chunks, definitions, stages_of),
         chunk=definitions[0],
         ends=definition,
         has_embed=ends.embed is not None,
         has_head=ends.head is not None,
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
-        trained=trained_by(wrt, plan, chunks, ends, structure)[0],
+        trained=trained_by(wrt, chunks, ends, stages_of, plan.filtered, structure)[0],
         policy=plan.remat if callable(plan.remat) else None,
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
@@ -84,39 +82,16 @@ def make_operands(
     return model, Weights(params, ends_params, rests, ends_rest), batch
 
 
-def trained_by(
-    wrt: Any,
-    plan: Plan,
-    chunks: Sequence[nnx.Module],
-    ends: Ends,
-    structure: Any = None,
-) -> tuple[Trained, nnx.filterlib.Filter]:
-    """What a filter trains, and the filter of the pipeline's own state that finds it.
-
-    Remembered: to ask about every variable of a step takes longer than to start it.
-
-    Args:
-      wrt: any nnx filter of the plain model.
-      plan: the options of the pipeline.
-      chunks: [V] modules.
-      ends: embed and head.
-      structure: that of their parameters, if it is at hand.
+def require_arrays(method: str, operands: Operands) -> Operands:
+    """The operands of a step that computes.
 
     Raises:
-      ValueError: as `pipeline.trained.filters.find_trained`.
+      ValueError: leaves that are types.
     """
-    if structure is None:
-        structure = jax.tree.structure([define(part, "")[1] for part in (*chunks, ends)])
-    key: Any = ((tuple(wrt) if isinstance(wrt, list) else wrt), structure)
-    try:
-        found = plan.filtered.get(key)
-    except TypeError:  # a filter without a hash
-        key, found = None, None
-    if found is None:
-        trained = find_trained(wrt, chunks, ends, plan.schedule.stages_of)
-        found = trained, own_filter(wrt, trained, chunks, ends)
-        if key is not None:
-            if len(plan.filtered) >= MOST_FILTERS:  # of calls that make their own anew
-                del plan.filtered[next(iter(plan.filtered))]
-            plan.filtered[key] = found
-    return found
+    if is_abstract(operands[1:]):
+        raise ValueError(
+            f"{method}() computes, but the pipeline or the batch is made of types "
+            f"(jax.ShapeDtypeStruct); make the stages without nnx.eval_shape, or ask for "
+            f"pipe.describe(inputs, targets) or pipe.lower(inputs, targets), which run nothing"
+        )
+    return operands

@@ -1,12 +1,9 @@
-"""Parameters that nobody would train: read and not held by a part of a model, or held and not read.
+"""Parameters that a part of a model reads and does not hold, so that nobody would train them.
 
 A function may use a module of its closure, a global, a default, an object that it is a method of;
 so may a module's own methods. What they read stays what it was when the pipeline was made: it has
 no gradient and no update. What is read is taken from code: ``self.scale`` of a method reaches one
 parameter, and not all that its object holds.
-
-What a model holds and does not read has a gradient of zeros. Adapters that were put on a whole
-model may be so: they act where that model is called, and in a pipeline it never is.
 """
 
 from __future__ import annotations
@@ -23,12 +20,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 from flax import nnx
-from jax.interpreters import partial_eval
 
-from pipeline.rank.cell import Cell
-from pipeline.rank.seen import seen_by
 from pipeline.sharding.fit import outside
 
 _SHOWN = 4  # paths in a warning
@@ -234,63 +227,3 @@ def _chains(code: types.CodeType, *, is_inner: bool = False) -> tuple[tuple[str,
 
 
 _READS = ("FAST", "DEREF", "GLOBAL", "NAME")
-
-
-def warn_of_parameters_that_nobody_reads(cell: Cell, ends_body: Any, warned: set[Any]) -> None:
-    """Warn of parameters that make no difference to outputs and loss.
-
-    Args:
-      cell: a rank's.
-      ends_body: the jaxpr of embed, head and loss, a function of their weights.
-      warned: of what was warned already, to which this is added.
-    """
-    texts = [*_unread_in_stages(cell), *_unread_in_ends(cell, ends_body)]
-    key = "unread", *texts
-    if not texts or key in warned:
-        return
-    warned.add(key)
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    warnings.warn(
-        f"parameters are read by no part of the model, so nobody trains them: "
-        f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
-        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
-        stacklevel=outside(),
-    )
-
-
-def _unread_in_stages(cell: Cell) -> list[str]:
-    """Paths that stages have and none of them reads."""
-    had: dict[str, list[int]] = {}
-    read: set[str] = set()
-    used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
-    for k, seat in enumerate(cell.model.stages):
-        body = cell.bodies[k]
-        if id(body) not in used:
-            used[id(body)] = _used(body)
-        for path, is_read in _paths(seen_by(cell, seat).chunk_tree, used[id(body)]):
-            had.setdefault(path, []).append(k)
-            read |= {path} if is_read else set()
-    return [
-        f"stages[{ks[0]}].{path}" + (f" (so in {len(ks)} stages)" if len(ks) > 1 else "")
-        for path, ks in had.items()
-        if path not in read
-    ]
-
-
-def _unread_in_ends(cell: Cell, body: Any) -> list[str]:
-    # Tables that all ranks share are read by other code.
-    used = [yes or n in cell.model.tables for n, yes in enumerate(_used(body))]
-    return [path for path, is_read in _paths(cell.ends_tree, used) if not is_read]
-
-
-def _used(body: Any) -> list[bool]:
-    """Which inputs of a jaxpr lead to its results."""
-    _, used = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
-    return list(used)
-
-
-def _paths(treedef: Any, used: list[bool]) -> Iterator[tuple[str, bool]]:
-    """The path of each variable of a state, and whether any of its leaves is used."""
-    for path, variable in nnx.to_flat_state(jax.tree.unflatten(treedef, used)):
-        if leaves := jax.tree.leaves(variable):
-            yield ".".join(map(str, path)), any(leaves)
