@@ -80,7 +80,7 @@ def test_other_loops_are_not_known():
 
 @pytest.mark.slow
 def test_stages_that_are_not_alike():
-    """Each lane counts its own ranks' actions."""
+    """Each group counts its own ranks' actions."""
     stages = [models.Block(nnx.Rngs(0)), models.Hostile(nnx.Rngs(1))]
     options = {"data_parallel": "fsdp", "gather": "action", "remat": None}
     pipe = Pipeline(

@@ -11,7 +11,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel import runtime
+from pipeline.kernel import workers
 from pipeline.model.unlike import Overlaid
 from tests import mixed, models
 from tests.models import Block, Hostile
@@ -107,7 +107,7 @@ def test_equal_stages_know_nothing_of_this(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("equal stages need no crew")
 
-    monkeypatch.setattr(runtime.Crew, "__init__", refuse)
+    monkeypatch.setattr(workers.Crew, "__init__", refuse)
     x = models.rows(4)
     pipe = make(models.build(Block, 4), S=2)
     assert not any(isinstance(chunk, Overlaid) for chunk in pipe.chunks)

@@ -23,7 +23,6 @@ import numpy as np
 from pipeline.base.tree import Leaves, Tree, at, blank, partition
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.memory import Total
-from pipeline.rank.cell import Cell
 from schedules.lowering.program import Op, Slot
 
 
@@ -80,36 +79,40 @@ def _add(total: Total, condition: Any, values: Leaves) -> None:
 
 def _operand(actions: Actions, facts: Facts, row: Row) -> Tree:
     """The stage's input on every rank."""
-    received, cell = actions.buffers[row["operand"]], actions.cell
+    received, local = actions.memory.buffers[row["operand"]], actions.local
     if facts.first is False:
         return received
-    inputs = at(cell.batch.inputs, row["microbatch"])
-    return _select(facts.first, cell.embed(cell.ends_weights, inputs, row["microbatch"]), received)
+    inputs = at(local.batch.inputs, row["microbatch"])
+    return _select(
+        facts.first, local.embed(local.ends_weights, inputs, row["microbatch"]), received
+    )
 
 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
-    cell, microbatch = actions.cell, row["microbatch"]
-    arguments = *cell.stage_arguments(facts.chunk, microbatch), x
-    if actions.residuals is None:
-        y = cell.stage(*arguments)
+    local, microbatch = actions.local, row["microbatch"]
+    arguments = *local.stage_arguments(facts.chunk, microbatch), x
+    if actions.memory.residuals is None:
+        y = local.stage(*arguments)
     else:
-        y, stash = actions.residuals.forward(*arguments)
-        trash = actions.stashes.places - 1
-        actions.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
-    if actions.training or facts.last is False:
+        y, stash = actions.memory.residuals.forward(*arguments)
+        trash = actions.memory.stashes.places - 1
+        actions.memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+    if actions.step.training or facts.last is False:
         return actions.sent(y)
     real = facts.forward & facts.last
-    if actions.take_loss:
-        _add(actions.loss, real, list(cell.loss(cell.ends_weights, y, microbatch)))
+    if actions.step.take_loss:
+        _add(actions.memory.loss, real, list(local.loss(local.ends_weights, y, microbatch)))
     else:
-        found = cell.outputs(cell.ends_weights, y, microbatch)
-        actions.results[microbatch] = _select(real, found, actions.results[microbatch])
+        found = local.outputs(local.ends_weights, y, microbatch)
+        actions.memory.results[microbatch] = _select(
+            real, found, actions.memory.results[microbatch]
+        )
     return actions.sent(y)
 
 
 def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
-    for chunk, total in enumerate(actions.chunk_grads):
+    for chunk, total in enumerate(actions.memory.chunk_grads):
         if facts.for_weights is False:
             continue
         if not isinstance(facts.chunk, int):
@@ -118,40 +121,40 @@ def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
             _add(total, facts.for_weights, dw)
     if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
         real = facts.first & facts.for_input
-        _embed_gradient(actions.cell, actions, real, dx, row["microbatch"])
-    return actions.as_message(dx) if actions.cell.way.x else actions.no_message()
+        _embed_gradient(actions, real, dx, row["microbatch"])
+    return actions.as_message(dx) if actions.local.way.x else actions.no_message()
 
 
 def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """The gradients for a stage's input and for its weights."""
-    cell, microbatch = actions.cell, row["microbatch"]
-    if actions.residuals is None:
-        y, stage = cell.stage_pullback(facts.chunk, microbatch, x)
+    local, microbatch = actions.local, row["microbatch"]
+    if actions.memory.residuals is None:
+        y, stage = local.stage_pullback(facts.chunk, microbatch, x)
     else:
-        arguments = cell.stage_arguments(facts.chunk, microbatch)
+        arguments = local.stage_arguments(facts.chunk, microbatch)
         y = actions.own_output(row)
-        stage = actions.residuals.backward(*arguments, actions.stashes[row["stash"]])
+        stage = actions.memory.residuals.backward(*arguments, actions.memory.stashes[row["stash"]])
     dw, dx = stage.values(_output_gradient(actions, facts, row, y))
     return dx, dw
 
 
 def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
     """The same, by the two halves of a split backward."""
-    halves = actions.halves
-    arguments = actions.cell.stage_arguments(facts.chunk, row["microbatch"])
-    dx, _ = partition(blank(actions.cell.activation, actions.cell.axes))
+    halves = actions.memory.halves
+    arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
+    dx, _ = partition(blank(actions.local.activation, actions.local.axes))
     dw, crossing = [], None
     if facts.for_input is not False:
         dy: Any = functools.partial(_output_gradient, actions, facts, row)
-        if actions.residuals is None:
+        if actions.memory.residuals is None:
             stash = x
         else:
-            stash, dy = actions.stashes[row["stash"]], dy(actions.own_output(row))
-        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.cell.way.x)
-        trash = actions.crossings.places - 1
-        actions.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+            stash, dy = actions.memory.stashes[row["stash"]], dy(actions.own_output(row))
+        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
+        trash = actions.memory.crossings.places - 1
+        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
     if facts.for_weights is not False:
-        left = actions.crossings[row["crossing"]]
+        left = actions.memory.crossings[row["crossing"]]
         left = left if facts.both is False else _select(facts.both, crossing, left)
         dw = halves.weight_half(*arguments, left, [])
     return dx, dw
@@ -159,28 +162,26 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
 
 def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
     """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
-    dy, _ = partition(actions.returned[row["gradient"]])
+    dy, _ = partition(actions.memory.returned[row["gradient"]])
     if facts.last is False:
         return dy
-    return _loss_gradient(actions.cell, actions, facts, y, dy, row["microbatch"])
+    return _loss_gradient(actions, facts, y, dy, row["microbatch"])
 
 
-def _loss_gradient(
-    cell: Cell, actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any
-) -> Leaves:
-    total, weight, pullback = cell.loss_pullback(y, microbatch)
+def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
+    total, weight, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
-    _add(actions.loss, real, [total, weight])
-    dw, found = pullback.values(actions.cell.loss_cotangent())
-    _add(actions.ends_grads, real, dw)
+    _add(actions.memory.loss, real, [total, weight])
+    dw, found = pullback.values(actions.loss_cotangent())
+    _add(actions.memory.ends_grads, real, dw)
     chosen: Leaves = _select(facts.last, found, dy)
     return chosen
 
 
-def _embed_gradient(cell: Cell, actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
-    _, pullback = cell.embed_pullback(microbatch)
+def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
+    _, pullback = actions.local.embed_pullback(microbatch)
     dw, found = pullback.values(dx)
-    _add(actions.ends_grads, real, dw)
-    if actions.want_inputs:
-        kept = actions.input_grads[microbatch]
-        actions.input_grads[microbatch] = _select(real, found, kept)
+    _add(actions.memory.ends_grads, real, dw)
+    if actions.step.want_inputs:
+        kept = actions.memory.input_grads[microbatch]
+        actions.memory.input_grads[microbatch] = _select(real, found, kept)

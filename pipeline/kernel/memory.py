@@ -6,7 +6,9 @@ ticks carries nothing. Sizes come from the program, which assigned every place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,9 +16,14 @@ import jax.numpy as jnp
 
 from collectives import vary
 from collectives.compat import varying_in
-from pipeline.base.tree import Leaves, Tree, blank, times, vary_like, zeros
+from pipeline.backward.accumulate import as_summed
+from pipeline.backward.masks import Mask, chosen
+from pipeline.base.tree import Leaves, Tree, at, blank, partition, times, vary_like, zeros
 from pipeline.kernel import scopes
+from pipeline.model.loss import same_over_others
 from pipeline.model.overlay import Part, Spot, View
+from pipeline.rank.local_model import LocalModel
+from schedules.lowering.program import Program
 
 
 class Pool:
@@ -67,6 +74,109 @@ class Total:
     def all(self) -> Leaves:
         """The totals."""
         return [ref[...] for ref in self.refs]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is wanted of a step, beside what its program says.
+
+    Attributes:
+      training: whether anything goes back.
+      take_loss: whether a forward's results are losses rather than outputs.
+      want_inputs: whether gradients for the inputs' float leaves are kept.
+      masked: whether everything is computed unconditionally: stashes and crossings then need a
+        trash place, and gradients are formed by value.
+      loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
+        an array where losses are scaled.
+    """
+
+    training: bool
+    take_loss: bool
+    want_inputs: bool = False
+    masked: bool = False
+    loss_share: Any = 1.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank's actions read and write, and how a stage's backward goes with it.
+
+    Attributes:
+      loss: totals of the loss and of its weight.
+      chunk_grads: [V] totals, and ends_grads, totals for embed and head.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves.
+      buffers: messages, by place; returned: the same, read as what a stage returns.
+      stashes, crossings: from F to B or I, and from I to W, by place.
+      results: [M, b, ...] outputs of an inference.
+      residuals: a stage's pullback taken apart, if forwards stash its residuals.
+      halves: a stage's backward in two, if the program splits any.
+    """
+
+    loss: Any
+    chunk_grads: list[Any]
+    ends_grads: Any
+    input_grads: Any
+    buffers: Any = None
+    returned: Any = None
+    stashes: Any = None
+    crossings: Any = None
+    results: Any = None
+    residuals: Any = None
+    halves: Any = None
+
+
+def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
+    """What a step adds up, whatever runs it."""
+    axes, model = local.axes, local.model
+    loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
+
+    def sums(weights: Leaves, mask: Mask) -> Total:
+        own = chosen(weights, mask)
+        return Total(as_summed(own, model.grad_dtype) if step.training else [], axes)
+
+    chunk_grads = [
+        sums(weights, mask)
+        for weights, mask in zip(local.state.chunks, model.trained.chunks, strict=True)
+    ]
+    ends_grads = sums(local.ends_weights, model.trained.ends)
+    floats, _ = partition(at(local.batch.inputs, 0))
+    kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
+    return Memory(loss, chunk_grads, ends_grads, kept)
+
+
+def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
+    """All memory of the actions of a program; one without backward is an inference."""
+    num_microbatches = program.schedule.num_microbatches
+    sums, axes = make_sums(local, step, num_microbatches), local.axes
+    residuals: Any = None
+    if step.training and program.keep == "residuals":
+        residuals = local.residuals()
+    buffers = Pool(local.wire, program.num_buffers + 1, axes, "messages")
+    stashed = residuals.stashed if residuals else []
+    stashes = Pool(stashed, program.num_stashes + step.masked, axes, "stashes")
+    halves: Any = None
+    if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
+        halves = local.split_backward(residuals, in_place=not step.masked)
+    crossing, places = halves.crossing if halves else [], program.num_crossings + step.masked
+    crossings = Pool(crossing, places, axes, "crossings")
+    outputs = [] if step.take_loss else _output_types(local)
+    return dataclasses.replace(
+        sums,
+        buffers=buffers,
+        returned=buffers,
+        stashes=stashes,
+        crossings=crossings,
+        results=Pool(outputs, num_microbatches, axes, "kept"),
+        residuals=residuals,
+        halves=halves,
+    )
+
+
+def _output_types(local: LocalModel) -> Tree:
+    y = blank(local.output, local.axes)
+    found = jax.eval_shape(lambda: local.outputs(local.ends_weights, y, 0))
+    who = "head" if local.model.has_head else "the last stage"
+    return same_over_others(who, found, local.axes)
 
 
 def scale_in_place(refs: Leaves, factor: jax.Array) -> None:

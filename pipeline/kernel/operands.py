@@ -67,7 +67,6 @@ def make_operands(
     structure = jax.tree.structure([*params, ends_params])
     model = Model(
         stages=seats(chunks, definitions, stages_of),
-        chunk=definitions[0],
         ends=definition,
         has_embed=ends.embed is not None,
         has_head=ends.head is not None,

@@ -14,21 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collectives import DATA, STAGE
-from pipeline.backward.masks import Mask, Way, chosen
+from collectives import DATA, STAGE, vary
+from pipeline.backward.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
-from pipeline.kernel.actions import Actions, Row
+from pipeline.kernel.actions import Row
 from pipeline.kernel.jitted import PerPlan
-from pipeline.kernel.memory import scale_in_place
+from pipeline.kernel.memory import Memory, Step, scale_in_place
 from pipeline.kernel.scopes import COMMON
 from pipeline.kernel.straight import Straight
 from pipeline.kernel.ticks import run_ticks, without
-from pipeline.kernel.workers import Crew
+from pipeline.kernel.workers import make_actions
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
-from pipeline.rank.cell import Cell
+from pipeline.rank.activations import follow
 from pipeline.rank.effects import see_that_effects_happen_once
+from pipeline.rank.groups import GroupedModel, make_local_model
+from pipeline.rank.local_model import LocalModel
+from pipeline.rank.state import RankState
 from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
 from pipeline.sharding.spread import (
@@ -75,18 +78,27 @@ def train(
     program = without(plan.training, [way.x for way in ways])
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: jax.Array | None) -> Any:
-        cell = _cell(plan, model, weights, batch, ways)
-        known = _share_known_before(cell, plan, is_scaled=scale is not None) if normalise else None
-        if known is not None:
-            cell.loss_share = known
+        state, activations = follow(_rank_state(plan, model, weights, batch))
+        local, known = make_local_model(state, activations, ways), None
+        if normalise:
+            is_scaled, bodies = scale is not None, activations.bodies
+            known = _share_known_before(local, bodies, plan, is_scaled=is_scaled)
+        share: Any = 1.0 if known is None else known
         if scale is not None:
-            cell.loss_share = scale.astype(real()) * cell.loss_share
-        actions = _train(cell, plan, program, tables, want_inputs=want_inputs)
-        total, weight = total_over(actions.loss.all(), plan.axes)
+            share = scale.astype(real()) * share
+        step = Step(
+            training=True,
+            take_loss=True,
+            want_inputs=want_inputs,
+            masked=plan.is_masked,
+            loss_share=share,
+        )
+        sums = _train(local, plan, program, tables, step)
+        total, weight = total_over(sums.loss.all(), plan.axes)
         value = total
         if normalise and known is None:
             value, share = mean_of(total, weight)
-            for totals in (*actions.chunk_grads, actions.ends_grads, actions.input_grads):
+            for totals in (*sums.chunk_grads, sums.ends_grads, sums.input_grads):
                 scale_in_place(totals.refs, share)
 
         def gradients(
@@ -101,7 +113,7 @@ def train(
         chunks = tuple(
             [g[None] for g in gradients(totals, params, spreads, mask, data, lead=1)]
             for totals, params, spreads, mask in zip(
-                actions.chunk_grads,
+                sums.chunk_grads,
                 weights.chunks,
                 model.layout.chunks,
                 model.trained.chunks,
@@ -109,8 +121,8 @@ def train(
             )
         )
         mask = model.trained.ends
-        ends = gradients(actions.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
-        inputs = [_unsplit(g) for g in total_over(actions.input_grads.all(), (STAGE,))]
+        ends = gradients(sums.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
+        inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
         if known is not None:
             value = total / weight if scale is None else mean_of(total, weight)[0]
         return value, (chunks, ends), inputs
@@ -128,41 +140,37 @@ def train(
     return loss, grads, inputs
 
 
-def _share_known_before(cell: Cell, plan: Plan, *, is_scaled: bool) -> Any:
+def _share_known_before(
+    local: LocalModel, bodies: Sequence[Any], plan: Plan, *, is_scaled: bool
+) -> Any:
     """By what sums are multiplied to be means, if that is known before a step, or else None.
 
     Then no gradient need be divided after it.
     """
-    is_mean, ends_body = cell.loss_is_mean()
-    warn_of_parameters_that_nobody_reads(cell, ends_body, plan.warned)
+    is_mean, ends_body = local.loss_is_mean()
+    warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, plan.warned)
     if is_mean:
         return 1 / (plan.schedule.num_microbatches * plan.data_size)
     # A scale is chosen for gradients of the mean, and those of a sum might overflow.
-    weight = cell.weight_of_targets() if is_scaled else None
+    weight = local.weight_of_targets() if is_scaled else None
     if weight is None:
         return None
     data = tuple(axis for axis in plan.axes if axis != STAGE)
     return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
 
 
-def _train(cell: Cell, plan: Plan, program: Program, tables: Row, *, want_inputs: bool) -> Actions:
-    """Run a step; what it adds up is left in what ran it."""
-    if plan.is_straight and not cell.lanes:
-        step = Straight(cell, plan.schedule.num_microbatches, want_inputs=want_inputs)
-        step.run()
-        return step
-    masked = plan.bubbles == "masked"
-    see_that_effects_happen_once(cell, again=plan.keep == "input", masked=masked)
-    actions = _actions(cell)(
-        cell,
-        program,
-        take_loss=True,
-        want_inputs=want_inputs,
-        masked=plan.is_masked,
-    )
-    plan.whole[:] = actions.halves.whole if actions.halves else ()
+def _train(local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step) -> Memory:
+    """Run a step; returns the memory that holds what it has added up."""
+    if plan.is_straight and not isinstance(local, GroupedModel):
+        straight = Straight(local, plan.schedule.num_microbatches, step)
+        straight.run()
+        return straight.memory
+    see_that_effects_happen_once(local, again=plan.keep == "input", masked=plan.is_masked)
+    actions = make_actions(local, program, step)
+    halves = actions.memory.halves
+    plan.whole[:] = halves.whole if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
-    return actions
+    return actions.memory
 
 
 @PerPlan
@@ -182,17 +190,18 @@ def infer(
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
         ways = model.trained.ways(want_inputs=False, backward=False)
-        cell = _cell(plan, model, weights, batch, ways)
-        see_that_effects_happen_once(cell, again=False, masked=plan.bubbles == "masked")
-        actions = _actions(cell)(cell, plan.forward, take_loss=take_loss)
+        state, activations = follow(_rank_state(plan, model, weights, batch))
+        local = make_local_model(state, activations, ways)
+        see_that_effects_happen_once(local, again=False, masked=plan.is_masked)
+        actions = make_actions(local, plan.forward, Step(training=False, take_loss=take_loss))
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            found = mean_of(*total_over(actions.loss.all(), plan.axes))
+            found = mean_of(*total_over(actions.memory.loss.all(), plan.axes))
             return found if want_share else found[0]
         if shares_head:  # of each row, every rank has the logits of its words
-            return jnp.moveaxis(_unsplit(actions.results.all()), -1, 0)
+            return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
-        found = actions.results.all()
+        found = actions.memory.results.all()
         total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
         return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
 
@@ -257,8 +266,8 @@ def _manual(plan: Plan, specs: Tree) -> Tree:
     )
 
 
-def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch, ways: Sequence[Way]) -> Cell:
-    """A rank's cell from its shard."""
+def _rank_state(plan: Plan, model: Model, weights: Weights, batch: Batch) -> RankState:
+    """What a rank holds, from its shard."""
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
     def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
@@ -278,12 +287,8 @@ def _cell(plan: Plan, model: Model, weights: Weights, batch: Batch, ways: Sequen
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
-    in_actions = plan.gather == "action"
-    return Cell(model, local, jax.tree.map(split, batch), plan.axes, gathers=in_actions, ways=ways)
-
-
-def _actions(cell: Cell) -> type[Actions]:
-    return Crew if cell.lanes else Actions
+    local, batch = vary(local, plan.axes), vary(jax.tree.map(split, batch), plan.axes)
+    return RankState(model, local, batch, plan.axes, gathers=plan.gather == "action")
 
 
 def _squeeze(tree: Tree) -> Tree:

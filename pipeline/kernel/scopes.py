@@ -48,7 +48,7 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
       None for a loop of which the tables know nothing.
     """
     names = scope.split("/")
-    ticks, slot, lane = (_last(pattern, names) for pattern in (_TICKS, _SLOT, _STAGES))
+    ticks, slot, group = (_last(pattern, names) for pattern in (_TICKS, _SLOT, _STAGES))
     if ticks is None or slot is None:
         return None
     part, index, schedule = slice(*map(int, ticks.groups())), int(slot[1]), program.schedule
@@ -59,8 +59,8 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
     for branch, op in enumerate(program.slots[index].ops, start=1):
         if op.label in names:
             found = (program.op[part, index] == branch).sum(axis=0)
-            if lane is not None:
-                alike = set(map(int, lane[1].strip("_").split("_")))
+            if group is not None:
+                alike = set(map(int, group[1].strip("_").split("_")))
                 found = found * [held[op.chunk] in alike for held in schedule.stages_of]
             return np.asarray(found, np.int64)
     return None

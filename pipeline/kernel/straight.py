@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.tree import at
 from pipeline.kernel.actions import Actions
-from pipeline.rank.cell import Cell
+from pipeline.kernel.memory import Step, make_sums
+from pipeline.rank.local_model import LocalModel
 
 
 class Straight(Actions):
@@ -26,39 +27,39 @@ class Straight(Actions):
     Totals are those of `Actions`; it needs no other memory.
 
     Args:
-      cell: the rank's part of the model, whose stages are alike.
+      local: the rank's part of the model, whose stages are alike.
       num_microbatches: M.
-      want_inputs: whether gradients for the inputs' float leaves are kept.
+      step: what is wanted of the step.
     """
 
-    def __init__(self, cell: Cell, num_microbatches: int, *, want_inputs: bool) -> None:
-        self.training, self._num_microbatches = True, num_microbatches
-        self._make_totals(cell, num_microbatches, take_loss=True, want_inputs=want_inputs)
+    def __init__(self, local: LocalModel, num_microbatches: int, step: Step) -> None:
+        super().__init__(local, step, make_sums(local, step, num_microbatches))
+        self._num_microbatches = num_microbatches
 
     def run(self) -> None:
         """All microbatches."""
 
         def body(carry: None, microbatch: jax.Array) -> tuple[None, None]:
-            self._microbatch(vary(microbatch, self.cell.axes))
+            self._microbatch(vary(microbatch, self.local.axes))
             return carry, None
 
         jax.lax.scan(body, None, jnp.arange(self._num_microbatches))
 
     def _microbatch(self, microbatch: jax.Array) -> None:
-        cell, embed = self.cell, None
+        local, embed = self.local, None
         if self.wants_upstream:
-            x, embed = cell.embed_pullback(microbatch)
+            x, embed = local.embed_pullback(microbatch)
         else:
-            x = cell.embed(cell.ends_weights, at(cell.batch.inputs, microbatch), microbatch)
+            x = local.embed(local.ends_weights, at(local.batch.inputs, microbatch), microbatch)
         pullbacks = []
-        for chunk in range(cell.num_chunks):
-            x, pullback = cell.stage_pullback(chunk, microbatch, x)
+        for chunk in range(local.num_chunks):
+            x, pullback = local.stage_pullback(chunk, microbatch, x)
             pullbacks.append(pullback)
         dx = self._loss_gradient(x, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
-            want_x = cell.way.x and (chunk > 0 or self.wants_upstream)
-            dx = pullback(dx, self.chunk_grads[chunk].refs, want_x=want_x)
+            want_x = local.way.x and (chunk > 0 or self.wants_upstream)
+            dx = pullback(dx, self.memory.chunk_grads[chunk].refs, want_x=want_x)
         if embed is not None:
-            found = embed(dx, self.ends_grads.refs, want_x=self.want_inputs)
-            if self.want_inputs:
-                self.input_grads[microbatch] = found
+            found = embed(dx, self.memory.ends_grads.refs, want_x=self.step.want_inputs)
+            if self.step.want_inputs:
+                self.memory.input_grads[microbatch] = found

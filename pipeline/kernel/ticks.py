@@ -63,7 +63,7 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
                 arrived = brought.get(channel, message)
                 if channel.shift and not delayed:
                     arrived = exchange(message, channel.edges, STAGE)
-                actions.buffers[row["arrival"][column]] = arrived
+                actions.memory.buffers[row["arrival"][column]] = arrived
             held = message if delayed else None
         return held, None
 

@@ -46,8 +46,8 @@ class Together:
     """
 
     def __init__(self, actions: Actions, program: Program, *, masked: bool) -> None:
-        self.actions, self.cell, self.masked = actions, actions.cell, masked
-        self.tables = actions.cell.model.tables
+        self.actions, self.local, self.masked = actions, actions.local, masked
+        self.tables = actions.local.model.tables
         placement = program.schedule.placement
         self.first, self.last = placement[0], placement[-1]
         self.trash = program.num_buffers
@@ -78,25 +78,25 @@ class Together:
     # --- embedding ---
 
     def _look_up(self, row: Row, microbatch: Any, real: Any) -> None:
-        cell, index = self.cell, self.tables.embed
-        table = cell.ends_weights[index]
-        ids, local, is_mine = self._mine(self._ids(microbatch), table)
-        dtype = jax.tree.leaves(cell.activation)[0].dtype
-        rows = table[local].astype(dtype)
+        local, index = self.local, self.tables.embed
+        table = local.ends_weights[index]
+        ids, row_of, is_mine = self._mine(self._ids(microbatch), table)
+        dtype = jax.tree.leaves(local.activation)[0].dtype
+        rows = table[row_of].astype(dtype)
         part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
         x = total_over(part, (STAGE,))
         is_word = (ids >= 0) & (ids < self.tables.embed_words)
-        x = cell.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
+        x = local.state.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
         here = (self.rank == self.first) & real
         place = jnp.where(here, row["operand"], self.trash)
-        self.actions.buffers[place] = self._as_message(x)
+        self.actions.memory.buffers[place] = self._as_message(x)
 
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
-        _, local, is_mine = self._mine(self._ids(microbatch), total)
+        _, row_of, is_mine = self._mine(self._ids(microbatch), total)
         part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
-        total[...] = total[...].at[local].add(part)
+        total[...] = total[...].at[row_of].add(part)
 
     def _from(self, rank: int, message: Tree) -> jax.Array:
         """What one rank would send, on all; what others hold, NaN included, does not leak."""
@@ -104,52 +104,53 @@ class Together:
         return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
     def _ids(self, microbatch: Any) -> jax.Array:
-        return _only(at(self.cell.batch.inputs, microbatch)).astype(jnp.int32)
+        return _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
 
     def _mine(self, ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Words, their rows on this rank, and whether they are there."""
-        local = ids - self.rank * table.shape[0]
-        is_mine = (local >= 0) & (local < table.shape[0])
-        return ids, jnp.where(is_mine, local, 0), is_mine
+        row_of = ids - self.rank * table.shape[0]
+        is_mine = (row_of >= 0) & (row_of < table.shape[0])
+        return ids, jnp.where(is_mine, row_of, 0), is_mine
 
     # --- head ---
 
     def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
-        cell, actions, index = self.cell, self.actions, self.tables.head
-        y = vary(self._from(self.last, message), cell.axes)
+        local, actions, index = self.local, self.actions, self.tables.head
+        y = vary(self._from(self.last, message), local.axes)
         h, pullback = self._features(y, microbatch)
-        table = cell.ends_weights[index]
+        table = local.ends_weights[index]
         z = self._logits(h, table)
-        if not actions.take_loss:
-            results = actions.results
+        if not actions.step.take_loss:
+            results = actions.memory.results
             kept = z if real is True else jnp.where(real, z, results[microbatch])
             results[microbatch] = kept
             return message
         lost, weight, dz = self._loss(z, microbatch)
         here = (self.rank == self.last) & real
         # Every rank knows the loss; one counts it.
-        actions.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
-        if not actions.training:
+        actions.memory.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
+        if not actions.step.training:
             return message
-        if isinstance(cell.loss_share, jax.Array):  # a scale; such a loss is never a mean
-            dz = times(dz, cell.loss_share)
+        share = actions.step.loss_share
+        if isinstance(share, jax.Array):  # a scale; such a loss is never a mean
+            dz = times(dz, share)
         dh = self._accumulate(dz.astype(h.dtype), h, table, real)
         # So that what follows is counted once.
-        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), cell.axes)
+        dh = vary(jnp.where(here, dh, jnp.zeros_like(dh)), local.axes)
         dy = self._pull(pullback, dh, real)
         return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
 
     def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
         """What the logits are made of, and the way back over all weights but tables."""
-        weights, tables = self.cell.ends_weights, self.tables
+        weights, tables = self.local.ends_weights, self.tables
 
         def f(others: Leaves, leaves: Leaves) -> tuple[jax.Array, None]:
             rest = iter(others)
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
-            return self.cell.features(whole, leaves[0], microbatch), None
+            return self.local.features(whole, leaves[0], microbatch), None
 
         others = [w for n, w in enumerate(weights) if n not in tables]
-        model = self.cell.model
+        model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
         h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
         return h, pullback
@@ -164,17 +165,17 @@ class Together:
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
-        loss_fn = self.cell.model.loss_fn
+        loss_fn = self.local.model.loss_fn
         if not isinstance(loss_fn, CrossEntropy):
             raise ValueError(
                 "outputs of a pipeline with vocabulary='stage' are differentiated, of which no "
                 "rank has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
             )
-        ids, weights = loss_fn.tokens(at(self.cell.batch.targets, microbatch))
+        ids, weights = loss_fn.tokens(at(self.local.batch.targets, microbatch))
         each = z.shape[-1]
         words = self.tables.head_words
-        local, mine = find_rows(ids, each, first=self.rank * each)
-        place = local, mine & (ids < words)  # a target may be padding, if it does not count
+        row_of, mine = find_rows(ids, each, first=self.rank * each)
+        place = row_of, mine & (ids < words)  # a target may be padding, if it does not count
         # Not `combine`: one exchange takes less time than two, and few ranks send little.
         parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
         largest, totals, picked = jnp.moveaxis(parts, 1, 0)
@@ -197,7 +198,7 @@ class Together:
         """The gradient for the last stage's output; adds those of what lies before the table."""
         refs = [
             self._total(n)
-            for n, yes in enumerate(self.cell.model.trained.ends)
+            for n, yes in enumerate(self.local.model.trained.ends)
             if yes and n not in self.tables
         ]
         if real is True:
@@ -210,11 +211,11 @@ class Together:
 
     def _total(self, index: int) -> Any:
         """The sum for one of the ends' leaves, None if it is not trained."""
-        mask = self.cell.model.trained.ends
-        return self.actions.ends_grads.refs[sum(mask[:index])] if mask[index] else None
+        mask = self.local.model.trained.ends
+        return self.actions.memory.ends_grads.refs[sum(mask[:index])] if mask[index] else None
 
     def _as_message(self, x: jax.Array) -> Tree:
-        return jax.tree.unflatten(jax.tree.structure(self.cell.wire), [x])
+        return jax.tree.unflatten(jax.tree.structure(self.local.wire), [x])
 
 
 def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:

@@ -1,8 +1,8 @@
-"""A rank's actions where stages are not alike: one worker per lane, memory for all of them.
+"""A rank's actions where stages are not alike: one worker per group, memory for all of them.
 
 Letters: S ranks. Each worker is the `Actions` of a pipeline whose stages are all like those of its
-lane; what differs is only where it finds things. Which worker a rank calls in a slot follows from
-the slot's branch and from the lanes of the rank's own stages.
+group; what differs is only where it finds things. Which worker a rank calls in a slot follows from
+the slot's branch and from the groups of the rank's own stages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,25 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.kernel import scopes
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.masked import run_masked
-from pipeline.kernel.memory import Seen, SeenTotal
+from pipeline.kernel.memory import Memory, Seen, SeenTotal, Step, make_memory
 from pipeline.model.overlay import Spot, View
-from pipeline.rank.cell import Cell
-from pipeline.rank.lanes import SharedHalves, SharedResiduals, WithOutput
+from pipeline.rank.groups import (
+    GroupedModel,
+    SharedHalves,
+    SharedResiduals,
+    StageGroup,
+    WithOutput,
+)
+from pipeline.rank.local_model import LocalModel
 from schedules.lowering.program import Op, Program, Slot
+
+
+def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
+    """The actions of a rank, whose stages may be alike or not."""
+    memory = make_memory(local, program, step)
+    if isinstance(local, GroupedModel):
+        return Crew(local, program, step, memory)
+    return Actions(local, step, memory)
 
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row], Tree]:
@@ -37,24 +51,24 @@ def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row], Tree]:
 
 
 class Crew(Actions):
-    """The actions of a rank whose stages belong to lanes."""
+    """The actions of a rank whose stages belong to groups."""
 
-    def __init__(self, cell: Cell, program: Program, **options: Any) -> None:
-        super().__init__(cell, program, **options)
-        self.workers = [Worker(self, program, index) for index in range(len(cell.lanes))]
+    def __init__(self, local: GroupedModel, program: Program, step: Step, memory: Memory) -> None:
+        super().__init__(local, step, memory)
+        self.workers = [Worker(self, program, n, group) for n, group in enumerate(local.groups)]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
-        """Do the slot's action, lane by lane; returns its message."""
+        """Do the slot's action, group by group; returns its message."""
         message = self.no_message() if message is None else message
         for worker in self.workers:
             part, here = worker.share(slot, row)
             if part.ops:
-                with jax.named_scope(scopes.of_stages(worker.lane.stages)):
+                with jax.named_scope(scopes.of_stages(worker.group.stages)):
                     message = worker.run_slot(part, here, message)
         return message
 
     def run_masked(self, slot: Slot, row: Row) -> Tree:
-        """The same without conditionals: every rank computes every lane."""
+        """The same without conditionals: every rank computes every group."""
         message = self.no_message()
         for worker in self.workers:
             part, here = worker.share(slot, row)
@@ -65,48 +79,39 @@ class Crew(Actions):
 
 
 class Worker(Actions):
-    """The actions of one lane, in the crew's memory."""
+    """The actions of one group, in the crew's memory.
 
-    def __init__(self, crew: Crew, program: Program, index: int) -> None:
-        vars(self).update(vars(crew))
-        self.lane = lane = crew.cell.lanes[index]
-        self._program = program
-        self.cell = lane.view(crew.cell)
-        self.buffers = Seen(crew.buffers, lane.x_view, lane.x, self.cell.axes)
-        self.returned = Seen(crew.buffers, lane.y_view, lane.y, self.cell.axes)
-        if isinstance(crew.residuals, SharedResiduals):
-            view = crew.residuals.views[index]
-            self.residuals = crew.residuals.of[index]
-            self.stashes = Seen(crew.stashes, view, None, self.cell.axes)
-        if isinstance(crew.halves, SharedHalves):
-            self.halves = crew.halves.of[index]
-            view = crew.halves.views[index]
-            self.crossings = Seen(crew.crossings, view, None, self.cell.axes)
-        if self.training:
-            self._see_totals(crew)
+    Args:
+      crew: the rank's actions.
+      program: what runs.
+      index: of the group.
+      group: the stages whose actions these are.
+    """
 
-    def _see_totals(self, crew: Crew) -> None:
-        """Find this lane's sums among those of its chunk: of what is trained in any lane."""
-        chunk, views, own = self.lane.seat.chunk, self.lane.seat.views, self.lane.way.weights
-        summed = crew.cell.model.trained.chunks[chunk]
-        if views is None and own == summed:
-            return
-        total = crew.chunk_grads[chunk]
-        place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
-        if views is None:
-            refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
-            mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
-        else:
-            spots = chosen(views.params.spots, own)
-            mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
-        self.chunk_grads = list(crew.chunk_grads)
-        self.chunk_grads[chunk] = SeenTotal(total, tuple(mine))
+    def __init__(self, crew: Crew, program: Program, index: int, group: StageGroup) -> None:
+        own, memory = group.local, crew.memory
+        seen: dict[str, Any] = {
+            "buffers": Seen(memory.buffers, group.x_view, own.activation, own.axes),
+            "returned": Seen(memory.buffers, group.y_view, own.output, own.axes),
+        }
+        if isinstance(memory.residuals, SharedResiduals):
+            seen["residuals"] = memory.residuals.of[index]
+            view = memory.residuals.views[index]
+            seen["stashes"] = Seen(memory.stashes, view, None, own.axes)
+        if isinstance(memory.halves, SharedHalves):
+            seen["halves"] = memory.halves.of[index]
+            view = memory.halves.views[index]
+            seen["crossings"] = Seen(memory.crossings, view, None, own.axes)
+        if crew.step.training:
+            seen["chunk_grads"] = _own_totals(memory, group)
+        super().__init__(own, crew.step, dataclasses.replace(memory, **seen))
+        self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
-        """What of a slot is this lane's: its ops, and the row with their branch, or idle."""
+        """What of a slot is this group's: its ops, and the row with their branch, or idle."""
         schedule = self._program.schedule
         doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
-        for k in self.lane.stages:
+        for k in self.group.stages:
             for op in slot.ops:
                 if (op.chunk, op.first, op.last) == (
                     schedule.chunk_of[k],
@@ -124,27 +129,46 @@ class Worker(Actions):
         return part, {**row, "op": mine[row["op"]]}
 
     def _run(self, op: Op, row: Row) -> Tree:
-        total = self.chunk_grads[op.chunk]
+        total = self.memory.chunk_grads[op.chunk]
         if op.kind == "F" or not isinstance(total, SeenTotal):
             return super()._run(op, row)
         total.begin()
         message = super()._run(op, row)
-        total.end(changed=op.kind != "I" or bool(self.halves.whole))
+        total.end(changed=op.kind != "I" or bool(self.memory.halves.whole))
         return message
 
     def sent(self, y: Tree) -> Tree:
         """An output as a message."""
-        return self._message(y, self.lane.y_view)
+        return self._message(y, self.group.y_view)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient for the input as a message."""
-        return self._message(super().as_message(floats), self.lane.x_view)
+        return self._message(super().as_message(floats), self.group.x_view)
 
     def own_output(self, row: Row) -> Tree:
         """The last stage's own output."""
-        if isinstance(self.residuals, WithOutput):
-            return self.residuals.output(self.stashes[row["stash"]])
+        if isinstance(self.memory.residuals, WithOutput):
+            return self.memory.residuals.output(self.memory.stashes[row["stash"]])
         return super().own_output(row)
 
     def _message(self, value: Tree, view: View | None) -> Tree:
         return self.no_message() if view is None else view.fill(self.no_message(), value)
+
+
+def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
+    """A group's sums among those of its chunk: of what is trained in any group."""
+    chunk, views, own = group.seat.chunk, group.seat.views, group.local.way.weights
+    summed = group.local.model.trained.chunks[chunk]
+    if views is None and own == summed:
+        return memory.chunk_grads
+    total = memory.chunk_grads[chunk]
+    place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
+    if views is None:
+        refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
+        mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
+    else:
+        spots = chosen(views.params.spots, own)
+        mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
+    found = list(memory.chunk_grads)
+    found[chunk] = SeenTotal(total, tuple(mine))
+    return found

@@ -55,7 +55,6 @@ class Model:
 
     Attributes:
       stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
-      chunk: definition of a stage.
       has_embed, has_head: whether the ends do anything.
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
         hold one; where it is None no loss is ever taken.
@@ -67,7 +66,6 @@ class Model:
     """
 
     stages: tuple[Seat, ...]
-    chunk: Definition
     ends: Definition
     has_embed: bool
     has_head: bool

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from pipeline.base.tree import blank
-from pipeline.rank.cell import Cell
+from pipeline.rank.groups import GroupedModel
+from pipeline.rank.local_model import LocalModel
 
 _ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
 
@@ -23,11 +24,11 @@ def has_check(effects: Iterable[Any]) -> bool:
     return any(type(effect).__name__ == "ErrorEffect" for effect in effects)
 
 
-def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> None:
+def see_that_effects_happen_once(local: LocalModel, *, again: bool, masked: bool) -> None:
     """Refuse a stage with side effects where it runs more often than its microbatches say.
 
     Args:
-      cell: a rank's.
+      local: a rank's part of the model.
       again: whether a backward runs a stage's forward again.
       masked: whether a stage runs in bubbles too.
 
@@ -36,9 +37,10 @@ def see_that_effects_happen_once(cell: Cell, *, again: bool, masked: bool) -> No
     """
     if not (again or masked):
         return
-    for view in [lane.view(cell) for lane in cell.lanes] or [cell]:
-        arguments = *view.stage_arguments(view.home, 0), blank(view.activation, view.axes)
-        effects = jax.make_jaxpr(view.stage)(*arguments).effects
+    kinds = [g.local for g in local.groups] if isinstance(local, GroupedModel) else [local]
+    for one in kinds:
+        arguments = *one.stage_arguments(one.home, 0), blank(one.activation, one.axes)
+        effects = jax.make_jaxpr(one.stage)(*arguments).effects
         if masked and has_check(effects):
             raise ValueError(
                 'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '

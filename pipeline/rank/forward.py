@@ -1,9 +1,7 @@
 """One rank's part of the model, as functions that know neither schedule nor memory.
 
-Letters: V chunks per rank, M microbatches, b rows of a microbatch on one data shard. What runs
-lives inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
-pipeline uses, so that no gradient is reduced before the end of the step. Weights are given to each
-function, so that it can be differentiated: `pipeline.rank.cell` has the ways back.
+Letters: V chunks per rank, M microbatches. Weights are given to each function, so that it can be
+differentiated: `pipeline.rank.local_model` has the ways back.
 """
 
 from __future__ import annotations
@@ -16,73 +14,65 @@ from flax import nnx
 
 from collectives import vary
 from pipeline.base.precision import as_computed
-from pipeline.base.tree import Index, Leaves, Tree, at, pick, vary_like
-from pipeline.jaxpr.primitives import barrier
+from pipeline.base.tree import Index, Leaves, Tree, at, pick
 from pipeline.model.loss import LossFn, LossModule, as_sum_and_weight, same_over_others
-from pipeline.model.model import Batch, Model, Weights
-from pipeline.model.overlay import View
 from pipeline.model.randomness import fold, own_axes, split_streams
-from pipeline.rank.seen import Lazy
-from pipeline.sharding.spread import gather
+from pipeline.model.stage import Seat
+from pipeline.rank.state import Lazy, RankState
 
 
 class Forward:
-    """A rank's weights and the functions made of them.
+    """The stages of one kind, and embed, head and loss, as functions of a rank's weights.
 
     Args:
-      model: the static half.
-      weights: this rank's state, without the leading axis of chunks.
-      batch: this data shard's microbatches.
-      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
-        which is sharded over them, and what follows from it.
-      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
+      state: what the rank holds.
+      seat: that of a stage of this kind.
+      x: a tree of types, such a stage's input; None as long as that is not known.
+      y: the type of its output, likewise.
 
     Attributes:
-      states: all state of the rank; weights: [V] lists of the leaves of its parameters.
-      shards: [V] the same, sharded over ``data``, if actions gather them.
-      view: where a stage's weights lie in those of its chunk, if stages are not alike.
-      ends_weights: leaves of embed and head, of a state of structure ends_tree; ends_streams: their
-        random streams.
-      activation: a tree of types, a stage's input, once that is known.
-      embeds_own: axes of which each rank has its own part of what embed gives.
+      model, batch, axes: those of the state.
+      home: a chunk that has stages of this kind.
+      weights: [V] lists of the leaves of the parameters that such a stage has in each chunk;
+        params_tree: their structure.
+      streams, fixed: [V] its random streams, and what else of its state is no parameter.
+      ends_weights: leaves of embed and head.
+      activation, output: x and y.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        weights: Weights,
-        batch: Batch,
-        axes: tuple[str, ...],
-        *,
-        gathers: bool = False,
-    ) -> None:
-        weights, self.batch = vary(weights, axes), vary(batch, axes)
-        self.model, self.axes = model, axes
-        self.num_chunks = len(weights.chunks)
-        self.weights: Sequence[Leaves] = [jax.tree.leaves(params) for params in weights.chunks]
-        self.shards: Any = self.weights if gathers else None
-        self.view: View | None = None
-        if gathers:
-            self.weights = Lazy(self.num_chunks, lambda chunk: self._gathered(chunk, 0))
-        self.ends_weights = jax.tree.leaves(weights.ends)
-        self.states = weights
-        self.chunk_tree: Any = jax.tree.structure(weights.chunks[0])
-        self.ends_tree = jax.tree.structure(weights.ends)
-        states = [split_streams(rest) for rest in weights.chunks_rest]
-        self.streams: Sequence[Tree] = [streams for streams, _ in states]
-        self.fixed: Sequence[Tree] = [fixed for _, fixed in states]
-        self.ends_streams, self._ends_fixed = split_streams(weights.ends_rest)
-        self._further: Any = None
-        self.activation: Tree = None
-        self.embeds_own: tuple[str, ...] = ()
+    def __init__(self, state: RankState, seat: Seat, x: Tree = None, y: Tree = None) -> None:
+        self.state, self._seat = state, seat
+        self.model, self.batch, self.axes = state.model, state.batch, state.axes
+        self.home, self.num_chunks = seat.chunk, state.num_chunks
+        self.activation, self.output = x, y
+        self.ends_weights = state.ends
+        self.weights: Sequence[Leaves]
+        self.streams: Sequence[Tree]
+        self.fixed: Sequence[Tree]
+        self.params_tree: Any
+        if seat.views is None:
+            self.params_tree = jax.tree.structure(state.weights.chunks[seat.chunk])
+            self.weights = state.chunks
+            self.streams = [streams for streams, _ in state.streams]
+            self.fixed = [fixed for _, fixed in state.streams]
+            return
+        params, rest = seat.views.params, seat.views.rest
+
+        def others(chunk: int) -> tuple[Tree, Tree]:
+            return split_streams(rest.tree(jax.tree.leaves(state.weights.chunks_rest[chunk])))
+
+        self.params_tree = params.treedef
+        self.weights = Lazy(self.num_chunks, lambda chunk: params.leaves(state.chunks[chunk]))
+        self.streams = Lazy(self.num_chunks, lambda chunk: others(chunk)[0])
+        self.fixed = Lazy(self.num_chunks, lambda chunk: others(chunk)[1])
 
     def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
         """The input of stage 0."""
         if not self.model.has_embed:
-            return self.varied(self._computed(inputs))
-        own = self.embeds_own
+            return self.state.varied(self._computed(inputs))
+        own = self.state.embeds_own
         found = self._ends(weights, microbatch, embedded, inputs, own)
-        return self.varied(self._computed(found))
+        return self.state.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -96,22 +86,17 @@ class Forward:
         streams, extras = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
-            params = jax.tree.unflatten(self.chunk_tree, self._computed(weights))
+            params = jax.tree.unflatten(self.params_tree, self._computed(weights))
             rest = nnx.merge_state(streams, fixed)
-            return self.model.chunk.call(called, params, rest, x, extras)
+            return self._seat.definition.call(called, params, rest, x, extras)
 
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return self.varied(self._computed(run(weights, x)))
+        return self.state.varied(self._computed(run(weights, x)))
 
     def _computed(self, tree: Tree) -> Tree:
         """Parameters or activations in the dtype to compute in."""
         return as_computed(tree, self.model.compute_dtype)
-
-    def varied(self, x: Tree) -> Tree:
-        """What passes between stages: all of it varies as any of it does."""
-        x = vary(x, self.axes)
-        return x if self._further is None else vary_like(x, self._further)
 
     def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
         """What the user sees of the last stage's output."""
@@ -151,27 +136,19 @@ class Forward:
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         side = streams, at(self.batch.extras, microbatch)
-        if self.shards is None:
+        if not self.state.gathers:
             return pick(self.weights, chunk), pick(self.fixed, chunk), side
-        return self._gathered(chunk, microbatch), pick(self.fixed, chunk), side
-
-    def _gathered(self, chunk: Index, microbatch: Any) -> Leaves:
-        """A stage's weights, whole."""
-        shards = pick(self.shards, chunk)
-        if not isinstance(microbatch, int):
-            # The same in every tick, but not to be gathered once and kept.
-            ties = [vary_like(microbatch, shard) for shard in shards]
-            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
-        spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
-        whole = gather(shards, spreads, lead=1)
-        return whole if self.view is None else self.view.leaves(whole)
+        whole, views = self.state.gathered(chunk, microbatch), self._seat.views
+        weights = whole if views is None else views.params.leaves(whole)
+        return weights, pick(self.fixed, chunk), side
 
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]
     ) -> Tree:
-        params = jax.tree.unflatten(self.ends_tree, self._computed(weights))
-        streams = fold(self.ends_streams, microbatch, self.axes, own)
-        rest = nnx.merge_state(streams, self._ends_fixed)
+        structure = jax.tree.structure(self.state.weights.ends)
+        params = jax.tree.unflatten(structure, self._computed(weights))
+        streams, fixed = self.state.ends_streams
+        rest = nnx.merge_state(fold(streams, microbatch, self.axes, own), fixed)
         return self.model.ends.call(method, params, rest, given)
 
 

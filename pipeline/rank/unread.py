@@ -7,29 +7,32 @@ model is called, and in a pipeline it never is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.interpreters import partial_eval
 
-from pipeline.rank.cell import Cell
-from pipeline.rank.seen import seen_by
+from pipeline.rank.forward import Forward
+from pipeline.rank.state import RankState
 from pipeline.sharding.fit import outside
 
 _SHOWN = 4  # paths in a warning
 
 
-def warn_of_parameters_that_nobody_reads(cell: Cell, ends_body: Any, warned: set[Any]) -> None:
+def warn_of_parameters_that_nobody_reads(
+    state: RankState, bodies: Sequence[Any], ends_body: Any, warned: set[Any]
+) -> None:
     """Warn of parameters that make no difference to outputs and loss.
 
     Args:
-      cell: a rank's.
+      state: what a rank holds.
+      bodies: [K] the jaxpr of each stage, a function of its weights.
       ends_body: the jaxpr of embed, head and loss, a function of their weights.
       warned: of what was warned already, to which this is added.
     """
-    texts = [*_unread_in_stages(cell), *_unread_in_ends(cell, ends_body)]
+    texts = [*_unread_in_stages(state, bodies), *_unread_in_ends(state, ends_body)]
     key = "unread", *texts
     if not texts or key in warned:
         return
@@ -43,16 +46,15 @@ def warn_of_parameters_that_nobody_reads(cell: Cell, ends_body: Any, warned: set
     )
 
 
-def _unread_in_stages(cell: Cell) -> list[str]:
+def _unread_in_stages(state: RankState, bodies: Sequence[Any]) -> list[str]:
     """Paths that stages have and none of them reads."""
     had: dict[str, list[int]] = {}
     read: set[str] = set()
     used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
-    for k, seat in enumerate(cell.model.stages):
-        body = cell.bodies[k]
+    for k, (seat, body) in enumerate(zip(state.model.stages, bodies, strict=True)):
         if id(body) not in used:
             used[id(body)] = _used(body)
-        for path, is_read in _paths(seen_by(cell, seat).chunk_tree, used[id(body)]):
+        for path, is_read in _paths(Forward(state, seat).params_tree, used[id(body)]):
             had.setdefault(path, []).append(k)
             read |= {path} if is_read else set()
     return [
@@ -62,10 +64,14 @@ def _unread_in_stages(cell: Cell) -> list[str]:
     ]
 
 
-def _unread_in_ends(cell: Cell, body: Any) -> list[str]:
+def _unread_in_ends(state: RankState, body: Any) -> list[str]:
     # Tables that all ranks share are read by other code.
-    used = [yes or n in cell.model.tables for n, yes in enumerate(_used(body))]
-    return [path for path, is_read in _paths(cell.ends_tree, used) if not is_read]
+    used = [yes or n in state.model.tables for n, yes in enumerate(_used(body))]
+    return [
+        path
+        for path, is_read in _paths(jax.tree.structure(state.weights.ends), used)
+        if not is_read
+    ]
 
 
 def _used(body: Any) -> list[bool]:

@@ -1,12 +1,10 @@
 """A rank's part of the model with its ways back: what of it is differentiated, and how.
 
-Letters: V chunks per rank. The ways back are over (weights, float leaves of what is given). A cell
-knows the types of what passes between stages, and whether those are alike.
+The ways back are over (weights, float leaves of what is given).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,58 +15,34 @@ from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.backward.backward import Linearize, SplitBackward
 from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals, stage_pullback
-from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real, signature
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
 from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import run_block
 from pipeline.jaxpr.usage import needed_inputs
-from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.model.loss import as_sum_and_weight, is_mean
-from pipeline.model.model import Batch, Model, Weights
-from pipeline.model.randomness import own_axes
-from pipeline.rank.boundary import follow_alike
+from pipeline.model.stage import Seat
 from pipeline.rank.forward import Forward
-from pipeline.rank.lanes import Lane, SharedHalves, SharedResiduals, make_lanes
-from pipeline.rank.seen import code
+from pipeline.rank.state import RankState
 
 
-class Cell(Forward):
-    """A rank's weights, the functions made of them, and their pullbacks.
+class LocalModel(Forward):
+    """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
 
-    Arguments as for `Forward`, and ``ways``.
-
-    Attributes:
-      activation, output: trees of types, a stage's input and the last stage's output.
-      wire: a tree of types, a message.
-      lanes: of stages that are not alike; none where all are, as in the `Cell` of one lane.
-      home: a chunk that has stages of this kind.
-      ways: [K] how far each stage's backward goes; way: that of the stages of this lane.
-      bodies: by stage, its jaxpr as a function of its weights.
-      loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
-        an array where losses are scaled.
+    Args:
+      state: what the rank holds.
+      seat: that of a stage of this kind.
+      x: a tree of types, such a stage's input.
+      y: the type of its output.
+      way: how far its backward goes.
+      wire: a tree of types, a message; where all stages are alike, that is x.
     """
 
     def __init__(
-        self,
-        model: Model,
-        weights: Weights,
-        batch: Batch,
-        axes: tuple[str, ...],
-        *,
-        gathers: bool = False,
-        ways: Sequence[Way],
+        self, state: RankState, seat: Seat, x: Tree, y: Tree, way: Way, wire: Tree
     ) -> None:
-        super().__init__(model, weights, batch, axes, gathers=gathers)
-        self.lanes: tuple[Lane, ...] = ()
-        self.home = 0
-        self.ways, self.way = ways, ways[0]
-        self.bodies: dict[int, Any] = {}
-        self.loss_share: Any = 1.0
-        self._follow_activations()
-
-    def loss_cotangent(self) -> jax.Array:
-        """What a microbatch's loss is differentiated with."""
-        return vary(jnp.full((), self.loss_share), self.axes)
+        super().__init__(state, seat, x, y)
+        self.way, self.wire = way, wire
 
     def loss_is_mean(self) -> tuple[bool, Any]:
         """Whether every microbatch's loss has weight 1; found by a trace.
@@ -151,15 +125,11 @@ class Cell(Forward):
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
-        if self.lanes:
-            return SharedResiduals(self)
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
         return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
-        if self.lanes:
-            return SharedHalves(self, residuals, in_place=in_place)
         x = blank(self.activation, self.axes)
         y = x if self.output is self.activation else blank(self.output, self.axes)
         (dy, _), home = partition(y), self.home
@@ -176,29 +146,3 @@ class Cell(Forward):
             grad_dtype=self.model.grad_dtype,
             way=self.way,
         )
-
-    def _follow_activations(self) -> None:
-        inputs = at(self.batch.inputs, 0)
-        if self.model.tables.embed >= 0:
-            see_that_they_are_words(inputs)
-
-        def first() -> Tree:
-            return self.embed(self.ends_weights, inputs, 0)
-
-        if self.model.has_embed and jax.tree.leaves(self.ends_streams):
-            self.embeds_own = own_axes(jax.eval_shape(lambda: first()), self.axes)  # noqa: PLW0108
-
-        def widen(x: Tree) -> None:
-            self._further = x
-
-        found = follow_alike(self, first, widen)
-        self.activation, self.output = found[0], found[-1]
-        self.wire: Tree = self.activation
-        if self.model.tables.is_used:
-            see_that_activations_are_alike(found)
-        codes = {code(self, seat) for seat in self.model.stages}
-        alike = len(codes) == len(set(map(signature, found))) == len(set(self.ways)) == 1
-        if not alike:
-            self.wire, self.lanes = make_lanes(self, found)
-        else:
-            self.output = self.activation

@@ -8,72 +8,95 @@ found by trial: the types of other boundaries, then changes of one leaf towards 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from collectives import DATA, STAGE
-from pipeline.base.tree import Tree, blank, join, path_text, shape_text, signature
-from pipeline.rank.seen import code, seen_by
-
-if TYPE_CHECKING:
-    from pipeline.rank.cell import Cell
+from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
+from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
+from pipeline.model.randomness import own_axes
+from pipeline.rank.forward import Forward
+from pipeline.rank.state import RankState
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 _MOST_TRIALS = 200
 
 
-def follow_alike(
-    cell: Cell, first: Callable[[], Tree], widen: Callable[[Tree], None]
-) -> list[Tree]:
-    """The types of activations 0..K; where they differ in the axes they vary over, widened to one.
+@dataclass(frozen=True)
+class Activations:
+    """What follows from tracing one stage after the other.
 
-    So stages that are alike stay so, if one of them starts what the others go on with (activations
-    of which each rank of ``tensor`` has its part).
-
-    Args:
-      cell: a rank's cell.
-      first: makes activation 0.
-      widen: tells the cell the type that all activations are to have from now on.
+    Attributes:
+      types: of activations 0..K.
+      bodies: [K] of each stage, its jaxpr as a function of its weights; stages that are one
+        computation share theirs.
     """
-    wider: Tree = None
-    while True:
-        found = follow(cell, jax.eval_shape(lambda: first()))  # noqa: PLW0108, it caches by function
-        joined = join(found)
-        if joined is None or all(signature(x) == signature(joined) for x in found):
-            return found
-        if wider is not None and signature(wider) == signature(joined):
-            return found
-        wider = joined
-        widen(wider)
+
+    types: list[Tree]
+    bodies: list[Any]
 
 
-def follow(cell: Cell, x: Tree) -> list[Tree]:
-    """The types of activations 0..K, given that of the first.
+def follow(state: RankState) -> tuple[RankState, Activations]:
+    """The activations of a model, and the state with what they say of the axes that vary.
+
+    Where activations differ in the axes they vary over, they are widened to one type. So stages
+    that are alike stay so, if one of them starts what the others go on with (activations of which
+    each rank of ``tensor`` has its part).
 
     Raises:
-      ValueError: a stage does not take what the one before it returns.
+      ValueError: a stage does not take what the one before it returns; or activations do not fit
+        what all ranks do with them.
     """
-    found, known = [x], {}
-    for k, seat in enumerate(cell.model.stages):
-        key = code(cell, seat), signature(x)
+    model, inputs = state.model, at(state.batch.inputs, 0)
+    if model.tables.embed >= 0:
+        see_that_they_are_words(inputs)
+
+    def first(state: RankState) -> Tree:
+        return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
+
+    if model.has_embed and jax.tree.leaves(state.ends_streams[0]):
+        own = own_axes(jax.eval_shape(lambda: first(state)), state.axes)
+        state = dataclasses.replace(state, embeds_own=own)
+    while True:
+        given = state  # eval_shape caches by function, so each trial has its own
+        found = _follow(state, jax.eval_shape(lambda given=given: first(given)))
+        joined = join(found.types)
+        if joined is None or all(signature(x) == signature(joined) for x in found.types):
+            break
+        if state.widest is not None and signature(state.widest) == signature(joined):
+            break
+        state = dataclasses.replace(state, widest=joined)
+    if model.tables.is_used:
+        see_that_activations_are_alike(found.types)
+    return state, found
+
+
+def _follow(state: RankState, x: Tree) -> Activations:
+    """Activations 1..K, and 0, whose type is given."""
+    found, bodies, known = [x], [], {}
+    for k, seat in enumerate(state.model.stages):
+        key = state.code(seat), signature(x)
         if key not in known:
-            known[key] = _output(cell, k, found)
-        x, cell.bodies[k] = known[key]
+            known[key] = _output(state, k, found)
+        x, body = known[key]
+        bodies.append(body)
         found.append(x)
-    return found
+    return Activations(found, bodies)
 
 
-def _output(cell: Cell, k: int, before: list[Tree]) -> tuple[Tree, Any]:
+def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any]:
     """The type of activation k + 1, and the stage's jaxpr as a function of its weights."""
-    view = seen_by(cell, cell.model.stages[k])
+    stage = Forward(state, state.model.stages[k])
 
     def run(x: Tree) -> tuple[Tree, Any]:
-        weights, fixed, side = view.stage_arguments(view.home, 0)
+        weights, fixed, side = stage.stage_arguments(stage.home, 0)
         # Made inside: not every release takes a type that says over which axes it varies.
-        call = lambda weights: view.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
+        call = lambda weights: stage.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
         closed, y = jax.make_jaxpr(call, return_shape=True)(weights)
         return y, closed.jaxpr
 
@@ -84,7 +107,7 @@ def _output(cell: Cell, k: int, before: list[Tree]) -> tuple[Tree, Any]:
         if k == 0:
             error.add_note(f"stages[0] was given {jax.tree.map(shape_text, before[0])}")
             raise
-        weights = jax.eval_shape(lambda: view.weights[view.home])
+        weights = jax.eval_shape(lambda: stage.weights[stage.home])
         taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
         if taken is None:
             given = jax.tree.map(shape_text, before[k])
