@@ -25,12 +25,12 @@ from pipeline.kernel.nans import watched
 from pipeline.kernel.operands import Operands, make_operands, require_arrays
 from pipeline.layerwise.layout import Layout, check_layout, mark
 from pipeline.layerwise.view import from_layers, to_layers
-from pipeline.model.apart import apart
 from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
 from pipeline.model.loss import LossFn
 from pipeline.model.randomness import advance
+from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
 from pipeline.plan.resolve import make_plan
@@ -169,7 +169,7 @@ class Pipeline(nnx.Module):
         warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )
-        stages, ends = apart(stages, embed, head, loss_fn)
+        stages, ends = unshared(stages, embed, head, loss_fn)
         stages, self.ignored = ignoring(stages, ignore)
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]

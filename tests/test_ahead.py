@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, shard_optimizer
 from pipeline.forecast.bytes import predict
-from pipeline.forecast.hoist import cast_once
+from pipeline.forecast.hoisted_casts import cast_once
 from pipeline.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead

@@ -23,7 +23,7 @@ from pipeline.forecast import traffic
 from pipeline.kernel import runtime
 from pipeline.kernel.ticks import needed, segments
 from pipeline.layers import RMSNorm
-from pipeline.sharding.placement import APART
+from pipeline.sharding.placement import DEFERRED
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules.lowering.program import Program
 from tests.hlo import Sent
@@ -113,7 +113,7 @@ def size(pipe: Pipeline, variables: Any, *, itemsize: int) -> int:
 def apart(module: Any) -> list[Any]:
     """Weights whose gradients differ between tensor ranks until the step ends."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return [v.get_value() for _, v in flat if v.get_metadata(APART, None)]
+    return [v.get_value() for _, v in flat if v.get_metadata(DEFERRED, None)]
 
 
 def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collectives import make_mesh
 from examples import gpt
 from pipeline import Pipeline
 from pipeline.forecast.bytes import predict
-from pipeline.forecast.flow import Compiler
+from pipeline.forecast.fusion import Compiler
 from pipeline.forecast.liveness import Walk
 from tests import chips, models
 

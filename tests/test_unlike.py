@@ -11,7 +11,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel import workers
+from pipeline.kernel import grouped
 from pipeline.model.unlike import Overlaid
 from tests import mixed, models
 from tests.models import Block, Hostile
@@ -105,14 +105,14 @@ def test_a_chunk_of_equal_stages_is_as_ever():
 
 def test_equal_stages_know_nothing_of_this(monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("equal stages need no crew")
+        raise AssertionError("equal stages need no groups")
 
-    monkeypatch.setattr(workers.Crew, "__init__", refuse)
+    monkeypatch.setattr(grouped.GroupedActions, "__init__", refuse)
     x = models.rows(4)
     pipe = make(models.build(Block, 4), S=2)
     assert not any(isinstance(chunk, Overlaid) for chunk in pipe.chunks)
     pipe.value_and_grad(x, x)
-    with pytest.raises(AssertionError, match="no crew"):
+    with pytest.raises(AssertionError, match="no groups"):
         make([Hostile(nnx.Rngs(0)), *models.build(Block, 1)]).value_and_grad(x, x)
 
 

@@ -6,7 +6,7 @@
 * what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
   a copy of the weights for every microbatch in flight;
 * of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
-  (`pipeline.backward.cut`).
+  (`pipeline.backward.min_cut`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 from jax.extend.core import Literal
 
 from pipeline.backward.accumulate import GradDtype, Pullback, differentiate
-from pipeline.backward.cut import smallest_cut
 from pipeline.backward.masks import Way
+from pipeline.backward.min_cut import smallest_cut
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.jaxpr.jaxprs import Var, evaluate, operands, producers
 from pipeline.jaxpr.primitives import is_cheap

@@ -1,9 +1,9 @@
 """Steps taken apart into two halves: what the input's gradient needs, and the rest.
 
 The first half runs when a gradient arrives, the second at any time later. What crosses is stashed,
-so it is chosen small (`pipeline.backward.cut`): the second half computes cheap arithmetic again,
-and a light step of its own (the sum over rows that is a bias's gradient) moves to the first half
-where its result is smaller than its operands. Matrix products are done once, by the half they
+so it is chosen small (`pipeline.backward.min_cut`): the second half computes cheap arithmetic
+again, and a light step of its own (the sum over rows that is a bias's gradient) moves to the first
+half where its result is smaller than its operands. Matrix products are done once, by the half they
 belong to.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from pipeline.backward.branches import split_branches
-from pipeline.backward.cut import num_bytes, smallest_cut
+from pipeline.backward.conds import split_branches
 from pipeline.backward.halves import Given, Halves, Mask, Pieces
-from pipeline.backward.loops import split_loop
+from pipeline.backward.min_cut import num_bytes, smallest_cut
+from pipeline.backward.scans import split_loop
 from pipeline.jaxpr.primitives import is_ref
 from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, names, narrow, prune
 from pipeline.jaxpr.usage import adds_to, is_pinned, sources_of

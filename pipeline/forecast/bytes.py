@@ -18,8 +18,8 @@ import jax
 from jax.sharding import Mesh
 
 from pipeline.base.tree import Tree
-from pipeline.forecast.flow import Compiler, nbytes
-from pipeline.forecast.hoist import cast_once
+from pipeline.forecast.fusion import Compiler, nbytes
+from pipeline.forecast.hoisted_casts import cast_once
 from pipeline.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.kernel import runtime
 from pipeline.model.model import Batch, Model, Weights

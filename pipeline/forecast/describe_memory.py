@@ -12,7 +12,7 @@ from pipeline.backward.masks import Mask, Trained, chosen
 from pipeline.forecast import traffic
 from pipeline.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.forecast.describe_traffic import traffic_lines
-from pipeline.forecast.flow import nbytes
+from pipeline.forecast.fusion import nbytes
 from pipeline.kernel import runtime
 from pipeline.plan.plan import Plan
 

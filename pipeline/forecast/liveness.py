@@ -9,7 +9,7 @@ This is what a compiler that fuses well needs, in a good order (`pipeline.foreca
 * what a loop carries is one buffer, from its start to its result; a ref is one too, written in
   place.
 
-The TPU compiler fuses further (`pipeline.forecast.flow.Compiler`). Of an MLP layer it keeps the
+The TPU compiler fuses further (`pipeline.forecast.fusion.Compiler`). Of an MLP layer it keeps the
 first product's result alone, where XLA for CPU also keeps what follows from it: the activation
 function's inside and the second product's operand.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.forecast.flow import Compiler, Flow, Node, Slots, Value, nbytes
+from pipeline.forecast.fusion import Compiler, Flow, Node, Slots, Value, nbytes
 from pipeline.forecast.order import late_order
 from pipeline.jaxpr.primitives import callee, loop_sizes
 

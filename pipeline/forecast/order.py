@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pipeline.forecast.flow import Node, Value
+from pipeline.forecast.fusion import Node, Value
 
 Sets = Sequence[frozenset[Value]]
 

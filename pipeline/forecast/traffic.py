@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval
 from numpy.typing import NDArray
 
 from collectives import STAGE
-from pipeline.forecast.flow import nbytes
+from pipeline.forecast.fusion import nbytes
 from pipeline.forecast.liveness import find_shard_map
 from pipeline.kernel import runtime, scopes
 from pipeline.kernel.ticks import without

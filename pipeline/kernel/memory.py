@@ -194,7 +194,7 @@ def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
     jax.lax.while_loop(lambda wanted: wanted, body, factor != 1)
 
 
-class Seen:
+class PoolView:
     """A pool whose places values of several kinds share, as one kind sees it.
 
     Args:
@@ -221,7 +221,7 @@ class Seen:
         return jax.tree.unflatten(self._view.treedef, found)
 
 
-class SeenTotal:
+class TotalView:
     """Totals of one stage's gradients, within those that several share.
 
     Gradients are added in place where they have a ref of their own. Those that are a part of one

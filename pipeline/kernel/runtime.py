@@ -18,12 +18,12 @@ from collectives import DATA, STAGE, vary
 from pipeline.backward.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.kernel.actions import Row
+from pipeline.kernel.grouped import make_actions
 from pipeline.kernel.jitted import PerPlan
 from pipeline.kernel.memory import Memory, Step, scale_in_place
 from pipeline.kernel.scopes import COMMON
 from pipeline.kernel.straight import Straight
 from pipeline.kernel.ticks import run_ticks, without
-from pipeline.kernel.workers import make_actions
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
@@ -36,8 +36,8 @@ from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
 from pipeline.sharding.spread import (
     constrain,
+    defer_reduction,
     gather,
-    keep_apart,
     kernel_spec,
     reduce_gradients,
     total_over,
@@ -279,8 +279,8 @@ def _rank_state(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Ran
         chunks = tuple(
             whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
         )
-    chunks = tuple(map(keep_apart, chunks, layout.chunks))
-    ends = keep_apart(whole(weights.ends, layout.ends, 0), layout.ends)
+    chunks = tuple(map(defer_reduction, chunks, layout.chunks))
+    ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
     local = Weights(chunks, ends, *rests)
     num_microbatches = plan.schedule.num_microbatches
 

@@ -28,10 +28,10 @@ from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
 from pipeline.kernel import scopes
 from pipeline.kernel.actions import Actions, Row
+from pipeline.kernel.grouped import runner
 from pipeline.kernel.memory import run_once
 from pipeline.kernel.scopes import COMMON
-from pipeline.kernel.vocabulary import Together, busy_in
-from pipeline.kernel.workers import runner
+from pipeline.kernel.vocabulary import VocabularyParallel, busy_in
 from schedules.lowering.program import Channel, Program, Slot
 
 UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
@@ -41,7 +41,7 @@ MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is o
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
     delayed, run = program.delayed, runner(actions, masked=masked)
-    common = Together(actions, program, masked=masked) if program.shared else None
+    common = VocabularyParallel(actions, program, masked=masked) if program.shared else None
 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, held: Tree, rows: Row
@@ -89,15 +89,15 @@ def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int
     """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
 
     An idle branch costs nothing, so the kernel that branches starts a new run only where all that
-    happens takes a turn (`turns`). Without branches an unused slot costs its full
+    happens changes (`segment_starts`). Without branches an unused slot costs its full
     time: warm-up, steady state and cool-down are scans of their own, unless a timetable changes so
     often that compile time would suffer. Where sends are delayed a message may arrive in a slot
     that nobody works in.
     """
     waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
     uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
-    turning = turns(program)
-    few = turning if len(turning) < MOST_SEGMENTS else []
+    starts = segment_starts(program)
+    few = starts if len(starts) < MOST_SEGMENTS else []
 
     def runs(cuts: Iterable[int]) -> list[tuple[int, int, tuple[int, ...]]]:
         pairs = itertools.pairwise([0, *cuts, program.num_ticks])
@@ -174,7 +174,7 @@ def needed(program: Program, index: int, start: int, stop: int) -> Needed:
     return Needed(part, branch, tuple(channels))
 
 
-def turns(program: Program) -> list[int]:
+def segment_starts(program: Program) -> list[int]:
     """The ticks at which all that happens becomes other, and exchanges other directions."""
     happens = _happens(program)
     first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)

@@ -1,4 +1,4 @@
-"""What all ranks do together: embedding and head, split by vocabulary over ``stage``.
+"""Vocabulary parallelism: embedding and head on all ranks, split by words over ``stage``.
 
 Letters: S ranks, N words, n = ceil(N / S) of them on each rank, d width; R rows of a microbatch. A
 rank has the rows r n .. (r + 1) n - 1 of a table and computes with those alone:
@@ -36,8 +36,8 @@ from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.lowering.program import Program
 
 
-class Together:
-    """The common work of a step.
+class VocabularyParallel:
+    """What all ranks do together around the slots of a step.
 
     Args:
       actions: the rank's, whose memory is used.

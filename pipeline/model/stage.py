@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from pipeline.base.alike import alike, digest
-from pipeline.base.hollow import with_arrays
+from pipeline.base.placeholders import with_arrays
 from pipeline.base.tree import Tree, is_abstract, row_of, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded

@@ -29,12 +29,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
-from pipeline.base.hollow import Hollow, hollow, with_arrays
+from pipeline.base.placeholders import Placeholder, with_arrays, without_values
 from pipeline.base.tree import Tree, is_abstract, is_key, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.sharding.distribute import constrained
-from pipeline.sharding.placement import APART, Placement, axes_in, unnamed
+from pipeline.sharding.placement import DEFERRED, Placement, axes_in, unnamed
 
 Path = tuple[Any, ...]
 Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
@@ -74,7 +74,7 @@ class Overlaid(nnx.Module):
 
     def __init__(self, stages: Sequence[nnx.Module], placement: Placement, why: str) -> None:
         self.named, self.packed = Group(), Group()
-        self.stages = nnx.List([hollow(stage) for stage in stages])
+        self.stages = nnx.List([without_values(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
         lists = [[_leaf(*item, placement, why) for item in flat.items()] for flat in flats]
         cells, spots = overlay(lists)
@@ -118,11 +118,11 @@ def _leaf(path: Path, variable: Any, placement: Placement, why: str) -> Leaf:
             f"of a chunk alike"
         )
     kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.Variable
-    apart = metadata(variable).get(APART)
+    deferred = metadata(variable).get(DEFERRED)
     is_matrix = kind is nnx.Param and len(variable.shape) > 1
     name = (*map(str, path),)
     axes = placement.names_of(".".join(name), variable)
-    return Leaf((kind, variable.dtype, is_matrix, apart, axes), name, variable.shape)
+    return Leaf((kind, variable.dtype, is_matrix, deferred, axes), name, variable.shape)
 
 
 def _check_sharded(
@@ -181,7 +181,7 @@ def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
 
 def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) -> View:
     """A stage's state within its chunk's, whose cells lie at ``paths``."""
-    flat = [path for path, v in nnx.to_flat_state(own) if not isinstance(v, Hollow)]
+    flat = [path for path, v in nnx.to_flat_state(own) if not isinstance(v, Placeholder)]
     order = {path: index for index, path in enumerate(flat)}
     spots = (places[path] for path, _ in nnx.to_flat_state(half))
     moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)

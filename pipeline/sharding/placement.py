@@ -37,7 +37,8 @@ Names = tuple[Any, ...]  # for each dim: None, an axis, or several
 Sharding = Callable[[str, Any], Sequence[Any] | None]  # (path, variable) -> Names
 
 _OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
-APART = "gradient_over"
+# Metadata: axes over which the gradient is summed once a step.
+DEFERRED = "gradient_over"
 # Metadata: in which order a pipeline's stacks hold layers (`pipeline.layerwise.layout`).
 LAYERS = "layers"
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
@@ -50,12 +51,12 @@ class Spread:
     Attributes:
       stored: the array.
       gradient: its gradient, and what an optimizer keeps of it.
-      apart: axes whose ranks each have a part of its gradient until the step ends.
+      deferred: axes whose ranks each have a part of its gradient until the step ends.
     """
 
     stored: PartitionSpec
     gradient: PartitionSpec
-    apart: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,12 @@ def unnamed(variable: Any) -> Any:
 def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
     """Where a variable of a pipeline lies, by its metadata."""
     said = metadata(variable)
-    apart = axes_in(said.get(APART))
+    deferred = axes_in(said.get(DEFERRED))
     if _OWN not in said:
-        return Spread(PartitionSpec(*lead), PartitionSpec(*lead), apart)
+        return Spread(PartitionSpec(*lead), PartitionSpec(*lead), deferred)
     stored = said["out_sharding"]
     gradient = said.get("optimizer_sharding", stored)
-    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), apart)
+    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), deferred)
 
 
 def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:

@@ -104,7 +104,7 @@ def reduce_gradients(
     """Sums over some axes, of those that are sharded over ``data`` only this shard's part.
 
     Arguments as in `gather`; ``axes`` are those over which to sum, beside those over which a
-    gradient was kept apart.
+    gradient's reduction was deferred.
     """
     dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
     parts = [
@@ -114,7 +114,7 @@ def reduce_gradients(
     rows = [_dim_over(STAGE, spread.gradient) is not None for spread in spreads]
     over = [
         tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
-        + _apart(spread)
+        + _deferred(spread)
         for dim, own, spread in zip(dims, rows, spreads, strict=True)
     ]
     found = list(parts)
@@ -125,19 +125,19 @@ def reduce_gradients(
     return found
 
 
-def keep_apart(tree: Tree, spreads: Sequence[Spread]) -> Tree:
+def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
     """Weights that are not the same to the backward on all ranks of some axes, though they are.
 
     So it leaves each rank its part of their gradient, for `reduce_gradients` to add up.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(
-        treedef, [vary(x, _apart(spread)) for x, spread in zip(leaves, spreads, strict=True)]
+        treedef, [vary(x, _deferred(spread)) for x, spread in zip(leaves, spreads, strict=True)]
     )
 
 
-def _apart(spread: Spread) -> tuple[str, ...]:
-    return tuple(filter(is_manual, spread.apart))
+def _deferred(spread: Spread) -> tuple[str, ...]:
+    return tuple(filter(is_manual, spread.deferred))
 
 
 def _scattered(gradient: Any, dim: int) -> Any:

@@ -1,4 +1,4 @@
-"""What is trained: filters on the plain model, masks over leaves, parameters that nobody trains.
+"""What is trained: filters on the plain model, and parameters that nobody would train.
 
 Which gradients are formed follows from here; how, is for `pipeline.backward` and `pipeline.kernel`.
 """

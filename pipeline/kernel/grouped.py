@@ -1,8 +1,8 @@
-"""A rank's actions where stages are not alike: one worker per group, memory for all of them.
+"""A rank's actions where stages are not alike: those of each group, in one memory.
 
-Letters: S ranks. Each worker is the `Actions` of a pipeline whose stages are all like those of its
-group; what differs is only where it finds things. Which worker a rank calls in a slot follows from
-the slot's branch and from the groups of the rank's own stages.
+Letters: S ranks. A group's actions are those of a pipeline whose stages are all like the group's;
+what differs is only where they find things. Which group's a rank runs in a slot follows from the
+slot's branch and from the groups of the rank's own stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.kernel import scopes
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.masked import run_masked
-from pipeline.kernel.memory import Memory, Seen, SeenTotal, Step, make_memory
+from pipeline.kernel.memory import Memory, PoolView, Step, TotalView, make_memory
 from pipeline.model.overlay import Spot, View
 from pipeline.rank.groups import (
     GroupedModel,
@@ -39,72 +39,76 @@ def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
     memory = make_memory(local, program, step)
     if isinstance(local, GroupedModel):
-        return Crew(local, program, step, memory)
+        return GroupedActions(local, program, step, memory)
     return Actions(local, step, memory)
 
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row], Tree]:
     """What runs a slot for a rank."""
-    if isinstance(actions, Crew):
+    if isinstance(actions, GroupedActions):
         return actions.run_masked if masked else actions.run_slot
     return functools.partial(run_masked, actions) if masked else actions.run_slot
 
 
-class Crew(Actions):
+class GroupedActions(Actions):
     """The actions of a rank whose stages belong to groups."""
 
     def __init__(self, local: GroupedModel, program: Program, step: Step, memory: Memory) -> None:
         super().__init__(local, step, memory)
-        self.workers = [Worker(self, program, n, group) for n, group in enumerate(local.groups)]
+        self.groups = [
+            GroupActions(self, program, n, group) for n, group in enumerate(local.groups)
+        ]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
         """Do the slot's action, group by group; returns its message."""
         message = self.no_message() if message is None else message
-        for worker in self.workers:
-            part, here = worker.share(slot, row)
+        for one in self.groups:
+            part, here = one.share(slot, row)
             if part.ops:
-                with jax.named_scope(scopes.of_stages(worker.group.stages)):
-                    message = worker.run_slot(part, here, message)
+                with jax.named_scope(scopes.of_stages(one.group.stages)):
+                    message = one.run_slot(part, here, message)
         return message
 
     def run_masked(self, slot: Slot, row: Row) -> Tree:
         """The same without conditionals: every rank computes every group."""
         message = self.no_message()
-        for worker in self.workers:
-            part, here = worker.share(slot, row)
+        for one in self.groups:
+            part, here = one.share(slot, row)
             if part.ops:
-                found, real = run_masked(worker, part, here), here["op"] != 0
+                found, real = run_masked(one, part, here), here["op"] != 0
                 message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), found, message)
         return message
 
 
-class Worker(Actions):
-    """The actions of one group, in the crew's memory.
+class GroupActions(Actions):
+    """The actions of one group, in the memory of the rank's.
 
     Args:
-      crew: the rank's actions.
+      whole: the rank's actions.
       program: what runs.
       index: of the group.
       group: the stages whose actions these are.
     """
 
-    def __init__(self, crew: Crew, program: Program, index: int, group: StageGroup) -> None:
-        own, memory = group.local, crew.memory
+    def __init__(
+        self, whole: GroupedActions, program: Program, index: int, group: StageGroup
+    ) -> None:
+        own, memory = group.local, whole.memory
         seen: dict[str, Any] = {
-            "buffers": Seen(memory.buffers, group.x_view, own.activation, own.axes),
-            "returned": Seen(memory.buffers, group.y_view, own.output, own.axes),
+            "buffers": PoolView(memory.buffers, group.x_view, own.activation, own.axes),
+            "returned": PoolView(memory.buffers, group.y_view, own.output, own.axes),
         }
         if isinstance(memory.residuals, SharedResiduals):
             seen["residuals"] = memory.residuals.of[index]
             view = memory.residuals.views[index]
-            seen["stashes"] = Seen(memory.stashes, view, None, own.axes)
+            seen["stashes"] = PoolView(memory.stashes, view, None, own.axes)
         if isinstance(memory.halves, SharedHalves):
             seen["halves"] = memory.halves.of[index]
             view = memory.halves.views[index]
-            seen["crossings"] = Seen(memory.crossings, view, None, own.axes)
-        if crew.step.training:
+            seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
+        if whole.step.training:
             seen["chunk_grads"] = _own_totals(memory, group)
-        super().__init__(own, crew.step, dataclasses.replace(memory, **seen))
+        super().__init__(own, whole.step, dataclasses.replace(memory, **seen))
         self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
@@ -130,7 +134,7 @@ class Worker(Actions):
 
     def _run(self, op: Op, row: Row) -> Tree:
         total = self.memory.chunk_grads[op.chunk]
-        if op.kind == "F" or not isinstance(total, SeenTotal):
+        if op.kind == "F" or not isinstance(total, TotalView):
             return super()._run(op, row)
         total.begin()
         message = super()._run(op, row)
@@ -170,5 +174,5 @@ def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
         spots = chosen(views.params.spots, own)
         mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
     found = list(memory.chunk_grads)
-    found[chunk] = SeenTotal(total, tuple(mine))
+    found[chunk] = TotalView(total, tuple(mine))
     return found

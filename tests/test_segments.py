@@ -9,7 +9,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel.ticks import needed, segments, turns
+from pipeline.kernel.ticks import needed, segment_starts, segments
 from schedules import build, lower, names
 from tests import models
 from tests.sizes import CHUNKS
@@ -28,7 +28,7 @@ def test_who_takes_a_turn(family, options):
     """Only those that finish all forwards first; there both halves of the ticks go one way."""
     found = program(family, **options)
     T = found.num_ticks
-    assert turns(found) == ([T // 2] if family in TURNING else [])
+    assert segment_starts(found) == ([T // 2] if family in TURNING else [])
     parts = segments(found, split=False)
     assert [part[:2] for part in parts] == (
         [(0, T // 2), (T // 2, T)] if family in TURNING else [(0, T)]

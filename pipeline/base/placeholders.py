@@ -8,21 +8,21 @@ from typing import Any
 from flax import nnx
 
 
-class Hollow(nnx.Variable[Any]):
+class Placeholder(nnx.Variable[Any]):
     """Stands for a variable whose value lies elsewhere, in the cells of `pipeline.model.unlike`."""
 
 
-def hollow(stage: nnx.Module) -> nnx.Module:
-    """The module with a hollow variable for each of its arrays."""
+def without_values(stage: nnx.Module) -> nnx.Module:
+    """The module with a placeholder for each of its arrays."""
     graphdef, state = nnx.split(stage)
-    hollowed = [(path, Hollow(None)) for path, _ in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(hollowed))
+    empty = [(path, Placeholder(None)) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(empty))
 
 
 def with_arrays(module: Any) -> Any:
-    """The module with its plain arrays, for each of which a hollow variable stood."""
+    """The module with its plain arrays, for each of which a placeholder stood."""
     for path, node in list(nnx.iter_graph(module)):
-        if isinstance(node, Hollow):
+        if isinstance(node, Placeholder):
             name: Any = path[-1]
             parent: Any = functools.reduce(_member, path[:-1], module)
             if isinstance(parent, nnx.List):

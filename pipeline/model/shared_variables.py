@@ -19,7 +19,7 @@ from pipeline.model.stage import Ends, is_stacked
 Owners = Mapping[int, str]  # id of a variable to where it was found first
 
 
-def apart(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
+def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
     """The same modules, sharing no random stream; those given are not changed.
 
     Raises:
