@@ -23,6 +23,7 @@ from pipeline.kernel import differentiable, runtime
 from pipeline.kernel.jitted import hold
 from pipeline.kernel.nans import watched
 from pipeline.kernel.operands import Operands, make_operands, require_arrays
+from pipeline.layers.weights import see_that_layers_fit
 from pipeline.layerwise.layout import Layout, check_layout, mark
 from pipeline.layerwise.view import from_layers, to_layers
 from pipeline.model.chunks import make_chunks, make_ends
@@ -37,7 +38,7 @@ from pipeline.plan.resolve import make_plan
 from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.sharding import meshes
-from pipeline.sharding.fit import see_that_layers_fit, see_that_weights_are_divided
+from pipeline.sharding.fit import see_that_weights_are_divided
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
@@ -164,8 +165,8 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
             wrt=wrt,
+            options=options,
         )
-        plan.options.update(options)
         warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )
@@ -443,7 +444,7 @@ class Pipeline(nnx.Module):
         self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
     ) -> Operands:
         if loss_for:
-            meshes.warn_of_untyped_weights(self.plan.home, self.plan.warned)
+            meshes.warn_of_untyped_weights(self.plan.home, self.plan.traces.warned)
         hold(self.plan, self)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
@@ -457,7 +458,7 @@ class Pipeline(nnx.Module):
 
     def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
         """What a filter trains, and the filter of the pipeline's own state that finds it."""
-        stages, known = self.schedule.stages_of, self.plan.filtered
+        stages, known = self.schedule.stages_of, self.plan.traces.filtered
         return trained_by(wrt, self.chunks, self.ends, stages, known)
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:

@@ -65,17 +65,17 @@ def test_plans_that_only_graphs_hold_keep_what_the_last_of_them_compiled(monkeyp
     count = len(traced)
     nnx.merge(graphdef, state).value_and_grad(X, X)
     assert len(traced) == count > 0
-    assert plan.jitted
+    assert plan.traces.jitted
     other = make()
     other(X)
-    assert plan.jitted
+    assert plan.traces.jitted
     del other, graphdef
     later = make()
     later(X)
     kept = later.plan
     del later
-    assert not plan.jitted
-    assert kept.jitted
+    assert not plan.traces.jitted
+    assert kept.traces.jitted
 
 
 @pytest.mark.slow

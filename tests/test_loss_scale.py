@@ -11,7 +11,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.jaxpr.jaxprs import narrows
+from pipeline.jaxpr.evaluate import narrows
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests import models
 from tests.models import Block, distance

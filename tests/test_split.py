@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pipeline.backward.accumulate import as_summed
-from pipeline.backward.backward import SplitBackward
 from pipeline.backward.residuals import Residuals, stage_pullback
+from pipeline.backward.split_backward import SplitBackward
 from tests import dots
 
 D, E, ROWS, LAYERS = 7, 13, 5, 3

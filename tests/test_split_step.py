@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh, vary
 from pipeline import Pipeline
 from pipeline.backward.accumulate import as_summed
-from pipeline.backward.backward import SplitBackward
 from pipeline.backward.residuals import Residuals, stage_pullback
+from pipeline.backward.split_backward import SplitBackward
 from pipeline.kernel import runtime
 from tests import dots, models
 

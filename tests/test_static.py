@@ -56,6 +56,18 @@ def uneven(rngs):
     return Configured(rngs, Config([1], {"out": 0.25}))
 
 
+def test_a_plan_is_data():
+    """What is noted in traces lies in an object of its own, all else cannot be written."""
+    plan = make(models.build(Block, 2), wrt=nnx.Param).plan
+    values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    del values["traces"]
+    assert [name for name, v in values.items() if isinstance(v, (list, dict, set))] == []
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.remat = None
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        plan.options["remat"] = None
+
+
 @pytest.mark.parametrize("second", [Configured, uneven], ids=["alike", "not alike"])
 def test_a_configuration_without_a_hash(second):
     stages = [Configured(nnx.Rngs(0)), second(nnx.Rngs(1))]

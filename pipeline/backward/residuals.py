@@ -21,7 +21,7 @@ from pipeline.backward.accumulate import GradDtype, Pullback, differentiate
 from pipeline.backward.masks import Way
 from pipeline.backward.min_cut import smallest_cut
 from pipeline.base.tree import Leaves, Tree, combine, partition
-from pipeline.jaxpr.jaxprs import Var, evaluate, operands, producers
+from pipeline.jaxpr.evaluate import Var, evaluate, operands, producers
 from pipeline.jaxpr.primitives import is_cheap
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from pipeline.backward.halves import Given, Halve, Mask, Pieces, given_inside
+from pipeline.jaxpr.reachability import closed_mask
 from pipeline.jaxpr.steps import Atom, Loop, Name, Step, cost_inside, names, read, run
-from pipeline.jaxpr.usage import closed_mask
 
 
 @dataclass(frozen=True)

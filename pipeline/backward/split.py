@@ -18,8 +18,8 @@ from pipeline.backward.halves import Given, Halves, Mask, Pieces
 from pipeline.backward.min_cut import num_bytes, smallest_cut
 from pipeline.backward.scans import split_loop
 from pipeline.jaxpr.primitives import is_ref
+from pipeline.jaxpr.reachability import adds_to, is_pinned, sources_of
 from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, names, narrow, prune
-from pipeline.jaxpr.usage import adds_to, is_pinned, sources_of
 
 
 def halve(block: Block, early: Mask, late: Mask, given: Given) -> Halves:

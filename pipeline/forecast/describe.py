@@ -87,8 +87,8 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     if plan.compute_dtype is not None:
         lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
     lines += _sharded(plan)
-    if plan.whole:  # known once a step was traced
-        lines.append(f"I does whole what cannot be split: {'; '.join(plan.whole)}")
+    if plan.traces.unsplit:  # known once a step was traced
+        lines.append(f"I does whole what cannot be split: {'; '.join(plan.traces.unsplit)}")
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
             lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")

@@ -39,8 +39,7 @@ def describe_memory(
     Raises:
       ValueError: there is nothing to compile.
     """
-    if operands is None and plan.seen:
-        operands = plan.seen[0]
+    operands = operands or plan.traces.last
     if operands is None and compiled:
         raise ValueError(
             "describe(compiled=True) compiles a step, and no batch is known; give it one, "

@@ -30,13 +30,13 @@ def see_that_it_fits(
     """
     limit = device_limit(plan)
     operands = types((weights, batch))
-    plan.seen[:] = [(model, *operands)]
+    plan.traces.last = (model, *operands)
     if limit is None:
         return
     key = signature(operands), want_inputs, model.trained
-    if key in plan.warned:
+    if key in plan.traces.warned:
         return
-    plan.warned.add(key)
+    plan.traces.warned.add(key)
     try:
         found = predict(plan, model, *operands, want_inputs=want_inputs)
         if found.total <= limit:
@@ -103,7 +103,9 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
 
 
 def _replace(plan: Plan, **changes: Any) -> Plan:
-    return dataclasses.replace(plan, **changes, whole=[], seen=[], warned=plan.warned)
+    other = dataclasses.replace(plan, **changes)
+    other.traces.warned = plan.traces.warned  # once is enough
+    return other
 
 
 def _message(

@@ -98,12 +98,13 @@ def describe_step(
       ValueError: no batch is known; or the optimizer is not this pipeline's.
     """
     check_optimizer(pipe, optimizer)
-    if operands is None and not pipe.plan.seen:
+    operands = operands or pipe.plan.traces.last
+    if operands is None:
         raise ValueError(
             "describe(optimizer=...) predicts a step, and no batch is known; give it one, "
             "describe(inputs, targets, optimizer=...), of arrays or jax.ShapeDtypeStruct"
         )
-    model, weights, batch = operands or pipe.plan.seen[0]
+    model, weights, batch = operands
     found = predict_step(pipe, optimizer, model, weights, batch)
     if not compiled:
         return step_lines(found)

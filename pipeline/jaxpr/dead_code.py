@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from pipeline.jaxpr.reachability import Refs, closed_mask, inner_refs, needed_inputs, touched
 from pipeline.jaxpr.steps import Block, Branches, Loop, Step, names, narrow, run_block
-from pipeline.jaxpr.usage import Refs, closed_mask, inner_refs, needed_inputs, touched
 
 T = TypeVar("T")
 

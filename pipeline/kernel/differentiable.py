@@ -22,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from pipeline.backward.masks import Mask, Trained, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
-from pipeline.jaxpr.jaxprs import narrows
+from pipeline.jaxpr.evaluate import narrows
 from pipeline.kernel.nans import is_watched, watched
 from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
@@ -100,10 +100,10 @@ def _is_narrow(
 ) -> bool:
     """Whether a step computes in floats in which gradients vanish or overflow, seen once."""
     key = narrows, model, signature((weights, batch)), *wanted.values()
-    if key not in plan.jitted:
+    if key not in plan.traces.jitted:
         # No more work than to run it: JAX keeps the trace of the kernel.
-        plan.jitted[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
-    return bool(plan.jitted[key])
+        plan.traces.jitted[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+    return bool(plan.traces.jitted[key])
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:

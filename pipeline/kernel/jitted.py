@@ -65,7 +65,7 @@ class PerPlan:
 
     def _of(self, plan: Plan, model: Model, options: dict[str, Any]) -> Any:
         key = self._run.__name__, model, frozenset(options.items())
-        found = plan.jitted.get(key)
+        found = plan.traces.jitted.get(key)
         if found is None:
             of_plan = weakref.ref(plan)  # who holds the function: a cycle would wait for `gc`
 
@@ -73,30 +73,30 @@ class PerPlan:
                 return self._run(of_plan(), model, *given, **options)
 
             run.__name__ = run.__qualname__ = self._run.__name__  # as HLO and profiles show it
-            found = plan.jitted[key] = jax.jit(run)
+            found = plan.traces.jitted[key] = jax.jit(run)
         return found
 
 
 def hold(plan: Plan, pipe: Any) -> None:
     """Keep what is jitted for a plan as long as this pipeline lives."""
-    if id(pipe) not in plan.pipelines:
-        plan.pipelines.add(id(pipe))
+    if id(pipe) not in plan.traces.pipelines:
+        plan.traces.pipelines.add(id(pipe))
         weakref.finalize(pipe, _let_go, weakref.ref(plan), id(pipe)).atexit = False
 
 
 def _let_go(of_plan: weakref.ref[Plan], pipe: int) -> None:
     plan = of_plan()
     if plan is not None:
-        plan.pipelines.discard(pipe)
+        plan.traces.pipelines.discard(pipe)
         _leave(plan)
 
 
 def _leave(plan: Plan) -> None:
     """Drop what is jitted for plans that no pipeline has, all but the last few."""
-    if plan.pipelines or not plan.jitted:
+    if plan.traces.pipelines or not plan.traces.jitted:
         return
     alive = [one() for one in _left]
-    left = [one for one in alive if one not in (None, plan) and not one.pipelines] + [plan]
+    left = [one for one in alive if one not in (None, plan) and not one.traces.pipelines] + [plan]
     for one in left[:-KEPT]:
         one.forget()
     _left[:] = map(weakref.ref, left[-KEPT:])

@@ -72,7 +72,7 @@ def make_operands(
         has_head=ends.head is not None,
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
-        trained=trained_by(wrt, chunks, ends, stages_of, plan.filtered, structure)[0],
+        trained=trained_by(wrt, chunks, ends, stages_of, plan.traces.filtered, structure)[0],
         policy=plan.remat if callable(plan.remat) else None,
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,

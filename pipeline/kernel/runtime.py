@@ -148,7 +148,7 @@ def _share_known_before(
     Then no gradient need be divided after it.
     """
     is_mean, ends_body = local.loss_is_mean()
-    warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, plan.warned)
+    warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, plan.traces.warned)
     if is_mean:
         return 1 / (plan.schedule.num_microbatches * plan.data_size)
     # A scale is chosen for gradients of the mean, and those of a sum might overflow.
@@ -168,7 +168,7 @@ def _train(local: LocalModel, plan: Plan, program: Program, tables: Row, step: S
     see_that_effects_happen_once(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
     halves = actions.memory.halves
-    plan.whole[:] = halves.whole if halves else ()
+    plan.traces.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions.memory
 

@@ -7,12 +7,13 @@ A rank must hold whole pieces: heads, not columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from collectives.compat import varying_axes
 from collectives.tensor import check_divides, is_manual
@@ -107,6 +108,29 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
             check_divides(what, count, axis, ranks=ranks, pad_with=pad_with)
         except ValueError as error:
             wrong[str(error)] = None
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
+    """See that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
+
+    Args:
+      modules: stages, embed and head; what is no module is passed over.
+      mesh: of the pipeline.
+      auto_axes: its axes that are left to the compiler, which may cut anywhere.
+
+    Raises:
+      ValueError: all sizes that do not fit.
+    """
+    wrong: dict[str, None] = {}
+    modules = [module for module in modules if isinstance(module, nnx.Module)]
+    for axis, ranks in mesh.shape.items():
+        for module in modules if axis not in auto_axes else ():
+            try:
+                check_axis(module, axis, ranks)
+            except ValueError as error:
+                wrong |= dict.fromkeys(str(error).splitlines())
     if wrong:
         raise ValueError("\n".join(wrong))
 

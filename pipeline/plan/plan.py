@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from flax import nnx
@@ -26,6 +28,27 @@ class Sends(TypedDict):
 
     partners: bool
     delayed: bool
+
+
+@dataclass(eq=False)
+class Traces:
+    """What is known of a plan once its steps were traced, and what was compiled of them.
+
+    Attributes:
+      unsplit: parts of a stage's backward that could not be split.
+      last: model, weights and batch of the last step, as types.
+      warned: types of steps whose memory was looked at, and parameters that nobody reads.
+      filtered: what filters were found to train.
+      jitted: functions jitted for the plan, and what was seen in their traces.
+      pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
+    """
+
+    unsplit: tuple[str, ...] = ()
+    last: tuple[Any, Any, Any] | None = None
+    warned: set[Any] = field(default_factory=set)
+    filtered: dict[Any, Any] = field(default_factory=dict)
+    jitted: dict[Any, Any] = field(default_factory=dict)
+    pipelines: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +75,7 @@ class Plan:
       memory_limit: bytes that a device may hold, or None for what its runtime says.
       wrt: a filter, what is trained.
       options: those of the pipeline, as the user gave them.
-      whole: parts of a stage's backward that could not be split, found when a step is traced.
-      seen: the last step's operands, as types.
-      warned: types of steps whose memory was looked at, and parameters that nobody reads.
-      filtered: what filters were found to train.
-      jitted: functions jitted for this plan, and what was traced and compiled of them, or seen in
-        their traces.
-      pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
+      traces: what was found when its steps were traced; all else is never written.
     """
 
     mesh: Mesh
@@ -79,17 +96,12 @@ class Plan:
     shared: Shared = ()
     memory_limit: int | None = None
     wrt: Any = nnx.Param
-    options: dict[str, Any] = field(default_factory=dict, repr=False)
-    whole: list[str] = field(default_factory=list)
-    seen: list[Any] = field(default_factory=list)
-    warned: set[Any] = field(default_factory=set)
-    filtered: dict[Any, Any] = field(default_factory=dict)
-    jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    pipelines: set[int] = field(default_factory=set, init=False, repr=False)
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    traces: Traces = field(default_factory=Traces, init=False, repr=False)
 
     def forget(self) -> None:
         """Drop what can be made again: tables, and what was jitted."""
-        self.jitted.clear()
+        self.traces.jitted.clear()
         for name in ("training", "forward"):
             vars(self).pop(name, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -56,8 +57,9 @@ def make_plan(
     vocabulary: Mode,
     memory_limit: int | None,
     wrt: Any,
+    options: dict[str, Any],
 ) -> Plan:
-    """The plan of K stages; arguments as of `pipeline.Pipeline`.
+    """The plan of K stages; arguments as of `pipeline.Pipeline`, and what of them is remembered.
 
     Raises:
       ValueError: options that do not fit each other.
@@ -104,4 +106,5 @@ def make_plan(
         shared=shared,
         memory_limit=memory_limit,
         wrt=wrt,
+        options=MappingProxyType(options),
     )

@@ -9,6 +9,7 @@ found by trial: the types of other boundaries, then changes of one leaf towards 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,11 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
 
     if model.has_embed and jax.tree.leaves(state.ends_streams[0]):
-        own = own_axes(jax.eval_shape(lambda: first(state)), state.axes)
+        own = own_axes(jax.eval_shape(functools.partial(first, state)), state.axes)
         state = dataclasses.replace(state, embeds_own=own)
     while True:
-        given = state  # eval_shape caches by function, so each trial has its own
-        found = _follow(state, jax.eval_shape(lambda given=given: first(given)))
+        # Caches go by function, so each trial has one of its own.
+        found = _follow(state, jax.eval_shape(functools.partial(first, state)))
         joined = join(found.types)
         if joined is None or all(signature(x) == signature(joined) for x in found.types):
             break

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.backward.accumulate import Pullback, differentiate
-from pipeline.backward.backward import Linearize, SplitBackward
 from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals, stage_pullback
+from pipeline.backward.split_backward import Linearize, SplitBackward
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
 from pipeline.jaxpr.dead_code import lean
+from pipeline.jaxpr.reachability import needed_inputs
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import run_block
-from pipeline.jaxpr.usage import needed_inputs
 from pipeline.model.loss import as_sum_and_weight, is_mean
 from pipeline.model.stage import Seat
 from pipeline.rank.forward import Forward

@@ -1,44 +1,20 @@
-"""Whether a model and a mesh fit: layers that ranks can share, weights that they do share."""
+"""Whether model and mesh fit: weights that devices hold alike, axes that layers were made for."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
-from pipeline.layers.weights import check_axis
 from pipeline.sharding.placed import Placed, placed
 from pipeline.sharding.report import alike
 
 _OURS = ("pipeline", "flax", "jax", "contextlib")
-
-
-def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
-    """See that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
-
-    Args:
-      modules: stages, embed and head; what is no module is passed over.
-      mesh: of the pipeline.
-      auto_axes: its axes that are left to the compiler, which may cut anywhere.
-
-    Raises:
-      ValueError: all sizes that do not fit.
-    """
-    wrong: dict[str, None] = {}
-    modules = [module for module in modules if isinstance(module, nnx.Module)]
-    for axis, ranks in mesh.shape.items():
-        for module in modules if axis not in auto_axes else ():
-            try:
-                check_axis(module, axis, ranks)
-            except ValueError as error:
-                wrong |= dict.fromkeys(str(error).splitlines())
-    if wrong:
-        raise ValueError("\n".join(wrong))
 
 
 def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]) -> None:

@@ -21,9 +21,9 @@ from pipeline.backward.masks import Way, chosen
 from pipeline.backward.split import halve
 from pipeline.base.tree import Leaves, Tree
 from pipeline.jaxpr.dead_code import lean
+from pipeline.jaxpr.reachability import touched
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import Name, Step, prune, read, run
-from pipeline.jaxpr.usage import touched
 
 # (weights, fixed, side, stash) -> (the stage's output or None, its pullback)
 Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Tree, Pullback]]
