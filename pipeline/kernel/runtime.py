@@ -34,7 +34,7 @@ from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
 from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
-from pipeline.sharding.spread import (
+from pipeline.sharding.zero import (
     constrain,
     defer_reduction,
     gather,

@@ -31,7 +31,7 @@ from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.memory import at_most_once
 from pipeline.kernel.scopes import COMMON
-from pipeline.sharding.spread import total_over
+from pipeline.sharding.zero import total_over
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.lowering.program import Program
 

@@ -25,7 +25,7 @@ from pipeline.model.stage import Ends, is_stacked
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.distribute import constrained
 from pipeline.sharding.placement import Placement, spreads
-from pipeline.sharding.spread import Layout
+from pipeline.sharding.zero import StateLayout
 from schedules.clocks.shared import Shared
 
 
@@ -126,7 +126,7 @@ def _filled_up(table: Any, parts: int) -> Any:
     return table.replace(jax.numpy.pad(value, ((0, missing), (0, 0))))
 
 
-def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:
+def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
     """Where all leaves of a pipeline lie."""
 
     def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
@@ -136,12 +136,7 @@ def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> Layout:
 
     params, rests = zip(*(of(chunk, (STAGE,)) for chunk in chunks), strict=True)
     ends_params, ends_rest = of(ends, ())
-    return Layout(params, ends_params, rests, ends_rest)
-
-
-def lead_of(path: Sequence[Any]) -> tuple[str, ...]:
-    """The axes of the dims that a pipeline's variable has before its own, by its path."""
-    return (STAGE,) if path[0] == "chunks" else ()
+    return StateLayout(params, ends_params, rests, ends_rest)
 
 
 def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:

@@ -17,7 +17,7 @@ from pipeline.base.tree import Tree
 from pipeline.model.ends import Tables
 from pipeline.model.loss import Loss
 from pipeline.model.stage import Definition, Seat
-from pipeline.sharding.spread import Layout
+from pipeline.sharding.zero import StateLayout
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Model:
     has_embed: bool
     has_head: bool
     loss_fn: Loss | None = field(hash=False)  # an object may be called that has no hash
-    layout: Layout
+    layout: StateLayout
     trained: Trained
     policy: Any = field(default=None, hash=False)
     grad_dtype: GradDtype = None

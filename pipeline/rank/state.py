@@ -20,7 +20,7 @@ from pipeline.jaxpr.primitives import barrier
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.model.randomness import split_streams
 from pipeline.model.stage import Seat
-from pipeline.sharding.spread import gather
+from pipeline.sharding.zero import gather
 
 
 class Lazy(Sequence[Any]):

@@ -30,7 +30,7 @@ from collectives import DATA, STAGE
 from pipeline.base.tree import Tree
 from pipeline.sharding.distribute import distribute
 from pipeline.sharding.placement import axes_in
-from pipeline.sharding.spread import kernel_spec
+from pipeline.sharding.zero import kernel_spec
 
 
 def mesh_in_force() -> Any:

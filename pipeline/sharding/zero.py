@@ -1,4 +1,4 @@
-"""Weights gathered and gradients scattered over ``data``, once a step; specs for the kernel.
+"""ZeRO and FSDP: weights gathered and gradients scattered over ``data``; specs for the kernel.
 
 Letters: D data shards. With ZeRO-1 a gradient leaves the kernel as a reduce-scatter, D times
 smaller than as an all-reduce, and the optimizer's state lies as it does; with FSDP the weights do
@@ -25,7 +25,7 @@ from pipeline.sharding.placement import Spread
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """Where the leaves of all state lie.
 
     Attributes:
@@ -49,11 +49,6 @@ def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
         return entry if entry in manual else None
 
     return PartitionSpec(*map(kept, spec))
-
-
-def specs_like(tree: Tree, specs: Sequence[PartitionSpec]) -> Tree:
-    """Specs in the structure of a state."""
-    return jax.tree.unflatten(jax.tree.structure(tree), list(specs))
 
 
 def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
