@@ -76,7 +76,7 @@ class Total:
         return [ref[...] for ref in self.refs]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """What is wanted of a step, beside what its program says.
 
@@ -97,7 +97,7 @@ class Step:
     loss_share: Any = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory:
     """What a rank's actions read and write, and how a stage's backward goes with it.
 

@@ -28,7 +28,7 @@ _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
 _MOST_TRIALS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Activations:
     """What follows from tracing one stage after the other.
 

@@ -36,7 +36,7 @@ class Lazy(Sequence[Any]):
         return self._make(index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankState:
     """A rank's arrays, and what is known of the axes over which they vary.
 
