@@ -136,8 +136,7 @@ class Checked(Block):
 
     def __call__(self, x, *, row):
         bad = jnp.any(x >= 5.0, axis=-1)
-        text = "stage {k}, row {row}"
-        checkify.check(~jnp.any(bad), text, k=self.number[...], row=row[jnp.argmax(bad)])
+        checkify.check(~jnp.any(bad), "row {row}", row=row[jnp.argmax(bad)])
         return super().__call__(x)
 
 
@@ -167,7 +166,42 @@ def test_checks_within_a_stage_name_it_and_the_row(way, D):
         error, _ = check(x)
     first = 2 * (D - 1)  # row 5 is of the last data shard
     assert error.get() == "\n".join(
-        f"at mapped index {first + k}: stage {k}, row 5 (`check` failed)" for k in range(2)
+        f"at mapped index {first + k}: stage {k}, microbatch {3 - D}: row 5 (`check` failed)"
+        for k in range(2)
+    )
+
+
+class Nested(Block):
+    """Checks within a scan, a branch and a checkpoint, with values of its own in the text."""
+
+    def __call__(self, x):
+        @jax.checkpoint
+        def body(x, n):
+            def branch(x):
+                checkify.check(jnp.all(x < 5.0), "at {0} the most is {most}", n, most=jnp.max(x))
+                return x
+
+            return jax.lax.cond(n > 0, branch, lambda x: x, x), None
+
+        return super().__call__(jax.lax.scan(body, x, jnp.arange(2))[0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [("zb_v", None), pytest.param("interleaved_1f1b", "stage", marks=pytest.mark.slow)],
+)
+def test_checks_within_loops_of_a_stage_name_it(schedule, remat):
+    with jax.debug_nans(False):
+        pipe = make(*(Nested(nnx.Rngs(k)) for k in range(4)), schedule=schedule, remat=remat)
+        stages = [0, 3] if schedule == "zb_v" else [0, 2]  # of rank 0
+        x = np.array(X)
+        x[7, 1] = 9.0
+        error, _ = checkify.checkify(lambda x: pipe.value_and_grad(x, T))(x)
+    lines = error.get().splitlines()
+    assert lines[0].startswith("at mapped index 0: ")
+    assert any(
+        lines[0].endswith(f"stage {k}, microbatch 3: at 1 the most is 9.0 (`check` failed)")
+        for k in stages
     )
 
 

@@ -28,7 +28,7 @@ from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
-from pipeline.rank.effects import has_check
+from pipeline.rank.checks import has_check
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 

@@ -21,6 +21,7 @@ from collectives import DATA, STAGE
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
 from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.model.randomness import own_axes
+from pipeline.rank.checks import has_check
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
 
@@ -74,6 +75,8 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         state = dataclasses.replace(state, widest=joined)
     if model.tables.is_used:
         see_that_activations_are_alike(found.types)
+    if any(has_check(body.effects) for body in found.bodies):
+        state = dataclasses.replace(state, checks=True)
     return state, found
 
 

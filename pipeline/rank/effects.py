@@ -7,21 +7,14 @@ the same data, and must not be made on none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import jax
 
 from pipeline.base.tree import blank
+from pipeline.rank.checks import has_check
 from pipeline.rank.groups import GroupedModel
 from pipeline.rank.local_model import LocalModel
 
 _ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
-
-
-def has_check(effects: Iterable[Any]) -> bool:
-    """Whether a check of `checkify` is among some effects."""
-    return any(type(effect).__name__ == "ErrorEffect" for effect in effects)
 
 
 def see_that_effects_happen_once(local: LocalModel, *, again: bool, masked: bool) -> None:

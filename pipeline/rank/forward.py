@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from collectives import vary
+from collectives import STAGE, vary
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Index, Leaves, Tree, at, pick
 from pipeline.model.loss import LossFn, LossModule, as_sum_and_weight, same_over_others
 from pipeline.model.randomness import fold, own_axes, split_streams
 from pipeline.model.stage import Seat
+from pipeline.rank.checks import naming
 from pipeline.rank.state import Lazy, RankState
 
 
@@ -80,16 +83,18 @@ class Forward:
         Args:
           weights: its parameters.
           fixed: its state that is neither parameters nor random streams.
-          side: its random streams and extras for one microbatch.
+          side: its random streams and extras for one microbatch; with checks also where it is.
           x: its input.
         """
-        streams, extras = side
+        streams, extras, *where = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
             params = jax.tree.unflatten(self.params_tree, self._computed(weights))
             rest = nnx.merge_state(streams, fixed)
             return self._seat.definition.call(called, params, rest, x, extras)
 
+        if where:
+            run = naming(run, *where)
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
         return self.state.varied(self._computed(run(weights, x)))
@@ -135,12 +140,23 @@ class Forward:
         """What `stage` takes before its input."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
-        side = streams, at(self.batch.extras, microbatch)
+        side = streams, at(self.batch.extras, microbatch), *self._where(chunk, microbatch)
         if not self.state.gathers:
             return pick(self.weights, chunk), pick(self.fixed, chunk), side
         whole, views = self.state.gathered(chunk, microbatch), self._seat.views
         weights = whole if views is None else views.params.leaves(whole)
         return weights, pick(self.fixed, chunk), side
+
+    def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
+        """The numbers of stage and microbatch for the errors of checks, if there are any."""
+        if not self.state.checks:
+            return []
+        seats = self.model.stages
+        numbers = np.zeros((len(seats) // self.num_chunks, self.num_chunks), np.int32)
+        for stage, seat in enumerate(seats):
+            numbers[seat.rank, seat.chunk] = stage
+        number = jnp.asarray(numbers)[jax.lax.axis_index(STAGE), chunk]
+        return [(number, jnp.asarray(microbatch, jnp.int32))]
 
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]

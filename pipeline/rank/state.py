@@ -49,6 +49,7 @@ class RankState:
       gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
       embeds_own: axes of which each rank has its own part of what embed gives.
       widest: a tree of types that vary as all activations do, None if ``axes`` say it.
+      checks: whether a stage has checks of `checkify`.
     """
 
     model: Model
@@ -58,6 +59,7 @@ class RankState:
     gathers: bool = False
     embeds_own: tuple[str, ...] = ()
     widest: Tree = None
+    checks: bool = False
 
     @property
     def num_chunks(self) -> int:
