@@ -1,4 +1,4 @@
-"""Predicted bytes by what each compiler fuses and in which order it runs: CPU and TPU.
+"""Predicted bytes by what each compiler fuses and in which order it runs: CPU, TPU, GPU.
 
 Letters: S ranks, V chunks per rank, M microbatches.
 """
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from collectives import make_mesh
 from examples import gpt
 from pipeline import Pipeline
-from pipeline.forecast.bytes import predict
+from pipeline.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.forecast.fusion import Compiler
 from pipeline.forecast.liveness import Walk
 from tests import chips, models
@@ -26,9 +26,10 @@ WIDE, SQUARE = (8, 64), (64, 64)
 W, Q = 2_048, 16_384  # their bytes
 
 
-def peak(f, *shapes, tpu=False):
+def peak(f, *shapes, tpu=False, gpu=False):
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return Walk(jax.make_jaxpr(f)(*types).jaxpr, compiler=Compiler(products_fuse=tpu)).peak
+    compiler = Compiler(products_fuse=tpu, products_add=gpu)
+    return Walk(jax.make_jaxpr(f)(*types).jaxpr, compiler=compiler).peak
 
 
 def test_what_is_read_late_is_computed_late():
@@ -67,6 +68,39 @@ def test_products_on_a_tpu_add_to_a_gradient():
 
     assert peak(f, WIDE, WIDE) == 2 * Q + W
     assert peak(f, WIDE, WIDE, tpu=True) == Q + 4
+
+
+def test_products_on_a_gpu_add_what_they_make_to_a_gradient_turned_or_not():
+    def f(x, g):
+        gradient = jax.new_ref(jnp.zeros(SQUARE))
+        jax.ref.addupdate(gradient, ..., (g.T @ x).T)
+        return gradient[0, 0]
+
+    def squared(x, g):
+        gradient = jax.new_ref(jnp.zeros(SQUARE))
+        jax.ref.addupdate(gradient, ..., jnp.square(x.T @ g))
+        return gradient[0, 0]
+
+    assert peak(f, WIDE, WIDE) == 2 * Q + W
+    assert peak(f, WIDE, WIDE, gpu=True) == Q + W
+    assert peak(squared, WIDE, WIDE, gpu=True) == peak(squared, WIDE, WIDE)
+
+
+def test_exponentials_on_a_gpu_are_computed_by_each_reader():
+    def f(x):
+        y = jnp.exp(x)
+        return jnp.sum(y) + jnp.max(jnp.sin(y))
+
+    assert peak(f, SQUARE) == Q + 8
+    assert peak(f, SQUARE, gpu=True) == 8
+
+
+def test_results_on_a_gpu_lend_their_memory_to_all_but_stashes():
+    sizes = {"weights": 8, "batch": 1, "returned": 4, "totals": 8, "kept": 1, "workspace": 5}
+    places = {"messages": Places(2, 1), "stashes": Places(3, 2), "crossings": Places()}
+    assert MemoryPrediction(**sizes, **places).temporaries == 8 + 6 + 8
+    assert MemoryPrediction(**sizes, **places, lent=4).temporaries == 8 + 6 + 4
+    assert MemoryPrediction(**sizes, **places, lent=9).temporaries == 8 + 6
 
 
 def test_an_mlp_on_a_tpu_keeps_one_array():

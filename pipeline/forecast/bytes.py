@@ -64,6 +64,7 @@ class MemoryPrediction:
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
       casts: weights in the narrower dtype that stages compute in, where it is made once a step.
+      lent: results that are written at the end of the step, and hold anything but stashes before.
     """
 
     weights: int
@@ -76,6 +77,7 @@ class MemoryPrediction:
     kept: int
     workspace: int
     casts: int = 0
+    lent: int = 0
 
     @property
     def arguments(self) -> int:
@@ -85,8 +87,8 @@ class MemoryPrediction:
     @property
     def temporaries(self) -> int:
         """What it holds beside arguments and results."""
-        places = self.messages.size + self.stashes.size + self.crossings.size
-        return places + self.totals + self.kept + self.workspace + self.casts
+        passing = self.messages.size + self.crossings.size + self.kept + self.workspace
+        return self.stashes.size + self.totals + max(0, passing - self.lent) + self.casts
 
     @property
     def total(self) -> int:
@@ -150,26 +152,33 @@ def predict(
         before = found.get(name, Places()).each
         found[name] = Places(places, before + ref.size // places)
     held = sum(places.size for places in found.values())
+    compiler = compiler_of(plan.mesh)
+    totals = found.get("totals", Places()).size
     return MemoryPrediction(
         weights=sum(sizes[first : len(sizes) - count]),
         batch=sum(sizes[len(sizes) - count :]),
         returned=returned,
-        totals=found.get("totals", Places()).size,
+        totals=totals,
         messages=found.get("messages", Places()),
         stashes=found.get("stashes", Places()),
         crossings=found.get("crossings", Places()),
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held),
         casts=cast_once(body) if plan.mesh.devices.flat[0].platform == "tpu" else 0,
+        lent=min(returned, totals) if compiler.lends else 0,
     )
 
 
 def compiler_of(mesh: Mesh) -> Compiler:
-    """What is known of the compiler for a mesh's devices; all but TPUs are taken for CPUs."""
-    if mesh.devices.flat[0].platform != "tpu":
-        return XLA_FOR_CPU
+    """What is known of the compiler for a mesh's devices; CPU's for those it knows nothing of."""
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
-    return Compiler(products_fuse=True, lone=lone)
+    # Described GPUs call themselves by their runtime, those that are there do not.
+    kinds = {
+        "tpu": Compiler(products_fuse=True, lone=lone),
+        "gpu": (gpu := Compiler(products_add=True, lone=lone, lends=True)),
+        "cuda": gpu,
+    }
+    return kinds.get(mesh.devices.flat[0].platform, XLA_FOR_CPU)
 
 
 def _name(eqn: Any) -> str:

@@ -61,12 +61,16 @@ class Compiler:
       products_fuse: matrix products compute their operands on the way, exponentials too, and
         within them what alone reads their results, an addition to a ref included. So the TPU
         compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
-      lone: mesh axes of one device. The TPU compiler drops sums over them; XLA for CPU makes new
-        arrays.
+      products_add: matrix products add what they make to a ref, transposed if need be, and
+        exponentials are computed again within each of their readers. So XLA for GPU.
+      lone: mesh axes of one device. Sums over them are dropped; XLA for CPU makes new arrays.
+      lends: whether results lend their memory to other values until they are written.
     """
 
     products_fuse: bool = False
+    products_add: bool = False
     lone: frozenset[str] = frozenset()
+    lends: bool = False
 
 
 @dataclass(eq=False)

@@ -136,12 +136,14 @@ class Walk:
             readers.update(set(node.reads))
             if not node.fuses:
                 whole.update(node.reads)
-        if fuse := self._compiler.products_fuse:
+        fuse = self._compiler.products_fuse
+        repeat = fuse or self._compiler.products_add
+        if repeat:
             self._finish_products(readers, whole)
         for node in self.nodes:
             sources = frozenset().union(*(v.sources for v in node.reads))
             for value in node.makes:
-                dear = node.is_dear and readers[value] > 1 and not fuse
+                dear = node.is_dear and readers[value] > 1 and not repeat
                 if value.held or value in whole or dear:
                     value.hold()
                 else:
@@ -150,7 +152,11 @@ class Walk:
             value.hold()
 
     def _finish_products(self, readers: Counter[Value], whole: set[Value]) -> None:
-        """Let arithmetic that alone reads a product's result be computed within the product."""
+        """Let arithmetic that alone reads a product's result be computed within the product.
+
+        Of a product that only adds, this is the sum, and a transposition before it.
+        """
+        fuse = self._compiler.products_fuse
         reader = {value: node for node in self.nodes for value in node.reads}
         made = [v for node in self.nodes if node.is_product for v in node.makes]
         while made:
@@ -160,6 +166,8 @@ class Walk:
             node = reader[value]
             if node.adds:
                 value.held = False
+            elif not (fuse or node.eqn.primitive.name == "transpose"):
+                continue
             elif node.given and node.fuses and 0 < node.makes[0].size <= value.size:
                 value.held, node.makes[0].held = False, True
                 made.append(node.makes[0])
