@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline.processes.launch import Job, run
-from pipeline.processes.watch import LOST
 
 USAGE_EXIT = 2
 ABOUT = """Start the processes of a job on this machine, connected by gloo, for development.
@@ -19,13 +18,12 @@ ABOUT = """Start the processes of a job on this machine, connected by gloo, for 
 Each process finds the others by `pipeline.initialize()`. Lines of process 2 begin with "[2] ".
 The first that fails stops all others, and its last lines are shown; so does Ctrl-C.
 """
-EPILOG = f"""examples:
+EPILOG = """examples:
   python -m pipeline launch --processes 4 -- train.py --steps 100
   python -m pipeline launch --processes 2 --devices-per-process 4 -- -m package.train
 
 exit codes: 0 all processes ended well; 2 the command cannot run as given; 130 after Ctrl-C and
-143 after SIGTERM; else that of the first process that failed, 128 + n after signal n. A process
-that ends because another one died has {LOST}.
+143 after SIGTERM; else that of the first process that failed, 128 + n after signal n.
 """
 EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
 

@@ -3,7 +3,8 @@
 train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
 wait               collectives until somebody dies; says "going" when all are there
 end NUMBER HOW     the same, and process NUMBER ends: by `HOW`, as in `endings`
-alone              process 0 works a minute longer than the others
+early NUMBER HOW   the same, and the others wait for it a few seconds only
+alone              process 0 works longer than the others
 batch WHAT         the last process brings another batch, once at its start or later
 config             every process has another option
 seeds              every process makes a model from a seed of its own
@@ -12,11 +13,9 @@ seeds              every process makes a model from a seed of its own
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,36 +122,12 @@ def endings() -> dict[str, Callable[[], object]]:
     def fail() -> None:
         raise ValueError("row 7 is not a number")
 
-    def fail_unseen() -> None:
-        sys.excepthook = lambda *args: None  # tells nobody
-        fail()
-
-    def leave() -> None:
-        raise SystemExit(3)
-
-    def fork_and_die() -> None:
-        """A child's end is not its parent's, and a child that lives on does not hide that."""
-        fork = multiprocessing.get_context("fork")
-        child = fork.Process(target=sys.exit, args=(3,))
-        child.start()
-        child.join()
-        fork.Process(target=time.sleep, args=(3600,)).start()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def exit_with_a_thread() -> None:
-        threading.Thread(target=time.sleep, args=(3600,)).start()
-        sys.exit(3)
-
     return {
         "fail": fail,
-        "fail_unseen": fail_unseen,
         "exit": lambda: sys.exit(3),
-        "exit_text": lambda: sys.exit("no more rows"),
-        "exit_with_a_thread": exit_with_a_thread,
-        "leave": leave,
-        "fork_and_die": fork_and_die,
         "return": lambda: None,
         "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     }
 
 
@@ -169,8 +144,6 @@ def bring(here: Cluster, what: str) -> None:
             x, t = x[:6], t[:6]
         if odd and what == "tree":
             batch = shard_batch({"x": x, "y": t}, mesh)
-        if odd and what == "few" and step == 5:
-            return
         batch = shard_batch({"x": x, "t": t}, mesh)
         mean(batch).block_until_ready()
 
@@ -190,7 +163,8 @@ def main() -> None:
         here = find(None, None, None, timeout=1)
         initialize(config={"model": {"width": 8 + here.index // 2}, "seed": 0}, timeout=600)
         return
-    here = initialize(config=sys.argv, timeout=600, grace=1, heartbeat=20)
+    timeout = 20 if what == "early" else 600
+    here = initialize(config=sys.argv, timeout=timeout, heartbeat=20)
     if what == "train":
         data, stages = map(int, arguments[1:])
         found = losses(data, len(jax.devices()) // data, stages)
@@ -210,7 +184,7 @@ def main() -> None:
     if what == "alone":
         meet().block_until_ready()
         save = jax.jit(lambda x: jnp.sin(x) + 1)
-        end = time.monotonic() + (60 if here.index == 0 else 0)
+        end = time.monotonic() + (5 if here.index == 0 else 0)
         while time.monotonic() < end:
             np.asarray(save(jnp.ones(1000)))
             time.sleep(0.1)

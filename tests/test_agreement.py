@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 import schedules
-from pipeline.processes.agreement import differences, fields_of, numbers
+from pipeline.processes.agreement import agree, differences, fields_of, numbers
+from tests.store import Store
 
 
 @dataclasses.dataclass
@@ -205,3 +207,39 @@ def test_long_values_are_cut_and_still_told_apart() -> None:
 )
 def test_numbers(given: list[int], text: str) -> None:
     assert numbers(given) == text
+
+
+SAME = {"jax": "0.12.0", "code of module mine": "abc"}
+
+
+@pytest.mark.parametrize("last", [SAME, {"jax": "0.12.0"}])
+def test_processes_that_agree_go_on(last: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(monkeypatch)
+    told = [partial(agree, fields, i, 3, 600) for i, fields in enumerate([SAME, SAME, last])]
+    assert store.each(*told) == [None] * 3
+    # All fields are read by all only where a digest of them differs.
+    assert any(key.startswith("shardpipe/start/fields/") for key in store.log) == (last != SAME)
+
+
+def test_a_difference_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [{"jax": "1"}, {"jax": "2"}, {"jax": "1", "config.lr": "0.1"}]
+    found = Store(monkeypatch).each(
+        *(partial(agree, own, i, 3, 600) for i, own in enumerate(fields))
+    )
+    assert {type(error) for error in found} == {ValueError}
+    (text,) = {str(error) for error in found}
+    assert text == (
+        "the processes do not run the same program: jax is 1 (processes 0, 2), 2 (process 1); "
+        "config.lr is absent (processes 0-1), 0.1 (process 2); give all of them the same code, "
+        "versions and options"
+    )
+
+
+def test_who_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(monkeypatch)
+    with pytest.raises(TimeoutError) as error:
+        agree(SAME, 0, 3, 0.1)
+    assert str(error.value) == (
+        "process 0 of 3 heard nothing of processes 1-2 within 0.1 s, though connected; see that "
+        "all run the same program, which calls pipeline.initialize()"
+    )

@@ -1,147 +1,85 @@
-"""However a process ends while the others go on, all end, and say which process and why."""
+"""However a process ends while the others go on, all end, and it is said which process it was."""
 
 from __future__ import annotations
 
 import io
-import subprocess
+import math
+import os
+import socket
 import sys
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
 
-from pipeline.processes import departure, waiting, watch
-from pipeline.processes.initialize import initialize
-from pipeline.processes.launch import Job, run
-from pipeline.processes.waiting import Waiting
+from pipeline.processes.cluster import Cluster
+from pipeline.processes.initialize import _leave, initialize
+from pipeline.processes.launch import Job, free_port, run
 from tests import many
+from tests.store import Store
 
 ROOT = Path(many.__file__).parents[1]
+HERE = Cluster("127.0.0.1:1", 3, 1)
 
-# The file alone: the package would load jax.
-ALONE = f"""
-import os, runpy, sys, threading
-install = runpy.run_path({departure.__file__!r})["install"]
-say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-install(lambda how, code: say(how, code), lambda: say("leaving"))
-"""
-
-
-def told(program: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE + program], capture_output=True, text=True, check=False
-    )
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("pass", []),
-        ("sys.exit()", []),
-        ("sys.exit(0)", []),
-        ("sys.exit(3)", ["its program ended with sys.exit(3) 3"]),
-        ("sys.exit(-1)", ["its program ended with sys.exit(255) 255"]),
-        ("sys.exit('no rows')", ["its program ended with sys.exit(1) 1"]),
-        ("sys.exit((1, 2))", ["its program ended with sys.exit(1) 1"]),
-        ("def f(): sys.exit(3)\nf()", ["its program ended with sys.exit(3) 3"]),
-        ("try: sys.exit(3)\nexcept SystemExit: pass", []),
-        ("try: sys.exit(3)\nexcept SystemExit as e: kept = e", []),
-        ("threading.Thread(target=sys.exit, args=(3,)).start()", []),
-        ("1 / 0", ["it failed with ZeroDivisionError: division by zero 1"]),
-        ("raise KeyError", ["it failed with KeyError 1"]),
-        ("raise KeyboardInterrupt", ["it failed with KeyboardInterrupt 1"]),
-        ("raise ValueError('a\\nb')", ["it failed with ValueError: a 1"]),
-        ("sys.excepthook = print\nraise KeyError", ["it failed with KeyError 1"]),
-    ],
-)
-def test_how_a_process_ends_is_told_before_it_leaves(program: str, said: list[str]) -> None:
-    # What a replaced hook prints is its own affair.
-    assert [line for line in told(program) if not line.startswith("<class")] == [*said, "leaving"]
-
-
-def test_a_forked_child_tells_nothing() -> None:
-    assert told("if os.fork() == 0: sys.exit(3)\nos.wait()") == ["leaving"]
+Leave = Callable[..., str]
 
 
 @pytest.fixture
-def _devices() -> None:
-    """jax has looked for them: before, nothing is waited for."""
-    jax.devices()
+def leave(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Leave:
+    """What process 1 of 3 says at its end, as others have ended; "" if it ends quietly."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+    def end(ended: dict[int, str], timeout: float = math.inf, grace: float = math.inf) -> str:
+        store = Store(monkeypatch)
+        store.own.index = 1
+        store.texts |= {f"shardpipe/end/{index}": how for index, how in ended.items()}
+        monkeypatch.setattr(os, "_exit", sys.exit)
+        if len(ended) < 2:
+            with pytest.raises(SystemExit, match="1"):
+                _leave(HERE, os.getpid(), timeout, grace)
+            return capfd.readouterr().err
+        _leave(HERE, os.getpid(), timeout, grace)
+        assert capfd.readouterr().err == ""
+        return store.texts["shardpipe/end/1"]
+
+    return end
 
 
-class Array:
-    """What jax does not have yet."""
-
-    def __init__(self, ready: bool = False) -> None:
-        self.ready = ready
-
-    def is_ready(self) -> bool:
-        return self.ready
-
-
-def ask(wait: Waiting, now: float) -> float:
-    wait.seconds(now)
-    wait._thread.join()
-    return wait.seconds(now)
+def test_a_process_ends_when_all_have_ended(leave: Leave, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert leave({0: "done", 2: "failed"}) == "done"
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert leave({0: "done", 2: "failed"}) == "failed"
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # an error at a prompt ends nothing
+    assert leave({0: "done", 2: "done"}) == "done"
 
 
-@pytest.mark.usefixtures("_devices")
-def test_results_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_place", lambda: None)
-    wait, arrays = Waiting(), [Array(ready=True)]
-    monkeypatch.setattr(jax, "live_arrays", lambda: arrays)
-    assert [ask(wait, now) for now in (0, 10)] == [0, 0]
-    arrays.append(Array())
-    assert [ask(wait, now) for now in (20, 30, 40)] == [0, 10, 20]
-    arrays[1].ready = True
-    assert ask(wait, 50) == 0
-    for now in (60, 70, 80):  # work goes on, though there is always something to wait for
-        arrays[1] = Array()
-        assert ask(wait, now) == 0
+def test_who_does_not_end_is_named(leave: Leave, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    why = "killed, or waiting for this one; it leaves with exit code 1\n"
+    said = "process 1 of 3: its program is done, but"
+    assert leave({0: "done"}, timeout=0.1) == (
+        f"{said} process 2 did not come to an end within 0.1 s: {why}"
+    )
+    assert leave({2: "failed"}, grace=0) == (
+        f"{said} process 0 did not come to an end within 0 s: {why}"
+    )
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert leave({}, grace=0.1) == (
+        f"process 1 of 3: its program has failed, but processes 0, 2 did not come to an end within "
+        f"0.1 s: {why}"
+    )
 
 
-@pytest.mark.usefixtures("_devices")
-def test_jax_that_does_not_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_place", lambda: None)
-    answer = threading.Event()
-    monkeypatch.setattr(jax, "live_arrays", lambda: answer.wait() and [])
-    wait = Waiting()
-    assert [wait.seconds(now) for now in (0, 10, 20)] == [0, 0, 10]
-    answer.set()
-    assert ask(wait, 30) == 0
-
-
-def test_the_main_thread_at_one_instruction_counts_but_in_libraries() -> None:
-    found, seen = [], threading.Event()
-    busy = threading.Lock()
-
-    def look() -> None:
-        while (place := waiting._place()) is not None:
-            time.sleep(0.01)
-        found.append(place)
-        seen.set()
-        while (place := waiting._place()) is None or place != waiting._place():
-            time.sleep(0.01)
-        found.append(place)
-        busy.release()
-
-    busy.acquire()
-    thread = threading.Thread(target=look)
-    thread.start()
-    seen.wait()  # in the standard library
-    busy.acquire()  # in this function, as a jitted function would be
-    thread.join()
-    assert found[0] is None
-    assert found[1][0].co_name == "test_the_main_thread_at_one_instruction_counts_but_in_libraries"
-
-
-def test_all_end_within_a_minute() -> None:
-    grace = 5.0  # as by default
-    asked = 4 * watch.BEAT  # a look at once, an answer, one that is later, and on its way
-    assert watch.PATIENCE + asked + grace + 2 * watch.LAST <= 60
+def test_a_forked_child_and_a_program_that_has_left_jax_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Store(monkeypatch)
+    _leave(HERE, os.getpid(), 0, 0)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    _leave(HERE, os.getppid(), 0, 0)
+    assert store.log == []
 
 
 @pytest.mark.parametrize(
@@ -162,64 +100,15 @@ def test_times_are_numbers(given: dict[str, float], message: str) -> None:
     assert str(error.value) == message
 
 
-SOON = "this process cannot go on without it and ends with exit code 75\n"
-WORDS = {
-    "fail": (1, "it failed with ValueError: row 7 is not a number"),
-    "fail_unseen": (1, "it failed with ValueError: row 7 is not a number"),
-    "exit": (3, "its program ended with sys.exit(3)"),
-    "exit_text": (1, "its program ended with sys.exit(1)"),
-    "exit_with_a_thread": (3, "its program ended with sys.exit(3)"),
-    "fork_and_die": (137, watch.CLOSED),
-    "hang": (
-        watch.LOST,
-        "it gave no sign of life for 20 s, as when it is stopped or its host hangs",
-    ),
-}
-MOST = [("exit", 0), ("hang", 0), ("hang", 1)]
-REST = [(how, culprit) for how in WORDS for culprit in (0, 1) if (how, culprit) not in MOST]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "culprit"),
-    [*MOST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in REST)],
-)
-def test_others_end_and_name_who_ended(
-    how: str, culprit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, err = launched(monkeypatch, "end", culprit, how)
-    wanted, why = WORDS[how]
-    # Without the coordinator, jax may end a process before it has said all.
-    assert code == wanted
-    for index in {0, 1, 2} - {culprit}:
-        said = f"[{index}] process {index} of 3: process {culprit} ("
-        assert said in err
-    assert f") is gone: {why}; {SOON}" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "culprit"),
-    [("return", 0), ("leave", 1), pytest.param("return", 1, marks=pytest.mark.exhaustive)],
-)
-def test_a_program_that_is_done_too_early(
-    how: str, culprit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, err = launched(monkeypatch, "end", culprit, how)
-    assert code == 1
-    for index in {0, 1, 2} - {culprit}:
-        said = f"[{index}] process {index} of 3: process {culprit} ("
-        assert said in err
-    assert ") is gone: its program has ended, but process " in err
-    assert f" goes on and has been waiting for it for {watch.PATIENCE:.0f} s; {SOON}" in err
-    assert f"[{culprit}] process {culprit} of 3: its program has ended, but process " in err
-
-
-@pytest.mark.slow
-def test_one_may_go_on_alone_when_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, err = launched(monkeypatch, "alone")
-    assert code == 0, err
-    assert "is gone" not in err
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.0.0.1"])
+def test_the_coordinators_port_is_taken(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"{host}:{server.getsockname()[1]}"
+        with pytest.raises(OSError, match="Address already in use") as error:
+            initialize(address, 2, 0)
+    text = str(error.value)
+    assert text.startswith(f"process 0 cannot listen at coordinator={address!r}: ")
+    assert text.endswith("; give an address of this host, and a port that nobody uses")
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
@@ -229,3 +118,57 @@ def launched(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, 
     command = [sys.executable, many.__file__, *map(str, arguments)]
     code = run(Job(command, 3), io.BytesIO(), err)
     return code, err.getvalue().decode()
+
+
+@pytest.mark.slow
+def test_who_does_not_come_ends_the_others_with_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program = f"import pipeline; pipeline.initialize('127.0.0.1:{free_port()}', 2, 0, timeout=1)"
+    err = io.BytesIO()
+    assert run(Job([sys.executable, "-c", program], 1), io.BytesIO(), err) == 134
+    assert "process 0 of 2: not all processes have come to coordinator=" in err.getvalue().decode()
+
+
+SIGABRT = 134  # jax's end of a process that cannot go on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "culprit", "code", "said"),
+    [
+        ("kill", 0, 137, "launch: process 0 (pid {pid}) was ended by SIGKILL; its last lines:"),
+        ("fail", 1, 1, "[1] ValueError: row 7 is not a number\n"),
+        ("hang", 1, SIGABRT, "stopped sending heartbeats):\n[{other}] 1\n"),
+        pytest.param("hang", 0, SIGABRT, "RPC", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_others_end(
+    how: str, culprit: int, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, err = launched(monkeypatch, "end", culprit, how)
+    assert found == code, err
+    last = err[err.index("launch: process ") :]
+    pid = last.split("(pid ")[1].split(")")[0]
+    assert any(said.format(pid=pid, other=other) in err for other in range(3)), err
+    assert last.startswith(f"launch: process {culprit} (pid ") == (how != "hang")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", pytest.param("return", marks=pytest.mark.exhaustive)])
+def test_a_program_that_is_done_too_early(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, err = launched(monkeypatch, "early", 1, how)
+    assert code == 1
+    assert (
+        "[1] process 1 of 3: its program is done, but processes 0, 2 did not come to an end within "
+        "20 s: killed, or waiting for this one; it leaves with exit code 1\n"
+    ) in err
+    assert "launch: process 1 (pid " in err
+
+
+@pytest.mark.slow
+def test_one_may_go_on_alone_when_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, err = launched(monkeypatch, "alone")
+    assert code == 0, err
+    assert "did not come to an end" not in err

@@ -16,8 +16,6 @@ import pytest
 
 from pipeline import cli
 from pipeline.processes.launch import Job, run
-from pipeline.processes.signals import Signals, Stopped
-from pipeline.processes.watch import LOST
 
 PREAMBLE = "import os, signal, subprocess, sys, time\nme = int(os.environ['SHARDPIPE_PROCESS'])\n"
 FOREVER = "time.sleep(3600)"
@@ -82,25 +80,6 @@ def test_the_first_failure_stops_all_and_is_shown_last(tmp_path: Path) -> None:
     assert err.endswith(
         f"launch: process 1 (pid N) failed with exit code 7; stopping 0, 2\n"
         f"launch: process 1 (pid N) failed with exit code 7; its last lines:\n{last}[1] gone\n"
-    )
-
-
-def test_who_misses_another_is_not_to_blame(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        f"there = {str(tmp_path / 'there')!r}",
-        "if me == 0:",
-        "    while not os.path.exists(there): time.sleep(0.01)",
-        f"    os._exit({LOST})",
-        "open(there, 'w').close()",
-        "time.sleep(0.2)",
-        "os.kill(os.getpid(), signal.SIGKILL)",
-    )
-    code, _, err = launch(path, 2)
-    assert code == 128 + signal.SIGKILL
-    assert err == (
-        "launch: process 1 (pid N) was ended by SIGKILL\n"
-        "launch: process 1 (pid N) was ended by SIGKILL, and had written nothing\n"
     )
 
 
@@ -174,23 +153,6 @@ def test_a_launcher_that_ends_leaves_nobody(
         assert launcher.stderr.read().startswith(said)
     assert len(pids) == 4
     assert all(map(ended, pids))
-
-
-def test_a_signal_waits_until_a_process_is_known() -> None:
-    before, known = signal.getsignal(signal.SIGTERM), []
-
-    def start(signals: Signals) -> None:
-        with signals.held():
-            os.kill(os.getpid(), signal.SIGTERM)
-            known.append("neither forgotten nor half done")
-
-    with Signals() as signals, pytest.raises(Stopped) as stopped:
-        start(signals)
-    assert len(known) == 1
-    assert stopped.value.number == signal.SIGTERM
-    with Signals(), pytest.raises(Stopped):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def environment() -> dict[str, str]:
@@ -294,4 +256,3 @@ def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["launch", "--help"])
     said = capsys.readouterr().out
     assert "exit codes: 0 all processes ended well; 2 the command cannot run as given" in said
-    assert f"because another one died has {LOST}" in said

@@ -20,7 +20,6 @@ from collectives import make_mesh
 from pipeline import initialize, shard_batch
 from pipeline.processes import local_rows
 from pipeline.processes.launch import Job, free_port, run
-from pipeline.processes.watch import LOST
 from tests import many
 
 ROOT = Path(many.__file__).parents[1]
@@ -192,15 +191,17 @@ def test_a_killed_process_ends_all_others_and_is_named(victim: int, tmp_path: Pa
         for index, process in enumerate(processes):
             code = process.wait(timeout=600)  # it takes seconds, but this machine may be stopped
             said = (tmp_path / str(index)).read_text(encoding="utf-8", errors="replace")
-            if index != victim:
-                # jax's own thread may notice the end of process 0 first, and abort.
-                assert code == LOST or (victim == 0 and code == -signal.SIGABRT)
-                assert (
-                    f"process {index} of 3: process {victim} ({os.uname().nodename}, pid "
-                    f"{processes[victim].pid}) is gone: its connection closed without a farewell, "
-                    f"as when it is killed, crashes or loses its host; this process cannot go on "
-                    f"without it and ends with exit code 75\n"
-                ) in said
+            if victim == 0 and index:
+                assert code == -signal.SIGABRT
+                assert "detected fatal errors" in said
+            if victim == 2 and index == 0:  # which may end process 1 with itself
+                assert code == 1
+                assert re.search(
+                    r"process 0 of 3: its program has failed, but process(es 1-| )2 did not come "
+                    r"to an end within 5 s: killed, or waiting for this one; it leaves with exit "
+                    r"code 1\n",
+                    said,
+                )
     finally:
         for process in processes:
             process.kill()
@@ -209,13 +210,9 @@ def test_a_killed_process_ends_all_others_and_is_named(victim: int, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_an_exception_ends_all_others_and_is_named(culprit: int) -> None:
+def test_an_exception_ends_all_others_and_is_shown(culprit: int) -> None:
     code, err = launch(3, 1, "end", culprit, "fail")
     assert code == 1
-    for index in range(3):
-        said = "is gone: it failed with ValueError: row 7 is not a number; this process cannot"
-        assert (f"[{index}] process {index} of 3: process {culprit} (" in err) == (index != culprit)
-        assert said in err
     assert f"launch: process {culprit} (pid " in err
     last = err[err.index("its last lines:") :]
     assert f"[{culprit}] ValueError: row 7 is not a number\n" in last

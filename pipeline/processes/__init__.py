@@ -1,4 +1,9 @@
-"""Many processes: how they start, meet, agree, share a batch, and end when one of them dies."""
+"""Many processes: how they start, agree, share a batch, and end together.
+
+`jax.distributed` connects them, notices who dies and ends the others; `service` is the door to it.
+Here is what it leaves out: which process this is, whether all run the same program, whose rows are
+whose, and a launcher for one machine. Nothing here knows of pipelines.
+"""
 
 from pipeline.processes.batch import local_rows, shard_batch
 from pipeline.processes.cluster import Cluster

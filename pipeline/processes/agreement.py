@@ -7,20 +7,26 @@ word: so versions, code and options are compared, field by field, before anythin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from pipeline.processes import sources
+import schedules
+from pipeline.processes import service
 
 Fields = Mapping[str, str]
 
@@ -59,6 +65,9 @@ SETTINGS = (
     "jax_cpu_collectives_implementation",
 )
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+PACKAGES = ("pipeline", "schedules", "collectives")
+INSTALLED = ("site-packages", "dist-packages")
+DIGITS = 12  # of a digest
 LONGEST = 160  # characters of a value that an error shows
 ABSENT = "absent"
 # Fields that only some processes may have: what one of them alone loads, or finds in a file.
@@ -81,18 +90,54 @@ def fields_of(config: Any = None) -> dict[str, str]:
             fields[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             fields[name] = ABSENT
-    fields |= {f"code of {name}": sources.of_package(name) or ABSENT for name in sources.PACKAGES}
-    fields["code of the script"] = sources.of_script() or ABSENT
-    fields |= {f"code of module {name}": digest for name, digest in sources.modules()}
+    fields |= {f"code of {name}": _package(name) or ABSENT for name in PACKAGES}
+    fields["code of the script"] = _script() or ABSENT
+    fields |= {f"code of module {name}": digest for name, digest in _modules()}
     fields |= {name: _text(getattr(jax.config, name, ABSENT)) for name in SETTINGS}
     for name in VARIABLES:
         flags = os.environ.get(name, "").split()
         fields[name] = " ".join(flag for flag in flags if not flag.startswith(HARMLESS))
     for name, value in _flat("config", config):
         fields[name] = _text(value)
-        if (timetable := sources.of_timetable(value)) is not None:
+        if (timetable := _timetable(value)) is not None:
             fields[f"timetable in {name}"] = timetable
     return fields
+
+
+def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
+    """See that all processes say the same; the same outcome on each.
+
+    Args:
+      fields: what must be equal, name -> value.
+      index: of this process.
+      count: of processes.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      TimeoutError: somebody says nothing.
+      ValueError: something differs: which field, its values, and who has them.
+    """
+
+    def exchange(topic: str, mine: str) -> list[str]:
+        service.say(topic, mine)
+        found = service.hear(topic, count, timeout)
+        if missing := [process for process in range(count) if process not in found]:
+            raise TimeoutError(
+                f"process {index} of {count} heard nothing of {text_of_processes(missing)} within "
+                f"{timeout:g} s, though connected; see that all run the same program, which calls "
+                f"pipeline.initialize()"
+            )
+        return [found[process] for process in range(count)]
+
+    text = json.dumps(dict(fields))
+    # All of them read what all say: a few digits, and more only when those differ.
+    if len(set(exchange("start/digest", digest_of(text.encode())))) == 1:
+        return
+    if found := differences([json.loads(own) for own in exchange("start/fields", text)]):
+        raise ValueError(
+            f"the processes do not run the same program: {'; '.join(found)}; give all of them the "
+            f"same code, versions and options"
+        )
 
 
 def differences(fields: Sequence[Fields]) -> list[str]:
@@ -110,7 +155,9 @@ def differences(fields: Sequence[Fields]) -> list[str]:
                 continue
             holders.setdefault(own.get(name, ABSENT), []).append(process)
         if len(holders) > 1:
-            values = (f"{_shown(value)} ({_processes(who)})" for value, who in holders.items())
+            values = (
+                f"{_shown(value)} ({text_of_processes(who)})" for value, who in holders.items()
+            )
             found.append(f"{name} is {', '.join(values)}")
     return found
 
@@ -126,7 +173,8 @@ def numbers(processes: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _processes(who: Sequence[int]) -> str:
+def text_of_processes(who: Sequence[int]) -> str:
+    """``process 3``, or ``processes 0, 2-5``."""
     return f"process{'es' if len(who) > 1 else ''} {numbers(who)}"
 
 
@@ -170,5 +218,56 @@ def _text(value: Any) -> str:
         return f"{type(value).__name__}({inside})"
     if isinstance(value, np.ndarray | jax.Array):  # as text, a long one would be cut
         array = np.asarray(value)
-        return f"{array.dtype}{list(array.shape)} {sources.digest(array.tobytes())}"
+        return f"{array.dtype}{list(array.shape)} {digest_of(array.tobytes())}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def digest_of(data: bytes) -> str:
+    """A few digits that tell data apart."""
+    return hashlib.sha256(data).hexdigest()[:DIGITS]
+
+
+def _files(paths: Sequence[Path]) -> str:
+    """A digest of files, in their order, with their names but not where they lie."""
+    found = hashlib.sha256()
+    for path in paths:
+        text = path.read_bytes()
+        found.update(f"{path.name} {len(text)} ".encode() + text)
+    return found.hexdigest()[:DIGITS]
+
+
+def _package(name: str) -> str | None:
+    """A digest of a loaded package's sources."""
+    path = sys.modules[name].__file__
+    return _files(sorted(Path(path).parent.rglob("*.py"))) if path else None
+
+
+def _script() -> str | None:
+    """A digest of the program that was started, if that is a file."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return _files([Path(script)]) if script else None
+
+
+def _modules() -> Iterator[tuple[str, str]]:
+    """(name, digest) of what is loaded and belongs to the user: neither Python's nor installed."""
+    libraries = tuple(
+        f"{sysconfig.get_path(name)}{os.sep}"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py") or name.startswith("__m"):
+            continue
+        path = str(Path(path).absolute())
+        known = path.startswith(libraries) or any(part in path for part in INSTALLED)
+        if not known and name.split(".", 1)[0] not in PACKAGES:
+            with contextlib.suppress(OSError):
+                yield name, _files([Path(path)])
+
+
+def _timetable(value: object) -> str | None:
+    """A digest of the schedule in a file that an option names; None if it names something else."""
+    if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".csv"):
+        with contextlib.suppress(OSError, ValueError):
+            return digest_of(repr(schedules.Schedule.from_csv(value).orders).encode())
+    return None

@@ -5,7 +5,10 @@ Letters: N rows of the batch, D data shards.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
 from pipeline.base.tree import Tree
-from pipeline.processes import watch
+from pipeline.processes import service
+from pipeline.processes.agreement import Fields, differences
+
+BLOCK = 1000  # calls of shard_batch, whose records are freed together
+REMEDY = (
+    "give all of them one mesh, the same tree of arrays, with the same dtypes, and of each array "
+    "the rows of `local_rows`"
+)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
@@ -84,13 +94,12 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
         name: (array.shape[0] // int(here.sum()) * here.size, *array.shape[1:])
         for name, array in arrays.items()
     }
-    job = watch.running()
-    if job is not None and {d.process_index for d in mesh.devices.flat} == set(
-        range(jax.process_count())
-    ):
+    everybody = {d.process_index for d in mesh.devices.flat} == set(range(jax.process_count()))
+    if everybody and jax.process_count() > 1:
         fields = {name: f"{arrays[name].dtype}{list(shape)}" for name, shape in shapes.items()}
         ids = " ".join(str(device.id) for device in mesh.devices.flat)
-        job.batches.bring({"mesh": f"{dict(mesh.shape)} of devices {ids}", **fields})
+        fields["mesh"] = f"{dict(mesh.shape)} of devices {ids}"
+        _BROUGHT.compare(fields, jax.process_index(), jax.process_count())
     sharding = rows_sharding(mesh)
     return jax.tree.unflatten(
         structure,
@@ -139,3 +148,46 @@ def _check_rows(arrays: Mapping[str, np.ndarray], shards: int) -> None:
             f"{first} has {rows} rows on this process, which has {shards} of the data shards, and "
             f"they take equally many; give the `local_rows` of the batch, a multiple of {shards}"
         )
+
+
+@dataclass
+class _Brought:
+    """What this process has brought to its calls of `shard_batch`.
+
+    Processes whose batches differ in a shape or a dtype compile different programs, and wait for
+    each other for ever. So each says what it brings; and when that is something new, for which it
+    is going to compile anyway, it first looks what the others bring to the same call.
+    """
+
+    calls: int = 0
+    kinds: set[str] = field(default_factory=set)
+
+    def compare(self, fields: Fields, index: int, count: int) -> None:
+        """Say what this process brings to its next call.
+
+        Args:
+          fields: what must be equal on all, name -> value.
+          index: of this process.
+          count: of processes.
+
+        Raises:
+          ValueError: this is new, and the others bring something else.
+        """
+        block, kind = self.calls // BLOCK, json.dumps(dict(fields))
+        topic = f"batch/{block}/{self.calls}"
+        self.calls += 1
+        service.say(topic, kind)
+        if kind not in self.kinds:
+            # Who dies, or leaves, ends this process too: the others come, sooner or later.
+            found = service.hear(topic, count, math.inf)
+            if unlike := differences([json.loads(found[i]) for i in range(count)]):
+                raise ValueError(
+                    f"shard_batch: in call {self.calls} the processes differ: {'; '.join(unlike)}; "
+                    f"{REMEDY}"
+                )
+            self.kinds.add(kind)
+        if index == 0 and self.calls % BLOCK == 0 and block:
+            service.forget(f"batch/{block - 1}")
+
+
+_BROUGHT = _Brought()  # a process belongs to one job, as for jax.distributed

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.processes import service
+
 # What `pipeline.processes.launch` sets, and what anybody else may set by hand.
 COORDINATOR = "SHARDPIPE_COORDINATOR"
 PROCESSES = "SHARDPIPE_PROCESSES"
@@ -108,20 +110,17 @@ def _number(
 
 def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
     """(coordinator, processes, process, local devices) by jax's own detection, None if unknown."""
-    # There is no public way to ask before connecting, and connecting in vain kills the process.
-    from jax._src import clusters  # noqa: PLC0415
-
+    # Asked beforehand, since connecting in vain kills the process.
     coordinator, count, index = known.values()
-    given = (coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), count, index, None)
+    coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
-        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(timeout))
+        return service.detect(coordinator, count, index, timeout)
     except Exception as error:  # of sockets, of Kubernetes, of numbers
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
             f"jax sees that this process belongs to a cluster, but cannot tell its place: "
             f"{type(error).__name__}: {error}{cause}\nMend that, {BY_HAND}"
         ) from error
-    return tuple(found)
 
 
 def _see_that_it_is_alone(environment: Mapping[str, str]) -> None:

@@ -1,19 +1,27 @@
-"""The start of a program that may be one of several processes."""
+"""The start of a program that may be one of several processes, and its end."""
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from functools import partial
 from typing import Any
 
 import jax
 
-from pipeline.processes.agreement import fields_of
+from pipeline.processes import service
+from pipeline.processes.agreement import agree, fields_of, text_of_processes
 from pipeline.processes.cluster import Cluster, find
-from pipeline.processes.rendezvous import LOOPBACK, meet
-from pipeline.processes.watch import Watch
 
-# jax takes a process for dead that was suspended for longer than this; `Watch` knows better.
-SUSPENDED = 24 * 3600
 BETWEEN_CPUS = "jax_cpu_collectives_implementation"
+LOOPBACK = ("localhost", "127.", "::1")
+FOREVER = 10**8  # seconds, of those that jax takes as an integer
+LOOK = 0.1  # seconds between two looks whether the others have ended
 
 
 def initialize(
@@ -24,32 +32,32 @@ def initialize(
     config: Any = None,
     timeout: float = 300.0,
     grace: float = 5.0,
-    heartbeat: float = 100.0,
+    heartbeat: float = 40.0,
 ) -> Cluster:
     """Make this process one of a job; with one process, do nothing.
 
     Call it before the first use of a device. What is not given comes from
-    ``python -m pipeline launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. It waits
-    for all processes, compares their code, versions and options, and starts `jax.distributed`, with
-    gloo for collectives between CPUs. From then on, a process whose peer dies, hangs, or ends its
-    program while it is needed, says so and ends with exit code 75; and a process whose program is
-    done waits until those of all are.
+    ``python -m pipeline launch``, or from SLURM, Open MPI, a Kubernetes job or a TPU pod. It starts
+    `jax.distributed`, with gloo for collectives between CPUs, waits for all processes, and compares
+    their code, versions and options. From then on, jax ends this process when another one dies or
+    hangs; and a process whose program is done waits until those of all are.
 
     Args:
       coordinator: ``host:port`` of process 0, with a port that is free there.
       num_processes: of the job.
       process_id: of this process, 0 <= process_id < num_processes.
       config: options that must be the same everywhere: a mapping, a dataclass or a namespace.
-      timeout: seconds to wait for the others.
-      grace: seconds this process has to end by itself after another died.
-      heartbeat: seconds without a sign of life until a process counts as hung; `math.inf` for ever.
+      timeout: seconds to wait for the others, at the start and at the end.
+      grace: seconds that a process which has failed waits for the others to end.
+      heartbeat: seconds without a sign of life until a process counts as dead; `math.inf` for ever.
 
     Returns:
       Where this process is: ``.index`` of ``.count``.
 
     Raises:
+      OSError: process 0 cannot listen at the coordinator's address.
       RuntimeError: jax.distributed is initialised already.
-      TimeoutError: the coordinator cannot be reached, or somebody did not come.
+      TimeoutError: somebody has come, but does not call this function.
       ValueError: a part of the address, or a time, is missing or wrong; or processes do not run
         the same program: which field, which values, on which processes.
     """
@@ -59,25 +67,101 @@ def initialize(
             "call it once, and instead of jax.distributed.initialize()"
         )
     _check_seconds(timeout=timeout, grace=grace, heartbeat=heartbeat)
-    cluster = find(coordinator, num_processes, process_id, timeout=timeout)
-    if cluster.count == 1:
-        return cluster
+    here = find(coordinator, num_processes, process_id, timeout=timeout)
+    if here.count == 1:
+        return here
     if getattr(jax.config, BETWEEN_CPUS) in (None, "none"):
         jax.config.update(BETWEEN_CPUS, "gloo")
-    links = meet(cluster, fields_of(config), timeout)
-    Watch(links, grace, heartbeat).start()
-    here = cluster.address[0].startswith(LOOPBACK)
-    jax.distributed.initialize(
-        cluster.coordinator,
-        cluster.count,
-        cluster.index,
-        local_device_ids=cluster.local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(max(timeout, 1)),
-        heartbeat_timeout_seconds=SUSPENDED,
-        coordinator_bind_address=cluster.coordinator if here else None,
+    fields = fields_of(config) | {"num_processes": str(here.count)}
+    _connect(here, timeout, heartbeat)
+    atexit.register(_leave, here, os.getpid(), timeout, grace)
+    agree(fields, here.index, here.count, timeout)
+    return here
+
+
+def _connect(here: Cluster, timeout: float, heartbeat: float) -> None:
+    """Start jax.distributed, which waits for all processes."""
+    local = here.address[0].startswith(LOOPBACK)
+    if here.index == 0:
+        _check_port(here, local=local)
+    # jax then ends this process from C++, without an exception: it says nothing of the address.
+    late = threading.Timer(
+        min(timeout, FOREVER),
+        partial(
+            _say,
+            f"process {here.index} of {here.count}: not all processes have come to coordinator="
+            f"{here.coordinator!r} within {timeout:g} s; see that process 0 runs there, that every "
+            f"process was started, with this address and a number of its own, and that no firewall "
+            f"closes the port. Those that have come say this too",
+        ),
     )
-    return cluster
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            here.coordinator,
+            here.count,
+            here.index,
+            local_device_ids=here.local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(min(max(timeout, 1), FOREVER)),
+            heartbeat_timeout_seconds=math.ceil(min(heartbeat, FOREVER)),
+            coordinator_bind_address=here.coordinator if local else None,
+        )
+    finally:
+        late.cancel()
+
+
+def _check_port(here: Cluster, *, local: bool) -> None:
+    """See that nobody listens where process 0 is going to: jax would share the port in silence."""
+    host, port = here.address
+    family = socket.AF_INET6 if local and ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host if local else "", port), family=family).close()
+    except OSError as error:
+        raise OSError(
+            f"process 0 cannot listen at coordinator={here.coordinator!r}: {error.strerror}; give "
+            f"an address of this host, and a port that nobody uses"
+        ) from error
+
+
+def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
+    """At the end of the interpreter, wait for the others, which may be waiting for this one.
+
+    jax waits for them too, right after this, and ends all if somebody does not come: also when
+    process 0 still evaluates alone. After an exception, nothing is left to wait for: the others may
+    be in a collective which this process will never join. But if this one has failed since another
+    one is gone, they all fail, and who does not come to its end here is the one that is gone.
+
+    Args:
+      here: this process's place.
+      process: its id, which a forked child does not have.
+      timeout: seconds to wait if all have ended well so far.
+      grace: seconds to wait if somebody has failed.
+    """
+    if os.getpid() != process or not jax.distributed.is_initialized():
+        return
+    failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+    service.say("end", "failed" if failed else "done")
+    began = time.monotonic()
+    while len(ended := service.said("end")) < here.count:
+        seconds = grace if "failed" in ended.values() else timeout
+        if time.monotonic() - began >= seconds:
+            missing = text_of_processes([i for i in range(here.count) if i not in ended])
+            end = "has failed" if failed else "is done"
+            _say(
+                f"process {here.index} of {here.count}: its program {end}, but {missing} did not "
+                f"come to an end within {seconds:g} s: killed, or waiting for this one; it leaves "
+                f"with exit code 1"
+            )
+            sys.stdout.flush()
+            os._exit(1)
+        time.sleep(LOOK)
+
+
+def _say(text: str) -> None:
+    """At once, whatever the interpreter does."""
+    os.write(2, f"{text}\n".encode())
 
 
 def _check_seconds(**given: float) -> None:

@@ -1,30 +1,108 @@
-"""Start the processes of a job on this machine, and see that none outlives another.
+"""Start the processes of a job on this machine, and see that none outlives another. POSIX only.
 
-A helper, which is no child of a child, holds a pipe to the launcher: when the launcher dies without
-a word, as by SIGKILL, the pipe closes and the helper ends all groups.
+Each process leads a process group, so that what it starts ends with it. And a small Python of its
+own, which is no child of a child, holds a pipe to the launcher: when the launcher dies without a
+word, as by SIGKILL, the pipe closes and all groups are ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import queue
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO, Literal
 
-from pipeline.processes import orphans
 from pipeline.processes.agreement import numbers
-from pipeline.processes.child import Child, kill, start, stop
-from pipeline.processes.job import Job, free_port
+from pipeline.processes.cluster import COORDINATOR, PROCESS, PROCESSES
 from pipeline.processes.logs import Log
-from pipeline.processes.signals import PASSED_ON, Signals, Stopped
-from pipeline.processes.watch import LOST
 
-__all__ = ["Job", "free_port", "run"]
+DEVICES = "--xla_force_host_platform_device_count"
+HOST = "127.0.0.1"
+SHUT = 1.0  # seconds to read what an ended process has left in its pipes
+# Signals that end the launcher, and what the processes then get: those that Python turns into an
+# exception let them save their work.
+PASSED_ON = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
+PASSED_ON[signal.SIGHUP] = signal.SIGTERM
 
-NOTICE = 6.0  # seconds in which the reason of an end may follow its consequence
+# What happens to the launcher: a process has ended (its number), or a signal has come (its number).
+Events = queue.SimpleQueue[tuple[Literal["end", "signal"], int]]
+
+# Runs alone: a file of this package would load jax, for nothing.
+GUARD = """
+import os, signal, sys, time
+groups, grace = [], float(sys.argv[1])
+for line in sys.stdin:
+    if line == "done\\n":
+        sys.exit()
+    groups.append(int(line))
+def reach(number):
+    for group in list(groups):
+        try:
+            os.killpg(group, number)
+        except OSError:
+            groups.remove(group)
+reach(signal.SIGTERM)
+until = time.monotonic() + grace
+while groups and time.monotonic() < until:
+    time.sleep(0.05)
+    reach(0)
+reach(signal.SIGKILL)
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start.
+
+    Attributes:
+      command: the program and its arguments.
+      processes: how many.
+      devices: virtual CPU devices of each.
+      port: of the coordinator, 0 for a free one.
+      grace: seconds from asking a process to end until it is killed.
+    """
+
+    command: Sequence[str]
+    processes: int
+    devices: int = 1
+    port: int = 0
+    grace: float = 5.0
+
+    def environment(self, process: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+        """What a process finds in its environment.
+
+        Args:
+          process: its number.
+          port: the coordinator's.
+          base: the launcher's own.
+        """
+        flags = f"{base.get('XLA_FLAGS', '')} {DEVICES}={self.devices}"  # the last one counts
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "PYTHONUNBUFFERED": "1",  # a killed process takes no lines with it
+            **base,
+            "XLA_FLAGS": flags.strip(),
+            COORDINATOR: f"{HOST}:{port}",
+            PROCESSES: str(self.processes),
+            PROCESS: str(process),
+        }
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
 
 
 def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> int:
@@ -39,69 +117,172 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
       0 if all processes end so; else the first failing process's exit code, 128 + n after signal
       n; 128 + n if the launcher itself was ended by signal n.
     """
-    log = Log(out or sys.stdout.buffer, err or sys.stderr.buffer)
-    children: list[Child] = []
-    with Signals() as signals, orphans.Helper(job.grace) as helper:
+    events: Events = queue.SimpleQueue()
+    log = Log(
+        out or sys.stdout.buffer,
+        err or sys.stderr.buffer,
+        unread=lambda: events.put(("signal", signal.SIGTERM)),
+    )
+    children: list[_Child] = []
+    with _signals(events), _guard(job.grace) as watch_over:
         try:
-            failed = _first_failure(job, log, children, signals, helper)
-            if failed is None:
-                return 0
-            how = children[failed].how
-            others = [i for i, child in enumerate(children) if child.running]
-            stopping = f"; stopping {numbers(others)}" if others else ""
-            log.say(f"process {failed} {how}{stopping}")
-            stop(children, signal.SIGTERM, job.grace)
-            log.last_words(failed, how)
-        except Stopped as stopped:
-            log.say(f"{stopped.number.name}: stopping all processes")
-            with contextlib.suppress(Stopped):  # asked twice: at once
-                stop(children, PASSED_ON[stopped.number], job.grace)
-            return 128 + stopped.number
-        else:
-            return children[failed].code
+            port = job.port or free_port()
+            for index in range(job.processes):
+                children.append(_start(job, index, port, log, events))
+                watch_over(children[index].process.pid)
+            return _supervise(children, job.grace, events, log)
         finally:
-            kill(children)
+            for child in children:
+                if child.process.poll() is None:
+                    child.signal(signal.SIGKILL)
+                    child.process.wait()
 
 
-def _first_failure(
-    job: Job, log: Log, children: list[Child], signals: Signals, helper: orphans.Helper
-) -> int | None:
-    """Start all; the process that failed first, or None once all have ended well."""
-    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-    port = job.port or free_port()
-    for index in range(job.processes):
-        with signals.held():  # nobody would know of a process half started
-            child = start(job, index, port)
-            helper.add(child.process.pid)
-            children.append(child)
-        child.copy(index, log)
-        child.report(index, ends)
-    for _ in children:
-        index = _next(ends, log)
-        children[index].finish()
-        if children[index].process.returncode == LOST:
-            # It missed another one, whose end may be reported a moment later.
-            return _reason(children, ends, index)
-        if children[index].process.returncode:
-            return index
-    return None
+def _supervise(children: Sequence[_Child], grace: float, events: Events, log: Log) -> int:
+    """Wait until all have ended; at the first failure, or when asked, end all that run.
+
+    A signal is an event among others, so that it finds nothing half done.
+    """
+    code, failed = 0, None
+    kill_at = math.inf  # where finite, all have been asked to end
+    running = set(range(len(children)))
+
+    def stop(number: int) -> float:
+        for index in running:
+            children[index].signal(number)
+        return time.monotonic() + grace
+
+    while running:
+        try:
+            # A wait without end would not notice a signal on every platform.
+            what, value = events.get(timeout=max(min(kill_at - time.monotonic(), 0.5), 0))
+        except queue.Empty:
+            if time.monotonic() >= kill_at:
+                stop(signal.SIGKILL)
+            continue
+        if what == "signal":
+            if kill_at < math.inf:  # asked twice: at once
+                kill_at = 0
+                continue
+            code = 128 + value
+            log.say(f"{signal.Signals(value).name}: stopping all processes")
+            kill_at = stop(PASSED_ON[signal.Signals(value)])
+            continue
+        running.remove(value)
+        child = children[value]
+        child.finish()
+        if child.process.returncode and kill_at == math.inf:
+            failed, code = child, child.code
+            stopping = f"; stopping {numbers(sorted(running))}" if running else ""
+            log.say(f"process {value} {child.how}{stopping}")
+            kill_at = stop(signal.SIGTERM)
+    if failed is not None:
+        log.last_words(failed.index, failed.how)
+    return code
 
 
-def _next(ends: queue.SimpleQueue[int], log: Log) -> int:
-    while True:
-        # A wait without end would not notice a signal on every platform.
-        with contextlib.suppress(queue.Empty):
-            return ends.get(timeout=0.5)
-        if log.broken.is_set():
-            raise Stopped(signal.SIGTERM)
+@dataclass
+class _Child:
+    """A process that the launcher has started.
+
+    Attributes:
+      index: its number.
+      process: its handle; its id is the group's too.
+      readers: threads that copy its lines.
+    """
+
+    index: int
+    process: subprocess.Popen[bytes]
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        """Its exit code, as a shell gives it."""
+        code = self.process.returncode
+        return 128 - code if code < 0 else code
+
+    @property
+    def how(self) -> str:
+        """How it failed, for a message."""
+        code = self.process.returncode
+        if code < 0:
+            return f"(pid {self.process.pid}) was ended by {signal.Signals(-code).name}"
+        return f"(pid {self.process.pid}) failed with exit code {code}"
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def finish(self) -> None:
+        """End what it has left behind, and read its last lines."""
+        self.signal(signal.SIGKILL)
+        for reader in self.readers:
+            reader.join(SHUT)
 
 
-def _reason(children: Sequence[Child], ends: queue.SimpleQueue[int], lost: int) -> int:
-    deadline = time.monotonic() + NOTICE
-    with contextlib.suppress(queue.Empty):
-        while True:
-            index = ends.get(timeout=max(deadline - time.monotonic(), 0))
-            children[index].finish()
-            if children[index].process.returncode not in (0, LOST):
-                return index
-    return lost
+def _start(job: Job, index: int, port: int, log: Log, events: Events) -> _Child:
+    """Start a process of a job, and threads that copy its lines and tell of its end."""
+    process = subprocess.Popen(  # noqa: S603  (what the user wants to run)
+        list(job.command),
+        env=job.environment(index, port, os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
+    child = _Child(index, process)
+    for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+        reader = threading.Thread(target=log.copy, args=(index, stream, is_error), daemon=True)
+        reader.start()
+        child.readers.append(reader)
+
+    def report() -> None:
+        process.wait()
+        events.put(("end", index))
+
+    threading.Thread(target=report, daemon=True).start()
+    return child
+
+
+@contextlib.contextmanager
+def _signals(events: Events) -> Iterator[None]:
+    """While this lasts, a signal that would end the launcher is an event."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(("signal", number)))
+        for number in PASSED_ON
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _guard(grace: float) -> Iterator[Callable[[int], None]]:
+    """Gives a function: which process group ends when the launcher dies within this context."""
+    process = subprocess.Popen(  # noqa: S603  (our own program)
+        [sys.executable, "-I", "-S", "-c", GUARD, str(grace)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+    def write(line: object) -> None:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+
+    try:
+        yield write
+    finally:
+        write("done")
+        with contextlib.suppress(OSError):
+            process.communicate()

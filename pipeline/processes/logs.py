@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import IO, BinaryIO
 
 KEPT = 20  # last lines of a process that are shown again when it fails
@@ -17,15 +18,13 @@ class Log:
     Args:
       out: for lines of standard output.
       err: for those of standard error, and the launcher's own.
-
-    Attributes:
-      broken: set once nobody reads any more.
+      unread: called when nobody reads any more, once.
     """
 
-    def __init__(self, out: BinaryIO, err: BinaryIO) -> None:
+    def __init__(self, out: BinaryIO, err: BinaryIO, unread: Callable[[], None]) -> None:
         self._out, self._err, self._lock = out, err, threading.Lock()
+        self._unread: Callable[[], None] | None = unread
         self._last: dict[int, deque[bytes]] = defaultdict(lambda: deque(maxlen=KEPT))
-        self.broken = threading.Event()
 
     def copy(self, process: int, stream: IO[bytes], is_error: bool) -> None:
         """Copy a process's stream to its end."""
@@ -57,4 +56,6 @@ class Log:
                 target.write(text)
                 target.flush()
             except OSError:
-                self.broken.set()
+                if self._unread is not None:
+                    self._unread()
+                self._unread = None

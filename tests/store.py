@@ -1,0 +1,57 @@
+"""Processes that are threads, with a store of texts in the place of jax's coordination service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.processes import service
+
+
+class Store:
+    """What `service` uses of jax's client, as jax 0.10.2 and 0.12 do it.
+
+    Attributes:
+      texts: all that is kept, by key.
+      log: every key ever written.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: dict[str, str] = {}
+        self.log: list[str] = []
+        self.own = threading.local()
+        monkeypatch.setattr(
+            service,
+            "_state",
+            lambda: SimpleNamespace(client=self, process_id=getattr(self.own, "index", 0)),
+        )
+
+    def key_value_set(self, key: str, text: str) -> None:
+        assert key not in self.texts
+        self.log.append(key)
+        self.texts[key] = text
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, text) for key, text in list(self.texts.items()) if key.startswith(folder)]
+
+    def key_value_delete(self, folder: str) -> None:
+        for key, _ in self.key_value_dir_get(folder):
+            del self.texts[key]
+
+    def each(self, *programs: Callable[[], Any]) -> list[Any]:
+        """What each process returns or raises."""
+
+        def outcome(index: int) -> Any:
+            self.own.index = index
+            try:
+                return programs[index]()
+            except (OSError, ValueError) as error:
+                return error
+
+        with ThreadPoolExecutor(len(programs)) as pool:
+            return list(pool.map(outcome, range(len(programs))))
