@@ -19,11 +19,13 @@ class Store:
     Attributes:
       texts: all that is kept, by key.
       log: every key ever written.
+      read: every folder ever read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts: dict[str, str] = {}
         self.log: list[str] = []
+        self.read: set[str] = set()
         self.own = threading.local()
         monkeypatch.setattr(
             service,
@@ -37,6 +39,7 @@ class Store:
         self.texts[key] = text
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        self.read.add(folder)
         return [(key, text) for key, text in list(self.texts.items()) if key.startswith(folder)]
 
     def key_value_delete(self, folder: str) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,13 +31,15 @@ def leave(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     """What process 1 of 3 says at its end, as others have ended; "" if it ends quietly."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
 
-    def end(ended: dict[int, str], timeout: float = math.inf, grace: float = math.inf) -> str:
+    def end(
+        ended: dict[int, str], timeout: float = math.inf, grace: float = math.inf, code: int = 1
+    ) -> str:
         store = Store(monkeypatch)
         store.own.index = 1
         store.texts |= {f"shardpipe/end/{index}": how for index, how in ended.items()}
         monkeypatch.setattr(os, "_exit", sys.exit)
         if len(ended) < 2:
-            with pytest.raises(SystemExit, match="1"):
+            with pytest.raises(SystemExit, match=f"^{code}$"):
                 _leave(HERE, os.getpid(), timeout, grace)
             return capfd.readouterr().err
         _leave(HERE, os.getpid(), timeout, grace)
@@ -70,6 +73,14 @@ def test_who_does_not_end_is_named(leave: Leave, monkeypatch: pytest.MonkeyPatch
         f"process 1 of 3: its program has failed, but processes 0, 2 did not come to an end within "
         f"0.1 s: {why}"
     )
+
+
+def test_ctrl_c_ends_the_waiting(leave: Leave, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    assert leave({}, code=130) == ""
 
 
 def test_a_forked_child_and_a_program_that_has_left_jax_say_nothing(

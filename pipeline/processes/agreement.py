@@ -117,23 +117,21 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
       TimeoutError: somebody says nothing.
       ValueError: something differs: which field, its values, and who has them.
     """
-
-    def exchange(topic: str, mine: str) -> list[str]:
-        service.say(topic, mine)
-        found = service.hear(topic, count, timeout)
-        if missing := [process for process in range(count) if process not in found]:
-            raise TimeoutError(
-                f"process {index} of {count} heard nothing of {text_of_processes(missing)} within "
-                f"{timeout:g} s, though connected; see that all run the same program, which calls "
-                f"pipeline.initialize()"
-            )
-        return [found[process] for process in range(count)]
-
     text = json.dumps(dict(fields))
-    # All of them read what all say: a few digits, and more only when those differ.
-    if len(set(exchange("start/digest", digest_of(text.encode())))) == 1:
+    service.say("start/fields", text)
+    service.say("start/digest", digest_of(text.encode()))
+    # All of them read what all say: a few digits, and all the fields only when those differ.
+    digests = service.hear("start/digest", count, timeout)
+    if missing := [process for process in range(count) if process not in digests]:
+        raise TimeoutError(
+            f"process {index} of {count} heard nothing of {text_of_processes(missing)} within "
+            f"{timeout:g} s, though connected; see that all run the same program, which calls "
+            f"pipeline.initialize()"
+        )
+    if len(set(digests.values())) == 1:
         return
-    if found := differences([json.loads(own) for own in exchange("start/fields", text)]):
+    said = service.said("start/fields")
+    if found := differences([json.loads(said[process]) for process in range(count)]):
         raise ValueError(
             f"the processes do not run the same program: {'; '.join(found)}; give all of them the "
             f"same code, versions and options"

@@ -86,7 +86,7 @@ def _connect(here: Cluster, timeout: float, heartbeat: float) -> None:
         _check_port(here, local=local)
     # jax then ends this process from C++, without an exception: it says nothing of the address.
     late = threading.Timer(
-        min(timeout, FOREVER),
+        min(max(timeout, 1), FOREVER),
         partial(
             _say,
             f"process {here.index} of {here.count}: not all processes have come to coordinator="
@@ -156,7 +156,10 @@ def _leave(here: Cluster, process: int, timeout: float, grace: float) -> None:
             )
             sys.stdout.flush()
             os._exit(1)
-        time.sleep(LOOK)
+        try:
+            time.sleep(LOOK)
+        except KeyboardInterrupt:  # jax, which waits next, would not hear of it
+            os._exit(130)
 
 
 def _say(text: str) -> None:
