@@ -150,7 +150,6 @@ SIGABRT = 134  # jax's end of a process that cannot go on
     ("how", "culprit", "code", "said"),
     [
         ("kill", 0, 137, "launch: process 0 (pid {pid}) was ended by SIGKILL; its last lines:"),
-        ("fail", 1, 1, "[1] ValueError: row 7 is not a number\n"),
         ("hang", 1, SIGABRT, "stopped sending heartbeats):\n[{other}] 1\n"),
         pytest.param("hang", 0, SIGABRT, "RPC", marks=pytest.mark.exhaustive),
     ],
