@@ -165,6 +165,26 @@ class Report:
         """1 - step_bubble_rate."""
         return 1.0 - self.step_bubble_rate
 
+    @functools.cached_property
+    def ideal(self) -> float:
+        """The makespan if no rank waited, all worked alike, and no backward took more than it must.
+
+        It must take what is less: B, or I and W. What halves take longer than the whole is work,
+        and no waiting, but no ideal either. Of a measured clock only what ran is known.
+        """
+        schedule, ranks = self.schedule, len(self.work)
+        if self.clock == "measured":
+            return sum(self.work) / ranks
+        f, b, i, w = self.costs.table(schedule.num_stages, self.shared)
+        each = f if schedule.is_forward else f + np.minimum(b, i + w)
+        stages = schedule.num_microbatches * float(each.sum()) / ranks
+        return stages + (_common(schedule, self.costs, self.shared) if self.shared else 0.0)
+
+    @property
+    def against_ideal(self) -> float:
+        """The ideal over the makespan: efficiency, less what splitting adds to the work."""
+        return self.ideal / self.makespan if self.makespan else 1.0
+
     def explain(self) -> Explanation:
         """Every rank's waiting from 0 to the makespan, split by cause."""
         return explain(self)

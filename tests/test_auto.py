@@ -51,7 +51,8 @@ def draw(rng: random.Random, most_actions: int = 150) -> tuple[int, int, int, Co
     comm = rng.choice((0, 0, 0.1, 10))
     if rng.random() < 0.2:
         comm = [[rng.choice((0, 0.2, 1)) for _ in range(S)] for _ in range(S)]
-    return S, M, K, Costs(f, i, w, comm)
+    b = [rng.choice((0.3, 0.8, 0.9, 1.2)) * sum(both) for both in zip(i, w, strict=True)]
+    return S, M, K, Costs(f, i, w, comm, b=rng.choice((None, b)))
 
 
 def see_that_it_is_legal(schedule, limit=INF):

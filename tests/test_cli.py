@@ -108,9 +108,26 @@ def test_compare_stages_of_several_sizes(capsys):
     code, _, err = run(capsys, "compare", *names, *SIZES, "-K", "4", "8", "--f", "1,1,1,2")
     assert code == 2
     assert err == (
-        "python -m schedules: --f, --i and --w give a duration per stage, which fits one K only; "
-        "give one number each to compare several\n"
+        "python -m schedules: --f, --i, --w and --b give a duration per stage, which fits one K "
+        "only; give one number each to compare several\n"
     )
+
+
+def test_a_whole_backward_of_its_own_price(capsys):
+    """Of a stage of half the size half of it; and costs read back as they were."""
+    options = [*SIZES, "--i", "1.2", "--b", "2", "--json"]
+    found = json.loads(run(capsys, "table", "gpipe", *options)[1])
+    assert found["makespan"] == (8 + 3) * 3
+    assert found["against_ideal"] == 8 / 11
+    assert Costs(**found["costs"]) == Costs(i=1.2, b=2.0)
+    per_stage = [*SIZES, "--b", "2,2,2,3", "--json"]
+    found = json.loads(run(capsys, "table", "gpipe", *per_stage)[1])
+    assert Costs(**found["costs"]) == Costs(b=(2, 2, 2, 3))
+    found = json.loads(run(capsys, "compare", "looped_bfs", *options, "-K", "8")[1])["compared"]
+    assert found[0]["makespan"] == (2 * 8 + 3) * 1.5
+    assert "ideal" not in run(capsys, "table", "gpipe", *options[:-1])[1]
+    split = run(capsys, "table", "zb_h1", "-S", "1", "-M", "8", *options[len(SIZES) : -1])[1]
+    assert split.endswith("93.8% of the ideal, where every backward takes what is less\n")
 
 
 def test_compare_within_a_memory_limit(capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from schedules import Costs, ScheduleError, build, simulate
+from schedules import Costs, ScheduleError, build, lower, simulate
 
 
 def refusal(**costs) -> str:
@@ -17,7 +17,7 @@ def refusal(**costs) -> str:
 RULE = "a duration is a finite number >= 0; give the measured time, in the same unit for all"
 
 
-@pytest.mark.parametrize("name", ["f", "i", "w", "comm", "optimizer", "pair", "head", "embed"])
+@pytest.mark.parametrize("name", ["f", "i", "w", "b", "comm", "optimizer", "pair", "head", "embed"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_are_finite_and_not_negative(name, value):
     assert refusal(**{name: value}) == f"Costs({name}={value!r}): {RULE}"
@@ -35,6 +35,16 @@ def test_one_of_several_is_named():
 def test_what_is_no_duration_at_all(value):
     given = f"Costs(f={value!r}): must be one number, or [K] numbers"
     assert refusal(f=value) == f"{given}; give the measured time, in the same unit for all"
+
+
+def test_what_is_no_whole_backward():
+    assert refusal(b=[2, -1]) == f"Costs(b=[2, -1]) has -1: {RULE}"
+    assert refusal(b="2") == (
+        "Costs(b='2'): must be one number, or [K] numbers; give the measured time, in the same "
+        "unit for all"
+    )
+    with pytest.raises(TypeError):  # in fourth place stands comm, as ever
+        Costs(1, 1, 1, 0.1, 0, None, 0, 0, 2)
 
 
 @pytest.mark.parametrize("number", [np.int16, np.float32, np.array])
@@ -61,6 +71,54 @@ def test_a_full_backward_costs_both_halves():
     assert costs.table(4)[:, 3].tolist() == [1, 6, 2, 4]
     assert costs.table(2).tolist() == [[1, 1], [6, 6], [2, 2], [4, 4]]
     assert costs.messages(2).tolist() == [[0, 8], [8, 0]]
+
+
+def test_a_whole_backward_has_its_own_price():
+    assert Costs(1, 2, 4, b=5).table(2).tolist() == [[1, 1], [5, 5], [2, 2], [4, 4]]
+    per_stage = Costs(1, 2, 4, b=np.array([5.0, 3]), head=1, embed=2)
+    assert per_stage.table(2).tolist() == [[3, 1], [7, 4], [4, 3], [4, 4]]
+    assert per_stage.table(2, ("embed", "head")).tolist() == [[1, 1], [5, 3], [2, 2], [4, 4]]
+    with pytest.raises(ScheduleError) as caught:
+        per_stage.table(4)
+    assert str(caught.value) == (
+        "Costs(b=(5.0, 3.0)) has 2 numbers for 4 stages; give one for each stage, or one number "
+        "for all"
+    )
+
+
+def test_1f1b_with_a_whole_backward_of_its_own_price_by_hand():
+    """F 2, B 3, though I and W would take 2 each."""
+    schedule, costs = build("1f1b", num_ranks=2, num_microbatches=2), Costs(2, 2, 2, b=3)
+    event = simulate(schedule, costs)
+    assert event.starts == ((0, 2, 7, 12), (2, 4, 7, 9))  # 0F0 0F1 0B0 0B1, 1F0 1B0 1F1 1B1
+    assert (event.makespan, event.work, event.ideal) == (15, (10, 10), 10)
+    assert event.explain().parts[0]["drain"] == 2  # for 1B1, from 10 to 12
+    lockstep = simulate(schedule, costs, "lockstep", pattern="single")
+    assert lockstep.makespan == 2 + 2 + 3 + 3 + 3 + 3  # 0F0 | 0F1 1F0 | 1B0 | 0B0 1F1 | 1B1 | 0B1
+
+
+def test_the_slots_that_are_fastest_depend_on_the_whole_backward():
+    """Where B takes an F, every slot may hold either; where it takes longer, F would wait."""
+    schedule = build("eager_1f1b", num_ranks=4, num_microbatches=8)
+    assert lower(schedule, costs=Costs(b=1)).pattern == ("FBIW",)
+    assert lower(schedule, costs=Costs(b=1.5)).pattern == ("F", "BIW")
+
+
+def test_what_splitting_adds_is_lost_against_the_ideal():
+    costs = Costs(1, 2, 2, b=3)
+    split = simulate(build("zb_h1", num_ranks=1, num_microbatches=4), costs)
+    assert (split.makespan, split.ideal, split.efficiency) == (20, 16, 1)
+    assert split.against_ideal == 16 / 20
+    dear = simulate(build("gpipe", num_ranks=1, num_microbatches=4), Costs(1, 2, 2, b=6))
+    assert (dear.makespan, dear.ideal) == (28, 20)
+    inference = simulate(build("gpipe", num_ranks=2, num_microbatches=4).forward(), costs)
+    assert (inference.makespan, inference.ideal) == (5, 4)
+    shared = simulate(
+        build("1f1b", num_ranks=2, num_microbatches=4),
+        Costs(1, 1, 1, b=1, head=2, embed=1),
+        shared=("embed", "head"),
+    )
+    assert shared.ideal == 4 * 2 + 4 * (2 + 2 * 1) / 2 == shared.work[0]
 
 
 def test_stages_and_pairs_of_ranks_may_differ():

@@ -159,7 +159,7 @@ def test_what_is_no_schedule_is_told_apart():
         "Schedule(placement=0): a placement is a tuple of K ranks, one for each stage; correct it"
     )
     assert refusal(simulate, S, 3) == (
-        "costs=3 is not a Costs; give schedules.Costs(f=..., i=..., w=...), or None"
+        "costs=3 is not a Costs; give schedules.Costs(f=..., i=..., w=..., b=...), or None"
     )
     for save in (save_trace, save_timeline):
         given = "give what simulate() returned, one or several"

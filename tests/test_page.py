@@ -113,6 +113,8 @@ def test_clocks_that_are_missing_are_simulated(tmp_path):
         ("event", ONE.makespan),
         ("lockstep, paired ticks", lockstep.makespan),
     ]
+    (entry,) = entries(tmp_path, simulate(ONE.schedule, Costs(1, 1, 1, 0.5, b=(1.5, 1.75))))
+    assert entry["note"] == "Costs: F 1, I 1, W 1, B 1.5 to 1.75, message 0.5"
     (entry,) = entries(tmp_path, CHUNKS)
     assert [r["clock"] for r in entry["reports"]] == ["event", "lockstep"]
     assert entry["note"] == "Costs: F 1, I 1, W 1, message 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -70,6 +71,8 @@ def table(options: argparse.Namespace) -> int:
         f"bubble {report.step_bubble_rate:.1%} of the step, {report.bubble_rate:.1%} of the "
         f"longest span"
     )
+    if not math.isclose(report.against_ideal, report.efficiency):
+        say(f"{report.against_ideal:.1%} of the ideal, where every backward takes what is less")
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +57,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--f", type=durations, default=1.0, help=f"forward of a stage: {each} (1)")
     group.add_argument("--i", type=durations, default=1.0, help="input gradient, likewise (1)")
     group.add_argument("--w", type=durations, default=1.0, help="weight gradient, likewise (1)")
+    group.add_argument("--b", type=durations, help="whole backward, likewise (I + W)")
     group.add_argument("--comm", type=float, default=0.0, help="message between ranks (0)")
     group.add_argument("--optimizer", type=float, default=0.0, help="synchronous update (0)")
     group.add_argument("--pair", type=float, help="an overlapped F & B pair (their sum)")
@@ -126,6 +128,7 @@ def costs(options: argparse.Namespace) -> Costs:
         f=options.f,
         i=options.i,
         w=options.w,
+        b=options.b,
         comm=options.comm,
         optimizer=options.optimizer,
         pair=options.pair,
@@ -140,14 +143,14 @@ def scaled(given: Costs, share: float) -> Costs:
     """
     if math.isclose(share, 1.0):
         return given
-    if not all(isinstance(value, int | float) for value in (given.f, given.i, given.w)):
+    lengths = {name: getattr(given, name) for name in ("f", "i", "w", "b", "pair")}
+    lengths = {name: value for name, value in lengths.items() if value is not None}
+    if not all(isinstance(value, int | float) for value in lengths.values()):
         raise UsageError(
-            "--f, --i and --w give a duration per stage, which fits one K only; give one number "
-            "each to compare several"
+            "--f, --i, --w and --b give a duration per stage, which fits one K only; give one "
+            "number each to compare several"
         )
-    pair = None if given.pair is None else given.pair * share
-    f, i, w = (value * share for value in (given.f, given.i, given.w))  # type: ignore[operator]
-    return Costs(f=f, i=i, w=w, comm=given.comm, optimizer=given.optimizer, pair=pair)
+    return replace(given, **{name: value * share for name, value in lengths.items()})
 
 
 def is_file(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def report_record(report: Report) -> dict[str, Any]:
         "delayed": report.delayed,
         "makespan": report.makespan,
         "step_time": report.step_time,
+        "costs": asdict(report.costs),
+        "ideal": report.ideal,
+        "against_ideal": report.against_ideal,
         "efficiency": report.efficiency,
         "step_bubble_rate": report.step_bubble_rate,
         "span_bubble_rate": report.bubble_rate,

@@ -6,7 +6,7 @@ Letters as in `schedules.core.action`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,10 @@ class Costs:
       f: forward pass of one stage on one microbatch; one number, or [K] numbers, one per stage
         (the stages with the embedding and the head take longer).
       i: gradient for the input, likewise.
-      w: gradient for the weights, likewise; a full backward ``B`` takes ``i + w``.
+      w: gradient for the weights, likewise.
+      b: a whole backward, likewise, by keyword only; None for ``i + w``. Halves write and read
+        what crosses from one to the other, so B is cheaper as a rule, and where B recomputes what
+        it needs, much cheaper.
       comm: a message between two ranks; one number, or [S, S] numbers, ``comm[source][target]``.
         One that stays on its rank is free.
       optimizer: the synchronous optimiser step that every rank makes when all have ended.
@@ -40,6 +43,7 @@ class Costs:
     f: float | Sequence[float] = 1.0
     i: float | Sequence[float] = 1.0
     w: float | Sequence[float] = 1.0
+    b: float | Sequence[float] | None = field(default=None, kw_only=True)
     comm: float | Sequence[Sequence[float]] = 0.0
     optimizer: float = 0.0
     pair: float | None = None
@@ -47,8 +51,10 @@ class Costs:
     embed: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("f", "i", "w"):
+        for name in ("f", "i", "w", "b"):
             value = getattr(self, name)
+            if name == "b" and value is None:
+                continue
             if is_number(value):
                 self._set(name, value)
             else:
@@ -82,17 +88,17 @@ class Costs:
         Raises:
           ScheduleError: one of them is given for another number of stages.
         """
-        rows = []
-        for name in ("f", "i", "w"):
+        rows = {}
+        for name in ("f", "i", "w") + ("b",) * (self.b is not None):
             value = getattr(self, name)
             if not is_number(value) and len(value) != num_stages:
                 raise ScheduleError(
                     f"Costs({name}={shorten(value)}) has {len(value)} numbers for {num_stages} "
                     f"stages; give one for each stage, or one number for all"
                 )
-            rows.append(np.broadcast_to(np.asarray(value, np.float64), num_stages))
-        f, i, w = rows
-        table = np.stack([f, i + w, i, w])
+            rows[name] = np.broadcast_to(np.asarray(value, np.float64), num_stages)
+        whole = rows.get("b", rows["i"] + rows["w"])
+        table = np.stack([rows["f"], whole, rows["i"], rows["w"]])
         if "embed" not in shared:
             table[:3, 0] += self.embed
         if "head" not in shared:
@@ -122,14 +128,14 @@ class Costs:
 
 
 def of_unit_length_by_default(costs: Costs | None) -> Costs:
-    """What a function was given for its costs; None is every F, I and W one long.
+    """What a function was given for its costs; None is every F, I and W one long, and B two.
 
     Raises:
       ScheduleError: something else.
     """
     if costs is None:
         return Costs()
-    need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=...), or None")
+    need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=..., b=...), or None")
     return costs
 
 

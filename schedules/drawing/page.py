@@ -248,7 +248,13 @@ def _pack(values: ArrayLike, kind: str) -> str:
 def _note(costs: Costs) -> str:
     """What everything takes, in one line."""
     parts = []
-    for name, value in (("F", costs.f), ("I", costs.i), ("W", costs.w), ("message", costs.comm)):
+    for name, value in zip(
+        ("F", "I", "W", "B", "message"),
+        (costs.f, costs.i, costs.w, costs.b, costs.comm),
+        strict=True,
+    ):
+        if value is None:  # B, which takes I + W then
+            continue
         numbers = np.asarray(value, np.float64)
         low, high = numbers.min(), numbers.max()
         parts.append(f"{name} {low:.6g}" + (f" to {high:.6g}" if high > low else ""))

@@ -5,38 +5,43 @@ Letters as in `schedules.core.action`.
 
 from __future__ import annotations
 
-from schedules.core.flat import F, I, W
+from schedules.core.flat import F, I
 from schedules.search.problem import Problem
 
 
 def shortest(problem: Problem) -> float:
     """A makespan that no timetable of a problem beats, under any clock; none need reach it.
 
-    The first microbatch has to reach a rank before it starts, and after a rank's last I a gradient
-    has to reach stage 0. One microbatch has to pass all stages and back: on its way it is held,
-    and a rank holds no more than the limit at once.
+    The first microbatch has to reach a rank before it starts, and after a rank's last I or B a
+    gradient has to reach stage 0. One microbatch has to pass all stages and back: on its way it is
+    held, and a rank holds no more than the limit at once. Of a backward, B or I and W, what takes
+    less is counted, wherever either may run.
     """
     num_stages, last = problem.num_stages, problem.num_stages - 1
     each, durations, lag = problem.num_microbatches, problem.durations, problem.lag
     code = [[problem.code(kind, stage, 0) for stage in range(num_stages)] for kind in range(4)]
-    forward, inputs, weights = ([durations[c] for c in code[kind]] for kind in (F, I, W))
+    forward, whole, inputs, weights = ([durations[c] for c in row] for row in code)
     there, back = ([lag[c] for c in code[kind]] for kind in (F, I))
-    head, tail = [0.0], [weights[0]]  # before a stage's first F, after its last I
+    both = [min(b, i + w) for b, i, w in zip(whole, inputs, weights, strict=True)]
+    gradient = [min(b, i) for b, i in zip(whole, inputs, strict=True)]  # until it is sent
+    head, tail = [0.0], [both[0]]  # before a stage's first F, from its last I or B on
     for k in range(last):
         head.append(head[-1] + forward[k] + there[k])
-        tail.append(max(weights[k + 1], back[k + 1] + inputs[k] + tail[-1]))
-    held = [0.0] * num_stages  # how long a stage holds a microbatch, if nothing else runs
-    held[last] = forward[last] + inputs[last]
+        after = back[k + 1] + tail[-1]
+        halves = inputs[k + 1] + max(weights[k + 1], after)
+        tail.append(min(halves, whole[k + 1] + after))
+    held = [0.0] * num_stages  # until a stage has a microbatch's gradient, if nothing else runs
+    held[last] = forward[last]
     for k in reversed(range(last)):
-        held[k] = forward[k] + there[k] + held[k + 1] + back[k + 1] + inputs[k]
+        held[k] = forward[k] + there[k] + held[k + 1] + gradient[k + 1] + back[k + 1]
     bounds = [head[last] + held[last] + tail[last]]
     for stages in problem.stages_of:
         start = min(head[k] for k in stages)
-        passes = each * sum(forward[k] + inputs[k] for k in stages)
-        storage = each * sum(held[k] + weights[k] for k in stages) / problem.limit
+        passes = each * sum(forward[k] + gradient[k] for k in stages)
+        storage = each * sum(held[k] + both[k] for k in stages) / problem.limit
         bounds += [
-            start + passes + each * sum(weights[k] for k in stages),
-            start + passes + min(tail[k] for k in stages),
+            start + each * sum(forward[k] + both[k] for k in stages),
+            start + passes + min(tail[k] - gradient[k] for k in stages),
             start + storage,
         ]
     return max(bounds)
