@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.measure import table
 from schedules import Costs, check, simulate
@@ -82,11 +82,14 @@ def contest(setting: Setting) -> Result:
     return Result(best.makespan, family, min(family, variant), winner)
 
 
-def sweep(settings: int, seed: int) -> Iterator[tuple[str, str, Result]]:
+def sweep(settings: int, seed: int, *, whole: bool) -> Iterator[tuple[str, str, Result]]:
     """Clock, limit and result, of each setting six."""
-    rng = random.Random(seed)
+    rng, prices = random.Random(seed), random.Random(seed)
     for _ in range(settings):
         S, M, K, costs = draw(rng)
+        if whole:
+            both, share = costs.table(K)[1], prices.uniform(0.8, 1)
+            costs = replace(costs, b=(share * both).tolist())
         for clock in CLOCKS:
             for name, limit in zip(LIMITS, limits(S, K), strict=True):
                 yield clock, name, contest(Setting(S, M, K, costs, limit, clock))
@@ -115,10 +118,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.auto", description=__doc__)
     parser.add_argument("--settings", type=int, default=500, help="sizes and costs (500)")
+    parser.add_argument("--whole", action="store_true", help="B takes 0.8 to 1 of I + W")
     parser.add_argument("--seed", type=int, default=0, help="of the sweep (0)")
     arguments = parser.parse_args()
     results: dict[tuple[str, str], list[Result]] = {}
-    for clock, limit, result in sweep(arguments.settings, arguments.seed):
+    for clock, limit, result in sweep(arguments.settings, arguments.seed, whole=arguments.whole):
         results.setdefault((clock, limit), []).append(result)
         if sys.stderr.isatty():
             print(f"\r{sum(map(len, results.values()))}", end="", file=sys.stderr)

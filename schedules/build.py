@@ -6,19 +6,23 @@ import difflib
 from collections.abc import Callable
 
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import is_one_of
+from schedules.core.arguments import is_one_of, need
 from schedules.core.costs import Costs
 from schedules.families import FAMILIES
 from schedules.families.constructions.sizes import check_sizes
 from schedules.families.zb_auto import zb_auto
 from schedules.schedule import Schedule
 from schedules.search.auto import build_auto
+from schedules.search.merge import merge as merge_halves
 
 # Made to measure: these also take the options named, as keywords.
 _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
     "zb_auto": (zb_auto, ("costs", "memory_limit", "weight_memory")),
     "auto": (build_auto, ("costs", "memory_limit", "clock")),
 }
+
+# Those that run I and W, which `merge` joins where that loses nothing.
+SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "zb_auto")
 
 
 def names() -> tuple[str, ...]:
@@ -45,6 +49,7 @@ def build(
     memory_limit: float | None = None,
     weight_memory: float | None = None,
     clock: str | None = None,
+    merge: bool = False,
 ) -> Schedule:
     """Build a schedule by name.
 
@@ -53,10 +58,12 @@ def build(
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
-      costs: durations, for a family that is made to measure (`options`).
+      costs: durations, for a family that is made to measure (`options`), and for ``merge``.
       memory_limit: how many stage inputs a rank may hold at once, likewise.
       weight_memory: how much of an input is held from I to W, likewise.
       clock: which clock it should be quick under, likewise.
+      merge: for a family of `SPLIT`: a W that fills no idle time stays in its B, as far as the
+        event clock with these costs shows no loss. "auto" does so by itself.
 
     Raises:
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
@@ -70,6 +77,13 @@ def build(
         raise ScheduleError(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
+    need("merge", merge, bool, "give True or False")
+    if merge and name not in SPLIT:
+        why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
+        raise ScheduleError(
+            f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
+            f"{', '.join(SPLIT)}"
+        )
     sizes = check_sizes(num_ranks, num_microbatches, num_stages)
     wishes = {
         "costs": costs,
@@ -79,7 +93,7 @@ def build(
     }
     chosen = {option: value for option, value in wishes.items() if value is not None}
     for option, wish in chosen.items():
-        if option not in options(name):
+        if option not in (*options(name), *["costs"] * merge):
             takers = [taker for taker in _TAILORED if option in options(taker)]
             raise ScheduleError(
                 f"{option}={shorten(wish)} with schedule={name!r}: this family is the "
@@ -87,5 +101,7 @@ def build(
                 f"{', '.join(takers)}"
             )
     if name in FAMILIES:
-        return FAMILIES[name](*sizes)
-    return _TAILORED[name][0](*sizes, **chosen)
+        schedule = FAMILIES[name](*sizes)
+    else:
+        schedule = _TAILORED[name][0](*sizes, **chosen)
+    return merge_halves(schedule, costs) if merge else schedule

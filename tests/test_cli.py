@@ -130,6 +130,20 @@ def test_a_whole_backward_of_its_own_price(capsys):
     assert split.endswith("93.8% of the ideal, where every backward takes what is less\n")
 
 
+def test_halves_are_merged(capsys, tmp_path):
+    found = json.loads(run(capsys, "compare", *SIZES, "--b", "1.6", "--merge", "--json")[1])
+    spans = {record["schedule"]: record["makespan"] for record in found["compared"]}
+    assert {"1f1b", "zb_h1, merged", "zb_h2, merged"} <= set(spans)
+    plain = simulate(build("zb_h2", num_ranks=4, num_microbatches=8), Costs(b=1.6)).makespan
+    assert spans["zb_h2, merged"] < plain
+    csv = str(tmp_path / "merged.csv")
+    assert run(capsys, "convert", "zb_h2", csv, *SIZES, "--b", "1.6", "--merge")[0] == 0
+    assert simulate(Schedule.from_csv(csv), Costs(b=1.6)).makespan == spans["zb_h2, merged"]
+    code, _, err = run(capsys, "table", "1f1b", *SIZES, "--merge")
+    assert code == 2
+    assert err.startswith("python -m schedules: merge=True with schedule='1f1b': it has no halves")
+
+
 def test_compare_within_a_memory_limit(capsys):
     code, out, _ = run(capsys, "compare", *SIZES, "--memory-limit", "4", "--json")
     found = json.loads(out)

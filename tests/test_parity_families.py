@@ -75,11 +75,11 @@ def wanted(K: int, M: int):
     return models.reference(models.build(Hostile, K), *batch(M), models.cross_entropy, **ends())
 
 
-def run(name: str, S: int, V: int, M: int, remat, bubbles: str = "skip"):
+def run(schedule, S: int, V: int, M: int, remat, bubbles: str = "skip"):
     pipe = Pipeline(
         models.build(Hostile, V * S),
         M,
-        schedule=name,
+        schedule=schedule,
         mesh=make_mesh(stage=S),
         loss_fn=models.cross_entropy,
         remat=remat,
@@ -103,6 +103,37 @@ def test_loss_and_gradients(name, S, V, about, remat, bubbles):
     pipe, found = run(name, S, V, M, remat, bubbles)
     assert (pipe.schedule.name, pipe.schedule.num_ranks) == (name, S)
     assert pipe.schedule.num_stages == V * S
+    models.assert_matches(pipe, found, wanted(V * S, M))
+
+
+HYBRIDS = [  # family, S, V, M, remat, bubbles; the first two in `make test`
+    ("zb_v", 2, 2, 5, "stage", "skip"),
+    ("zb_h2", 2, 1, 4, None, "skip"),
+    ("zb_h1", 2, 1, 4, "stage", "masked"),
+    ("zb_h1", 4, 1, 6, None, "skip"),
+    ("interleaved_zb", 2, 2, 6, None, "masked"),
+    ("interleaved_zb", 4, 2, 8, "stage", "skip"),
+    ("zb_v", 4, 2, 9, None, "skip"),
+    ("dualpipe_v", 2, 2, 6, None, "skip"),
+    ("v_half", 2, 2, 8, "stage", "skip"),
+    ("zb_auto", 4, 1, 8, None, "skip"),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(map(str, case)), marks=effort(case, HYBRIDS[:2], []))
+        for case in HYBRIDS
+    ],
+)
+def test_loss_and_gradients_of_hybrids(case):
+    """Timetables in which some backwards are whole and some in halves."""
+    name, S, V, M, remat, bubbles = case
+    sizes = {"num_ranks": S, "num_microbatches": M, "num_stages": V * S}
+    schedule = schedules.build(name, **sizes, merge=True, costs=schedules.Costs(b=1.7))
+    assert {a.kind for order in schedule.orders for a in order} == set("FBIW")
+    pipe, found = run(schedule, S, V, M, remat, bubbles)
     models.assert_matches(pipe, found, wanted(V * S, M))
 
 

@@ -143,8 +143,8 @@ def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Rep
 
     def timed(name: str, num_stages: int | None) -> Report:
         share = 1.0 if num_stages is None else options.ranks / num_stages
-        schedule = given.load(options, name, num_stages)
-        return given.clocked(options, schedule, given.scaled(costs, share))
+        scaled = given.scaled(costs, share)
+        return given.clocked(options, given.load(options, name, num_stages, scaled), scaled)
 
     result: list[tuple[str, Callable[[], Report]]] = []
     for name in options.schedules or names():

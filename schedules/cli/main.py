@@ -176,6 +176,7 @@ def _compare(sub: _Commands) -> None:
     )
     options.add_clock(parser)
     options.add_limit(parser)
+    options.add_merge(parser)
     options.add_json(parser)
     parser.set_defaults(run=commands.compare, stages=None)
 
@@ -210,5 +211,7 @@ def _convert(sub: _Commands) -> None:
     parser.add_argument("schedule", metavar="SCHEDULE")
     parser.add_argument("target", metavar="FILE")
     options.add_sizes(parser)
+    options.add_costs(parser)
+    options.add_merge(parser)
     options.add_json(parser)
     parser.set_defaults(run=commands.convert)

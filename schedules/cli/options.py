@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from schedules.build import build, names
+from schedules.build import SPLIT, build, names
 from schedules.build import options as options_of
 from schedules.cli.records import read_json
 from schedules.clocks.ticks import PATTERNS
@@ -50,8 +50,8 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
     group.add_argument("-K", "--stages", type=count, metavar="K", help="slices of the model (S)")
 
 
-def add_clock(parser: argparse.ArgumentParser) -> None:
-    """Costs and clock."""
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Costs."""
     group = parser.add_argument_group("costs", "in any one unit of time")
     each = "one number, or K of them with commas between"
     group.add_argument("--f", type=durations, default=1.0, help=f"forward of a stage: {each} (1)")
@@ -61,6 +61,20 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--comm", type=float, default=0.0, help="message between ranks (0)")
     group.add_argument("--optimizer", type=float, default=0.0, help="synchronous update (0)")
     group.add_argument("--pair", type=float, help="an overlapped F & B pair (their sum)")
+
+
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    """Whether halves of backwards are merged."""
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a family that splits backwards: a W that fills no idle time stays in its B",
+    )
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """Costs and clock."""
+    add_costs(parser)
     group = parser.add_argument_group("clock")
     group.add_argument(
         "--clock",
@@ -94,6 +108,7 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
     """All that a timetable and its report follow from."""
     add_sizes(parser)
     add_limit(parser, ", for zb_auto and auto")
+    add_merge(parser)
     add_clock(parser)
 
 
@@ -180,8 +195,13 @@ def see_that_it_is_there(name: str) -> None:
         build(name, num_ranks=1, num_microbatches=1)  # which says what there is
 
 
-def load(options: argparse.Namespace, name: str, num_stages: int | None = None) -> Schedule:
-    """A timetable from a file, or a family of the stated sizes.
+def load(
+    options: argparse.Namespace,
+    name: str,
+    num_stages: int | None = None,
+    given: Costs | None = None,
+) -> Schedule:
+    """A timetable from a file, or a family of the stated sizes, for the stated or given costs.
 
     Raises:
       UsageError: a family without sizes.
@@ -197,15 +217,19 @@ def load(options: argparse.Namespace, name: str, num_stages: int | None = None) 
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_stages=options.stages if num_stages is None else num_stages,
-        **_wanted(options, name),
+        **_wanted(options, name, given),
     )
 
 
-def _wanted(options: argparse.Namespace, name: str) -> dict[str, Any]:
+def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict[str, Any]:
     """The options of a family that is made to measure, as far as they were given."""
-    taken = options_of(name)
+    # Where all families are compared, those without halves are there as they are.
+    merge = getattr(options, "merge", False)
+    merge = merge and (name in SPLIT or bool(getattr(options, "schedules", [name])))
+    taken = (*options_of(name), "merge", *["costs"] * merge)
     wishes: dict[str, Callable[[], Any]] = {
-        "costs": lambda: costs(options) if hasattr(options, "f") else None,
+        "merge": lambda: merge,
+        "costs": lambda: given or costs(options),
         "memory_limit": lambda: getattr(options, "memory_limit", None),
         "clock": lambda: getattr(options, "clock", None),
     }

@@ -1,7 +1,9 @@
 """The best timetable for given costs, memory limit and clock, and why the others lost.
 
 All families, the eight variants of `schedules.families.zb_auto`, list schedules by priority
-(`schedules.search.greedy`), and local improvement of the best of them (`schedules.search.improve`).
+(`schedules.search.greedy`), and local improvement of the best of them (`schedules.search.improve`);
+where a whole backward has a price of its own (`Costs.b`) also what becomes of them when halves are
+merged (`schedules.search.merge`).
 Letters as in `schedules.core.action`.
 """
 
@@ -88,8 +90,8 @@ def auto(
 ) -> Choice:
     """Find the timetable with the smallest makespan; of equal ones that with the smallest peak.
 
-    It is never slower than a family that fits into memory. The same arguments give the same
-    result.
+    It is never slower than a family that fits into memory nor, if `Costs.b` is given and there are
+    not too many actions, than one with its halves merged. The same arguments give the same result.
 
     Args:
       num_ranks: S.

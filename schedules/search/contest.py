@@ -21,12 +21,14 @@ from schedules.schedule import Schedule
 from schedules.search.greedy import run
 from schedules.search.improve import improve
 from schedules.search.limits import shortest
+from schedules.search.merge import merge, merged_under
 from schedules.search.policies import policies
 from schedules.search.problem import Orders, peak, pose
 from schedules.search.timing import Timer, timers
 from schedules.simulate import simulate
 
 _KEPT = 3  # timetables of the policies that are shown, and timetables that are improved
+_LARGE = 2000  # actions of a timetable; of larger ones only the best few are merged
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,37 @@ def judge(setting: Setting, name: str, schedule: Schedule) -> Find:
 
 
 def known(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """Every family and every variant of zb_auto; a name and a reason for one that has no such."""
+    """Every family and every variant of zb_auto; a name and a reason for one that has no such.
+
+    Where B has a price of its own, they come with their backwards merged too.
+    """
+    found: list[Find] = []
+    for entry in _published(setting):
+        yield entry
+        if isinstance(entry, Find):
+            found.append(entry)
+    small = 3 * setting.num_stages * setting.num_microbatches <= _LARGE
+    yield from hybrids(setting, found if small else _best(found))
+
+
+def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
+    """Timetables with halves, these merged where that loses nothing; none if B costs as they do."""
+    if setting.costs.b is None:
+        return
+    for find in finds:
+        schedule = find.get()
+        trials = [merge(schedule, setting.costs)]
+        if setting.clock == "lockstep":
+            orders = merged_under(find.timer, find.orders)
+            trials.append(find.timer.problem.decode(trials[0].name, orders))
+        changed = [trial for trial in trials if trial.orders != schedule.orders]
+        judged = [judge(setting, trial.name, trial) for trial in changed]
+        if judged:
+            yield min(judged, key=lambda one: one.makespan)
+
+
+def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
+    """What `known` yields before it merges."""
     sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for name, family in FAMILIES.items():
         try:
@@ -151,6 +183,7 @@ def search(setting: Setting, finds: Iterable[Find], budget: int, seed: int) -> l
     for placement in setting.placements():
         least = min((find.makespan for find in finds + made), default=math.inf)
         made = _best(made + list(_greedy(setting, placement, least)))
+    made += hybrids(setting, _best(made))
     rng = random.Random(seed)  # noqa: S311  no secret
     return made + list(_improved(_best(finds + made), budget, rng))
 

@@ -1,4 +1,4 @@
-"""Local improvement of orders: move, swap, retime.
+"""Local improvement of orders: move, swap, retime; and merge or split, if that changes the work.
 
 Annealing: at first a change that makes a timetable a little slower may be kept, at last none; what
 is returned is the best that was met. Letters as in `schedules.core.action`, C and codes as in
@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from schedules.core.flat import B, F, I, W
 from schedules.search.greedy import Policy, run
+from schedules.search.merge import joined
 from schedules.search.problem import Orders, Problem, peak
 from schedules.search.timing import Timer
 
 _RETIMES = 0.02  # the share of trials that run everything again, which takes as long as ten moves
 _SWAPS = 0.3  # the share of the others that swap the same neighbours at many places
+_TURNS = 0.1  # the share that merges or splits a backward, where B and its halves differ
 _REACH = (1, 1, 2, 3, 5, 8)  # how many places an action moves
 _HEAT = 0.002  # the part of the makespan by which a trial may be slower, at first
 
@@ -35,15 +37,18 @@ def improve(
       rng: where chance comes from.
     """
     size = timer.problem.num_stages * timer.problem.num_microbatches
-    kinds = {code for order in orders for code in order if code // size == B}
-    whole = [B * size + item in kinds for item in range(size)]
+    prices_halves = timer.problem.prices_halves
     least, times = timer(orders)
     best, now, current = orders, least, orders
     for step in range(budget):
         if least <= floor:
             break
         if rng.random() < _RETIMES:
+            kinds = {code for order in current for code in order if code // size == B}
+            whole = [B * size + item in kinds for item in range(size)]
             trial: Orders | None = _retime(timer, times, whole, rng)
+        elif prices_halves and rng.random() < _TURNS:
+            trial = _turn(timer.problem, current, rng)
         else:
             change = _swap if rng.random() < _SWAPS else _move
             trial = change(timer.problem, current, rng)
@@ -71,8 +76,7 @@ def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
     to = start
     while abs(to - start) < reach and 0 <= to + step < len(order):
         other, neighbour = divmod(order[to + step], size)
-        same_turn = other == kind or {other, kind} == {B, W}  # both run in ascending order
-        if neighbour == item or (same_turn and neighbour // each == item // each):
+        if neighbour == item or (_in_turn(kind, other) and neighbour // each == item // each):
             break
         to += step
     if to == start:
@@ -93,8 +97,8 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
     changed = list(orders[rank])
     start, last = rng.randrange(len(changed) - 1), len(changed) - 1
     first, second = changed[start] // each, changed[start + 1] // each
-    kinds = {first // problem.num_stages, second // problem.num_stages}
-    if first == second or ((first - second) % problem.num_stages == 0 and kinds == {B, W}):
+    kinds = first // problem.num_stages, second // problem.num_stages
+    if (first - second) % problem.num_stages == 0 and _in_turn(*kinds):
         return None
     n, end = rng.choice(((0, start + 1), (start, last), (0, last)))
     while n < end:
@@ -108,6 +112,38 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
     result = list(orders)
     result[rank] = changed
     return result
+
+
+def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
+    """One I and its W as B; or B as I, and some places later its W."""
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    rank = rng.randrange(len(orders))
+    order = orders[rank]
+    start = rng.randrange(len(order))
+    kind, item = divmod(order[start], size)
+    if kind == I:
+        changed = joined(problem, order, {item})
+    elif kind == B:
+        to = start + 1
+        for _ in range(rng.choice((0, *_REACH))):
+            other, neighbour = divmod(order[to], size) if to < len(order) else (B, item)
+            if _in_turn(W, other) and neighbour // each == item // each:
+                break
+            to += 1
+        halves = I * size + item, W * size + item
+        changed = [*order[:start], halves[0], *order[start + 1 : to], halves[1], *order[to:]]
+    else:
+        return None
+    if not _fits(problem, changed):
+        return None
+    result = list(orders)
+    result[rank] = changed
+    return result
+
+
+def _in_turn(kind: int, other: int) -> bool:
+    """Whether a stage runs both in ascending order: gradients leave so, and are summed so."""
+    return kind == other or {kind, other} in ({B, I}, {B, W})
 
 
 def _fits(problem: Problem, order: Sequence[int]) -> bool:

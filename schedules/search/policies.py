@@ -47,6 +47,11 @@ def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
         for patience in (1.0, 0.5, 0.0):
             words = [f"patience {patience}"] if patience else []
             yield words, {"whole": split, "patience": patience}
+        if problem.prices_halves:
+            each, drain = problem.num_microbatches, problem.num_ranks
+            early = [item % each < each - drain for item in range(size)]
+            yield ["whole"], {"whole": whole}
+            yield ["whole but for the drain"], {"whole": early, "patience": 0.5}
     elif pattern in ("single", "partner"):
         for even in (False, True):
             yield ["even"] * even, {"whole": split, "even": even}

@@ -57,6 +57,13 @@ class Problem:
         """S."""
         return len(self.stages_of)
 
+    @property
+    def prices_halves(self) -> bool:
+        """Whether somewhere I and W take other than B."""
+        size = self.num_stages * self.num_microbatches
+        whole, inputs, weights = (self.durations[k * size : (k + 1) * size] for k in (B, I, W))
+        return any(b != i + w for b, i, w in zip(whole, inputs, weights, strict=True))
+
     def code(self, kind: int, stage: int, microbatch: int) -> int:
         """The code of an action."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch

@@ -1,0 +1,175 @@
+"""Backwards made whole again: I and its W become one B wherever that loses nothing.
+
+Halves fill time in which a rank would wait, and take longer than the whole (`Costs.b`); a W that
+fills no such time is better left in its B. B stands where I stood, so that no input is held longer
+than before, and what I leaves for W is not held at all. Each stage still adds up its microbatches
+in ascending order: what W are owed for earlier ones come just before the B.
+
+Letters as in `schedules.core.action`, codes as in `schedules.search.problem`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from schedules.core.costs import Costs, of_unit_length_by_default
+from schedules.core.flat import B, I, W
+from schedules.schedule import Schedule
+from schedules.search.problem import Orders, Problem, pose
+from schedules.search.timing import Timer
+from schedules.simulate import simulate
+
+_SLACK = 1 + 1e-9  # no rounding error keeps halves apart
+_PARTS = 8  # of the microbatches, of which the first few are merged at once
+_WORK = 8_000_000  # actions that are timed for one of the results: a few seconds
+
+
+def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """The same timetable with halves merged; under the event clock it is never slower.
+
+    No rank holds more than before: neither inputs, nor what I leaves for W.
+
+    Args:
+      schedule: a legal schedule.
+      costs: durations, among them that of a whole backward; by default F = I = W, and B both.
+    """
+    costs = of_unit_length_by_default(costs)
+    sizes = schedule.num_ranks, schedule.num_microbatches
+    problem = pose(schedule.placement, *sizes, costs, math.inf)
+    orders = problem.encode(schedule)
+    opening = {
+        orders[rank][position] for rank, row in enumerate(schedule.pairs) for position in row
+    }
+
+    def rebuilt(found: Orders) -> Schedule:
+        pairs = tuple(tuple(n for n, c in enumerate(order) if c in opening) for order in found)
+        return replace(problem.decode(f"{schedule.name}, merged", found), pairs=pairs)
+
+    timer = Timer(problem, None, [])
+    if opening and costs.pair is not None:  # of overlapping the timers of a search know nothing
+        found = merged(
+            problem,
+            orders,
+            lambda trial: simulate(rebuilt(trial), costs).makespan,
+            starts=timer(orders)[1],
+            opening=opening,
+        )
+    else:
+        found = merged_under(timer, orders, opening)
+    return rebuilt(found)
+
+
+def merged_under(timer: Timer, orders: Orders, opening: Collection[int] = ()) -> Orders:
+    """Orders with halves merged, never slower under a timer's clock; as `merged`."""
+    makespan, starts = timer(orders)
+    if makespan == math.inf:
+        return orders
+    return merged(
+        timer.problem, orders, lambda trial: timer(trial)[0], starts=starts, opening=opening
+    )
+
+
+def merged(
+    problem: Problem,
+    orders: Orders,
+    length: Callable[[Orders], float],
+    *,
+    starts: Sequence[float],
+    opening: Collection[int] = (),
+) -> Orders:
+    """The shortest of three results.
+
+    Backwards are merged one by one as time goes, or microbatch by microbatch, the latter also after
+    all of the first microbatches at once: where each alone would make others wait, all may not.
+
+    Args:
+      problem: what is ordered.
+      orders: [S] codes.
+      length: the makespan of orders.
+      starts: [C] when each action starts.
+      opening: codes of the F that open an overlapped pair.
+    """
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    split = [code - I * size for order in orders for code in order if code // size == I]
+    as_time_goes = sorted(split, key=lambda item: starts[I * size + item])
+    # The last to have a microbatch's gradient is stage 0: nobody waits for what it delays.
+    by_microbatch = sorted(split, key=lambda item: (item % each, -starts[I * size + item]))
+    results = [
+        _one_by_one(problem, orders, length, as_time_goes, opening),
+        _one_by_one(problem, orders, length, by_microbatch, opening),
+    ]
+    parts = [each * n // _PARTS for n in range(1, _PARTS + 1)]
+    heads = [_joined(problem, orders, [n for n in split if n % each < m], opening) for m in parts]
+    makespan, part = min((length(head), n) for n, head in enumerate(heads))
+    if makespan < length(orders):
+        rest = [item for item in by_microbatch if item % each >= parts[part]]
+        results.append(_one_by_one(problem, heads[part], length, rest, opening))
+    return min(results, key=lambda pair: pair[0])[1]
+
+
+def _one_by_one(
+    problem: Problem,
+    orders: Orders,
+    length: Callable[[Orders], float],
+    items: Sequence[int],
+    opening: Collection[int],
+) -> tuple[float, Orders]:
+    """The makespan and the orders after trying every item in turn.
+
+    Where as many as there are stages went well, as in a steady state, as many are tried at once.
+    """
+    least, many = length(orders), problem.num_stages
+    n = luck = 0
+    for _ in range(_WORK // sum(map(len, orders))):
+        if n >= len(items):
+            break
+        step = many if luck >= many else 1
+        trial = _joined(problem, orders, items[n : n + step], opening)
+        makespan = length(trial)
+        if makespan <= least * _SLACK:
+            orders, least = trial, min(makespan, least)
+            n, luck = n + step, luck + step
+        else:
+            n, luck = n + (step == 1), 0
+    return least, orders
+
+
+def _joined(
+    problem: Problem, orders: Orders, items: Iterable[int], opening: Collection[int]
+) -> list[Sequence[int]]:
+    """Orders in which the backwards of these items (stage * M + microbatch) are whole."""
+    by_rank: dict[int, set[int]] = {}
+    for item in items:
+        by_rank.setdefault(problem.placement[item // problem.num_microbatches], set()).add(item)
+    result = list(orders)
+    for rank, wanted in by_rank.items():
+        result[rank] = joined(problem, orders[rank], wanted, opening)
+    return result
+
+
+def joined(
+    problem: Problem, order: Sequence[int], wanted: Collection[int], opening: Collection[int] = ()
+) -> list[int]:
+    """A rank's order in which the backwards of these items are whole."""
+    each, size = problem.num_microbatches, problem.num_stages * problem.num_microbatches
+    owed: dict[int, list[int]] = {}  # stage -> codes of the W that are still to run
+    early: set[int] = set()
+    found: list[int] = []
+    for code in order:
+        kind, item = divmod(code, size)
+        if kind == I and item in wanted:
+            before = owed.pop(item // each, [])
+            early.update(before)
+            at = len(found) - (bool(found) and found[-1] in opening)
+            found[at:at] = before
+            early.add(W * size + item)
+            found.append(B * size + item)
+        elif code not in early:
+            if kind == I:
+                owed.setdefault(item // each, []).append(W * size + item)
+            elif kind == W:
+                owed[item // each].remove(code)
+            found.append(code)
+    return found
