@@ -24,9 +24,9 @@ def test_sizes_that_no_machine_can_hold():
     assert message == (
         "num_microbatches=1000000000000000 with num_stages=2: a schedule of 4000000000000000 "
         "actions or more, which need about 888.2 PiB of memory; this process can have "
-        f"{capacity._size(memory())}: use fewer microbatches, or fewer stages"
+        f"{capacity.bytes_text(memory())}: use fewer microbatches, or fewer stages"
     )
-    assert "need about 5.629e+14 PiB of memory" in refusal(
+    assert "need about 562949953421312.0 PiB of memory" in refusal(
         build, "gpipe", num_ranks=2, num_microbatches=10**99
     )
 
@@ -36,7 +36,7 @@ def test_the_limit_is_what_the_process_can_have(monkeypatch):
     monkeypatch.setattr(capacity, "memory", lambda: GIB // 2)
     assert refusal(build, "looped_bfs", **sizes, num_stages=4) == (
         "num_microbatches=524288 with num_stages=4: a schedule of 4194304 actions or more, which "
-        "need about 1000 MiB of memory; this process can have 512 MiB: use fewer microbatches, "
+        "need about 1000.0 MiB of memory; this process can have 512.0 MiB: use fewer microbatches, "
         "or fewer stages"
     )
 
@@ -48,7 +48,7 @@ def test_tables_are_refused_before_they_are_allocated(monkeypatch, run):
     monkeypatch.setattr(capacity, "memory", lambda: GIB)
     assert refusal(run, schedule) == (
         "schedule 'gpipe' (4096 ranks, 8192 actions): its tables of 8192 slots for every rank, "
-        "which need about 1.878 GiB of memory; this process can have 1 GiB: lower a schedule of "
+        "which need about 1.9 GiB of memory; this process can have 1.0 GiB: lower a schedule of "
         "fewer ranks, or of fewer microbatches"
     )
 

@@ -5,6 +5,7 @@ Letters: S ranks, K stages, V chunks per rank, M microbatches.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.plan import resolve
 from pipeline.plan.choose import choose_pattern, choose_schedule, exchanges_are_barriers
-from schedules import ScheduleError, simulate
+from schedules import ScheduleError, build, simulate
 from tests import models
 from tests.models import Block
 
@@ -167,3 +168,16 @@ def test_loss_and_gradients_in_every_pattern(S, schedule, pattern, remat, bubble
     want = models.reference(models.build(Block, S), x, t, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
     np.testing.assert_allclose(pipe.loss(x, t), want[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", [str, Path])
+def test_a_timetable_is_read_once(given, tmp_path, monkeypatch):
+    """By whoever chooses the mesh, and not again by whoever chooses the schedule."""
+    path = tmp_path / "mine.csv"
+    build("1f1b", num_ranks=2, num_microbatches=2).to_csv(path)
+    opened, opener = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda file: opened.append(file) or opener(file))
+    pipe = Pipeline(models.build(Block, 2), 2, schedule=given(path), loss_fn=models.squares)
+    assert opened == [path]
+    assert pipe.mesh.shape["stage"] == 2
+    assert f"read from {path}" in pipe.describe()

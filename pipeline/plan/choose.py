@@ -28,8 +28,6 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
       ValueError: no ``stage`` axis, or K is not a multiple of its size.
     """
     if mesh is None:
-        if _is_path(schedule):
-            schedule = Schedule.from_csv(schedule)
         if isinstance(schedule, Schedule):
             return make_mesh(stage=schedule.num_ranks)
         devices = len(jax.devices())
@@ -45,6 +43,13 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
             f"layers than another"
         )
     return mesh
+
+
+def read(schedule: Any) -> tuple[Any, str]:
+    """What was asked for, read if it is the path of a timetable; and where a timetable is from."""
+    if _is_path(schedule):
+        return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
+    return schedule, "given as a Schedule"
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
@@ -88,20 +93,22 @@ def choose_schedule(
     partners: bool = False,
     delayed: bool = False,
     pattern: str | None = None,
+    origin: str = "given as a Schedule",
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
 
     Args:
-      schedule: what the user asked for, or None.
+      schedule: what the user asked for, or None; no path any more (`read`).
       num_ranks: S.
       num_stages: K.
       num_microbatches: M.
       partners: exchanges keep only those ranks that they join, not all.
       delayed: they run beside the work of the slot after their own.
       pattern: the slots of a tick, or None for the fastest.
+      origin: why, if a timetable is given.
 
     Raises:
-      ScheduleError: unknown name, unreadable or illegal timetable, or one made for other sizes; or
+      ScheduleError: unknown name, illegal timetable, or one made for other sizes; or
         ``delayed`` is no bool.
     """
     need("delayed", delayed, bool, "give True or False")
@@ -116,9 +123,7 @@ def choose_schedule(
     if schedule is None:
         return _default(sizes, partners=partners, delayed=delayed, pattern=pattern)
     if isinstance(schedule, Schedule):
-        return _fitting(check(schedule), sizes), "given as a Schedule"
-    if _is_path(schedule):
-        return _fitting(Schedule.from_csv(schedule), sizes), f"read from {os.fspath(schedule)}"
+        return _fitting(check(schedule), sizes), origin
     if isinstance(schedule, str):
         return build(schedule, **sizes), "asked for by name"
     raise ScheduleError(

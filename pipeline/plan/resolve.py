@@ -20,6 +20,7 @@ from pipeline.plan.choose import (
     choose_pattern,
     choose_schedule,
     exchanges_are_barriers,
+    read,
 )
 from pipeline.plan.options import (
     Bubbles,
@@ -69,6 +70,7 @@ def make_plan(
     memory_limit = check_limit(memory_limit)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
     mesh = default_mesh() if mesh is None else mesh
+    schedule, origin = read(schedule)
     mesh = without_types(choose_mesh(mesh, num_stages, schedule))
     home = with_types_in_force(mesh)
     partners = not exchanges_are_barriers(mesh)
@@ -83,6 +85,7 @@ def make_plan(
         partners=partners,
         delayed=delayed,
         pattern=pattern,
+        origin=origin,
     )
     shared = choose_shared(vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # alone with all words

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from collectives import DATA
 from pipeline.sharding.placed import Placed, placed
+from schedules.core.capacity import bytes_text
 
 LIMIT = 64 * 2**20  # bytes that a device may hold of what others hold too, without a word
 _SHOWN = 5
@@ -38,7 +39,7 @@ def describe_sharding(tree: Any, mesh: Mesh | None = None, *, width: int = 100) 
     widths[0] = min(widths[0], max(_MIN_PATH, width - sum(widths[1:]) - 2 * len(widths[1:])))
     lines = [_line(row, widths, width) for row in rows]
     whole, part = sum(a.bytes for a in arrays), sum(a.device_bytes for a in arrays)
-    lines.append(f"{len(arrays)} arrays of {_bytes(whole)}; {_bytes(part)} on each device")
+    lines.append(f"{len(arrays)} arrays of {bytes_text(whole)}; {bytes_text(part)} on each device")
     waste = [_waste(array, width) for array in _by_size(arrays, None)]
     if any(waste):
         lines.append("largest that an axis could divide and does not:")
@@ -99,7 +100,7 @@ def alike(
     lines = [f"- {_advice(array, axes)}" for array in large[:_SHOWN]]
     if len(large) > _SHOWN:
         lines.append(f"- and {len(large) - _SHOWN} more")
-    heading = f"parameters of more than {_bytes(limit)} that several devices hold alike"
+    heading = f"parameters of more than {bytes_text(limit)} that several devices hold alike"
     missing = dict.fromkeys(axis for array in large for axis in _missing(array, axes))
     return "\n".join([heading, *lines, remedy(missing)])
 
@@ -124,7 +125,7 @@ def _advice(array: Placed, axes: Collection[str] | None) -> str:
     """What an array takes, along which axes it is the same, and how to divide it."""
     missing = _missing(array, axes)
     along = ", ".join(f"{axis} {array.sizes[axis]}" for axis in missing)
-    text = f"{array.path} {array.text}: {_bytes(array.device_bytes)} alike along {along}; "
+    text = f"{array.path} {array.text}: {bytes_text(array.device_bytes)} alike along {along}; "
     options = [
         f"dimension {d} by {axis}, {array.spec_with(axis, d)}, leaves {_left(array, axis)}"
         for axis in missing
@@ -140,14 +141,14 @@ def _waste(array: Placed, width: int) -> str:
     for axis in _missing(array, None):
         dimension = array.dimension_for(axis)
         if dimension is not None:
-            size = _bytes(array.device_bytes)
+            size = bytes_text(array.device_bytes)
             how = f": {size}; dimension {dimension} by {axis} leaves {_left(array, axis)}"
             return f"  {_squeezed(array.path, max(_MIN_PATH, width - len(how) - 2))}{how}"
     return ""
 
 
 def _left(array: Placed, axis: str) -> str:
-    return _bytes(array.device_bytes // array.sizes[axis])
+    return bytes_text(array.device_bytes // array.sizes[axis])
 
 
 def _row(array: Placed) -> tuple[str, ...]:
@@ -156,7 +157,7 @@ def _row(array: Placed) -> tuple[str, ...]:
         divided = " ".join("*".join(names) or "-" for names in array.axes) or "-"
     over = ", ".join(f"{name} {array.sizes[name]}" for name in array.replicated) or "-"
     part = f"[{','.join(map(str, array.shard))}]"
-    return array.path, array.text, divided, part, _bytes(array.device_bytes), over
+    return array.path, array.text, divided, part, bytes_text(array.device_bytes), over
 
 
 def _line(row: tuple[str, ...], widths: list[int], width: int) -> str:
@@ -171,11 +172,3 @@ def _squeezed(path: str, width: int) -> str:
         return path
     head = (width - 1) // 2
     return f"{path[:head]}…{path[len(path) - (width - 1 - head) :]}"
-
-
-def _bytes(number: int) -> str:
-    """``1.5 MiB``; exact below a KiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"

@@ -52,8 +52,8 @@ def see_that_slots_fit(schedule: Timetable, num_slots: int) -> None:
 def _see_that_it_fits(needed: int, what: str, remedy: str) -> None:
     if needed > ALWAYS_FITS and needed > memory():
         raise ScheduleError(
-            f"{what}, which need about {_size(needed)} of memory; this process can have "
-            f"{_size(memory())}: {remedy}"
+            f"{what}, which need about {bytes_text(needed)} of memory; this process can have "
+            f"{bytes_text(memory())}: {remedy}"
         )
 
 
@@ -99,10 +99,10 @@ def _control_groups(system: Path = Path("/")) -> Iterator[int]:
                     continue
 
 
-def _size(count: float) -> str:
-    """A number of bytes, to be read."""
-    size, unit = min(count, 1 << 99) / (1 << 20), "MiB"
-    for larger in ("GiB", "TiB", "PiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{size:.4g} {unit}"
+def bytes_text(count: float) -> str:
+    """A number of bytes, to be read: ``1.5 MiB``; exact below a KiB."""
+    for power, unit in enumerate(("PiB", "TiB", "GiB", "MiB", "KiB")):
+        size = 1 << 10 * (5 - power)
+        if count >= size:
+            return f"{min(count, 1 << 99) / size:.1f} {unit}"
+    return f"{count} B"
