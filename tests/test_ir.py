@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import Action, Schedule, ScheduleError, from_orders
+from schedules import Action, Schedule, ScheduleError, build, from_orders, simulate
 from schedules.core.action import KINDS
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.fold import fold
@@ -164,3 +166,16 @@ def test_what_is_neither_an_action_nor_a_pair(item):
 
 def test_a_pair_of_more_than_two_does_not_parse():
     assert refusal(from_orders, [["0F0&1B0&0F1"]]).startswith("action '0F0&1B0&0F1' is not of")
+
+
+def test_what_is_remembered_of_a_schedule_is_no_part_of_it():
+    """Neither of a comparison, nor of a copy, nor of a pickle."""
+    fresh, used = (build("zb_h1", num_ranks=2, num_microbatches=4) for _ in range(2))
+    simulate(used, clock="lockstep")
+    assert len(vars(used)) > len(vars(fresh))
+    assert used == fresh
+    assert hash(used) == hash(fresh)
+    assert pickle.dumps(used) == pickle.dumps(fresh)
+    for twin in (copy.copy(used), copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
+        assert vars(twin) == vars(fresh)
+        assert (twin, twin.name) == (used, used.name)

@@ -41,6 +41,10 @@ class Timetable:
         if type(self.pairs) is tuple and all(type(row) is tuple and not row for row in self.pairs):
             object.__setattr__(self, "pairs", ())
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is copied and pickled: what it is, and nothing that was found out about it."""
+        return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
+
     @property
     def num_ranks(self) -> int:
         """S."""
