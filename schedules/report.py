@@ -27,8 +27,17 @@ import numpy as np
 from schedules.clocks.shared import Shared
 from schedules.core.action import Action
 from schedules.core.costs import Costs, Times
-from schedules.core.events import links
-from schedules.core.flat import F, Flat, Ints, activations, flatten, inputs_held, takes_and_frees
+from schedules.core.flat import (
+    F,
+    Flat,
+    Ints,
+    activations,
+    crossings_held,
+    flatten,
+    inputs_held,
+    takes_and_frees,
+)
+from schedules.core.messages import links, senders
 from schedules.schedule import Schedule
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
@@ -125,7 +134,8 @@ class Report:
         different times wait outside of their spans, so 0 here is no promise for a step that ends
         in a synchronous optimiser: `step_bubble_rate` counts that waiting too.
       peak_activations: [S] the most stage inputs held at once, each from the start of its F to
-        the end of its B or, split, of its W.
+        the end of its B or I; what I leaves for W counts as one from then to the end of W.
+      peak_crossings: [S] the most of the latter alone.
       starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
         (`Costs.pair`) share its time in proportion to what they take alone.
       ends: [S] tuples, likewise.
@@ -145,6 +155,7 @@ class Report:
     idle: tuple[float, ...]
     bubble_rate: float
     peak_activations: tuple[int, ...]
+    peak_crossings: tuple[int, ...]
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
@@ -234,6 +245,9 @@ def sum_up(
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
         peak_activations=tuple(int(held.max()) for held in activations(schedule)),
+        peak_crossings=tuple(
+            int(crossings_held(kinds).max()) for kinds in np.split(flat.kind, flat.first[1:-1])
+        ),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
@@ -248,7 +262,7 @@ def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
 
 
 def held(report: Report) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """[S] tuples of (time, inputs held from then on), in order of time, one per change."""
+    """[S] tuples of (time, places held from then on), in order of time, one per change."""
     flat = flatten(report.schedule)
     ranks = zip(np.split(flat.kind, flat.first[1:-1]), report.starts, report.ends, strict=True)
     return tuple(_rank(*columns) for columns in ranks)
@@ -316,16 +330,12 @@ def _around(report: Report, wait: Wait) -> Iterator[Wait]:
 def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Times]:
     """[A] index of the action that each waits for (or -1), its end, its message's arrival."""
     schedule = report.schedule
-    wires = links(schedule, flat)
-    sends = np.flatnonzero(wires.sent >= 0)
     left = ends.copy()  # when each message leaves
     overlap = report.clock == "event" and report.costs.pair is not None
     first = np.flatnonzero(flat.pair & overlap)
     left[first] = ends[first + 1]
-    sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
-    sender_of[wires.sent[sends]] = sends
-    sender = sender_of[wires.awaited]  # -1 picks the last, which stays -1
-    lag = report.costs.lags(flat.rank, wires.target, schedule.num_ranks)
+    sender = senders(schedule).copy()
+    lag = report.costs.lags(flat.rank, links(schedule).target, schedule.num_ranks)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
     later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both

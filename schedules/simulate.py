@@ -16,8 +16,9 @@ from schedules.clocks.shared import Shared, parts
 from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import is_one_of, need, see_that_it_is_a_duration
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
-from schedules.core.events import links, run
+from schedules.core.events import run
 from schedules.core.flat import Flat, flatten
+from schedules.core.messages import links
 from schedules.report import Report, sum_up
 from schedules.schedule import Schedule
 
@@ -74,9 +75,8 @@ def simulate(
         starts, common = meet(best, lasting)
     else:
         pair = costs.pair if clock == "event" else None  # a run's own durations say it all
-        wires = links(schedule, flat)
-        lag = costs.lags(flat.rank, wires.target, schedule.num_ranks)
-        rows = run(schedule, flat, wires, durations=lasting, lag=lag, pair=pair)
+        lag = costs.lags(flat.rank, links(schedule).target, schedule.num_ranks)
+        rows = run(schedule, durations=lasting, lag=lag, pair=pair)
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)

@@ -28,7 +28,6 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.clocks import slots
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.slots import slot_times
 from schedules.clocks.ticks import PATTERNS
@@ -37,7 +36,6 @@ from schedules.lowering.program import Channel
 from schedules.report import Wait
 from tests.sizes import CHUNKS, is_legal, sizes
 from tests.test_check_program import CASES, KEEPS, SMALL, SMALL_CASES, TABLES, VARIANTS, reordered
-from tests.test_events import moved
 from tests.test_lower import peak, pools
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -52,9 +50,7 @@ def late(schedule: Schedule, costs: Costs | None = None, **options):
 # --- when things run ---
 
 
-@pytest.mark.parametrize("many", [0, 99])
-def test_the_slots_of_a_small_schedule(many, monkeypatch):
-    monkeypatch.setattr(slots, "MANY", many)
+def test_the_slots_of_a_small_schedule():
     expected = {
         "single": [0, 1, 5, 7, 2, 3, 4, 5],
         "paired": [0, 2, 5, 7, 2, 3, 4, 5],  # as without delay: messages travel in idle slots
@@ -63,21 +59,6 @@ def test_the_slots_of_a_small_schedule(many, monkeypatch):
     }
     for name, times in expected.items():
         assert slot_times(from_orders(TWO), PATTERNS[name], delayed=True).tolist() == times
-
-
-@settings(max_examples=100)
-@given(moved(), st.sampled_from(sorted(PATTERNS)))
-def test_few_and_many_are_laid_out_alike(schedule, pattern):
-    found = []
-    for many in (0, 99):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slots, "MANY", many)
-            try:
-                times = slot_times(replace(schedule), PATTERNS[pattern], delayed=True)
-                found.append(times.tolist())
-            except ScheduleError as error:
-                found.append(str(error))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

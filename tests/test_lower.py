@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 
 import schedules
-from schedules import Action, Program, Schedule, ScheduleError, build, from_orders, lower
-from schedules.core.events import MANY
-from schedules.core.flat import breadth
+from schedules import (
+    Action,
+    Costs,
+    Program,
+    Schedule,
+    ScheduleError,
+    build,
+    from_orders,
+    lower,
+    simulate,
+)
+from schedules.build import SPLIT as SPLITTING
+from schedules.core.flat import crossings_held, flatten, inputs_held
 from schedules.lowering.program import Channel, Op
+from schedules.search.merge import merge
 from tests.sizes import CHUNKS, is_legal
 
 TWO = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -219,13 +230,28 @@ def test_what_cannot_be_lowered():
 
 
 def test_a_program_for_many_ranks():
-    """Enough of them that both clocks step all ranks at a time."""
     sizes = {"num_ranks": 32, "num_microbatches": 128, "num_stages": 64}
     for name in ("interleaved_1f1b", "looped_bfs"):
         schedule = build(name, **sizes)
-        assert breadth(schedule) > MANY
         schedules.check_program(lower(schedule), ascending=True)
         assert schedules.simulate(schedule).makespan == 3 * (128 * 2 + 31)
+
+
+@pytest.mark.parametrize("name", [*SPLITTING, "1f1b"])
+def test_what_a_report_counts_is_what_a_program_holds(name):
+    """Inputs until B or I, and what I leaves until W, each in a place of its own."""
+    V = CHUNKS.get(name, 2)
+    for S, M in ((1, 4), (2, 4), (4, 8)):
+        built = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        for schedule in (built, merge(built, Costs(b=1.7))):
+            report, program = simulate(schedule), lower(schedule, keep="residuals")
+            assert max(report.peak_crossings) == program.num_crossings
+            kinds = np.split(flatten(schedule).kind, flatten(schedule).first[1:-1])
+            stashes = [int((inputs_held(row) - crossings_held(row)).max()) for row in kinds]
+            assert max(stashes) == program.num_stashes
+            most = max(report.peak_activations)
+            assert max(*stashes, *report.peak_crossings) <= most
+            assert most <= program.num_stashes + program.num_crossings
 
 
 BUFFERS = {  # what the README says, for S > 2 and M >= 2 S, without the trash buffer

@@ -131,16 +131,6 @@ def test_every_family_as_by_hand(name, shared):
             assert report.makespan <= lockstep.makespan
 
 
-def test_many_ranks_that_step_together(monkeypatch):
-    """The other way to run the event clock finds the same."""
-    schedule, costs = build("zb_h1", num_ranks=4, num_microbatches=8), Costs(comm=0.5, head=8)
-    monkeypatch.setattr(schedules.core.events, "MANY", 1)
-    report = simulate(schedule, costs, shared=("head",))
-    starts, common = by_hand(schedule, costs, ("head",))
-    assert report.starts == tuple(map(tuple, starts))
-    assert report.common == tuple(common)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipe_v"])
 def test_what_takes_no_time_needs_no_meeting(name):
     schedule = build(name, num_ranks=2, num_microbatches=4, num_stages=2 * CHUNKS.get(name, 1))

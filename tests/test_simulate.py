@@ -126,9 +126,9 @@ def test_lockstep_waits_for_the_slowest_and_pays_an_exchange_every_tick():
     assert (report.clock, report.pattern) == ("lockstep", "single")
 
 
-def test_an_activation_is_held_to_the_end_of_its_weight_gradient():
+def test_an_activation_or_what_i_leaves_of_it_is_held_to_the_end_of_w():
     split = from_orders([["0F0", "0F1", "0I0", "0I1", "0F2", "0I2", "0W0", "0W1", "0W2"]])
-    assert simulate(split).peak_activations == (3,)
+    assert simulate(split).peak_activations == simulate(split).peak_crossings == (3,)
     assert simulate(from_orders([["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]])).peak_activations == (
         2,
     )

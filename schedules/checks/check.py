@@ -35,7 +35,7 @@ def check(schedule: Made, *, memory_limit: float | None = None) -> Made:
     Args:
       schedule: any schedule.
       memory_limit: how many stage inputs a rank may hold at once. One is held from the start of
-        its F to the end of its B or, split, of its W.
+        its F to the end of its B or I; what I leaves for W counts as one until that ends.
 
     Raises:
       ScheduleError: with every fault, and a grid in which the culprits are marked.
@@ -103,7 +103,7 @@ def _are_positions(pairs: object, num_ranks: int) -> bool:
 def _deadlocks(case: Case) -> Iterator[Fault]:
     """Every circle of ranks that wait for each other."""
     schedule, flat = case.schedule, case.flat
-    starts = run(schedule, flat, case.wires, pair=1)
+    starts = run(schedule, pair=1)
     waits: dict[int, tuple[int, int]] = {}  # rank -> (its next action, the action it waits for)
     for rank, (order, begun) in enumerate(zip(schedule.orders, starts, strict=True)):
         if len(begun) < len(order):

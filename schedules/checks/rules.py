@@ -14,9 +14,9 @@ import numpy as np
 
 from schedules.checks.faults import MOST_NAMED, Culprit, Fault
 from schedules.core.action import KINDS, Action, shorten
-from schedules.core.events import Links, links
-from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, flatten
+from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten
 from schedules.core.grid import label, steps
+from schedules.core.messages import Links, links
 from schedules.core.timetable import Timetable
 
 
@@ -58,13 +58,12 @@ class Case:
 def inspect(schedule: Timetable) -> Case:
     """Prepare a schedule of dense sizes."""
     flat = flatten(schedule)
-    size = schedule.num_stages * schedule.num_microbatches
-    code = flat.kind * size + flat.stage * schedule.num_microbatches + flat.microbatch
+    size, code = schedule.num_stages * schedule.num_microbatches, codes(schedule)
     index = np.flatnonzero(flat.in_range)
     at = np.full(len(KINDS) * size, -1)
     at[code[index[::-1]]] = index[::-1]  # of a repeated index the last value stays
     repeated = flat.in_range & (at[code] != np.arange(len(code)))
-    return Case(schedule, flat, links(schedule, flat), at.reshape(len(KINDS), size), repeated)
+    return Case(schedule, flat, links(schedule), at.reshape(len(KINDS), size), repeated)
 
 
 def _fault(what: str, rule: str, found: Ints, tell: Callable[[int], Culprit]) -> Iterator[Fault]:

@@ -62,6 +62,7 @@ def report_record(report: Report) -> dict[str, Any]:
                 "idle_in_span": report.idle[rank],
                 "idle": dict(parts[rank]),
                 "peak_activations": report.peak_activations[rank],
+                "peak_crossings": report.peak_crossings[rank],
             }
             for rank in range(schedule.num_ranks)
         ],

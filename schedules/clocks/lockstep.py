@@ -24,7 +24,7 @@ from schedules.clocks.ticks import Ticks, exchanges, lay_out, see_that_pattern_i
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, flatten
-from schedules.core.walk import follow
+from schedules.core.messages import links
 from schedules.schedule import Schedule
 
 
@@ -137,7 +137,7 @@ class Lockstep:
 
 def _joined(ticks: Ticks) -> Ints:
     """[slots, S, S] which rank ever sends to which in an exchange: slot, source, target."""
-    path, num_ranks = follow(ticks.schedule), ticks.schedule.num_ranks
+    path, num_ranks = links(ticks.schedule), ticks.schedule.num_ranks
     joined = np.zeros((ticks.width, num_ranks, num_ranks), bool)
     source, target = flatten(ticks.schedule).rank[path.crosses], path.target[path.crosses]
     leaves = ticks.times[path.crosses] + ticks.delayed

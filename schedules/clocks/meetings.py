@@ -12,8 +12,9 @@ import numpy as np
 
 from schedules.clocks.lockstep import Lockstep
 from schedules.core.costs import Times
-from schedules.core.events import Steps, clock, links
+from schedules.core.events import Steps, starts_of
 from schedules.core.flat import Ints, flatten
+from schedules.core.messages import links
 
 
 def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
@@ -29,7 +30,7 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     schedule, flat = layout.ticks.schedule, flatten(layout.ticks.schedule)
     after, lasts = _meetings(layout)
     first, (num_ranks, num_meetings) = flat.first, after.shape
-    wires = links(schedule, flat)
+    wires = links(schedule)
     lag = layout.costs.lags(flat.rank, wires.target, num_ranks)
     messages = 2 * schedule.num_stages * schedule.num_microbatches
     words = messages + np.arange(num_ranks * num_meetings).reshape(num_ranks, num_meetings)
@@ -50,7 +51,7 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     ]
     own = ~np.insert(np.zeros(len(durations), bool), at, np.ones(len(at), bool))
     bounds = first + 2 * num_meetings * np.arange(num_ranks + 1)
-    starts = clock(schedule)(Steps(bounds, *columns), messages + words.size)
+    starts = starts_of(Steps(bounds, *columns))
     begun = starts[~own][1 : 2 * num_meetings : 2]
     return starts[own], np.stack([begun, begun + lasts], axis=1)
 

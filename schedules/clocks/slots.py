@@ -6,19 +6,18 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
-from schedules.core.action import KINDS
-from schedules.core.flat import Ints, Mask, breadth, flatten, once
+from schedules.core.action import KINDS, ScheduleError
+from schedules.core.flat import Ints, flatten, once
+from schedules.core.messages import links
 from schedules.core.timetable import Timetable
-from schedules.core.walk import follow, order
 from schedules.schedule import Schedule
 
 # What a slot permits: strings of kinds, taken in turn by rank modulo their number.
 Pattern = tuple[tuple[str, ...], ...]
-
-MANY = 24  # ranks that work at a time; from here on it is quicker to fill slots for all of them
 
 
 def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -> Ints:
@@ -35,19 +34,38 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
     """
     known = _known(schedule)
     if (pattern, delayed) not in known:
-        flat, turns = flatten(schedule), max(map(len, pattern))
-        permits = np.array(
-            [
-                [kind in slot[turn % len(slot)] for turn in range(turns) for kind in KINDS]
-                for slot in pattern
-            ]
+        flat, wires = flatten(schedule), links(schedule)
+        first = flat.first.tolist()
+        orders = [range(begin, end) for begin, end in itertools.pairwise(first)]
+        waits = wait(pattern)[:, flat.kind, flat.rank % max(map(len, pattern))]
+        late = wires.crosses & delayed
+        found, _ = fill(
+            orders,
+            wires.awaited.tolist(),
+            wires.sent.tolist(),
+            waits.tolist(),
+            late.tolist(),
+            [0.0] * len(late),
+            2 * schedule.num_stages * schedule.num_microbatches,
         )
-        code = flat.rank % turns * len(KINDS) + flat.kind
-        fill = _by_slot if breadth(schedule) >= MANY else _by_action
-        times = fill(schedule, permits, code, follow(schedule).crosses & delayed)
+        times = np.array(found, np.int64)
+        if (times < 0).any():
+            raise _deadlock(schedule, times)
         times.setflags(write=False)
         known[pattern, delayed] = times
     return known[pattern, delayed]
+
+
+def wait(pattern: Pattern) -> Ints:
+    """[width, 4, turns] how many slots after one of a tick the next comes that permits a kind.
+
+    On ranks that are the same modulo ``turns`` the same is permitted.
+    """
+    width, turns = len(pattern), max(map(len, pattern))
+    ranks = [[slot[turn % len(slot)] for turn in range(turns)] for slot in pattern]
+    permits = np.array([[[kind in one for one in slot] for kind in KINDS] for slot in ranks])
+    soon = [np.roll(permits, -slot, axis=0).argmax(axis=0) for slot in range(width)]
+    return np.stack(soon)
 
 
 @once
@@ -55,62 +73,75 @@ def _known(schedule: Timetable) -> dict[tuple[Pattern, bool], Ints]:  # noqa: AR
     return {}
 
 
-def _by_action(schedule: Schedule, permits: Mask, code: Ints, late: Mask) -> Ints:
-    """Action by action. ``permits`` is [slots, codes]; ``code`` and ``late``, of messages, [A]."""
-    width, flat, path = len(permits), flatten(schedule), follow(schedule)
-    # wait[code][t % width] is how many slots after t the next that permits it comes.
-    wait = [
-        [next(d for d in range(width) if column[(s + d) % width]) for s in range(width)]
-        for column in permits.T.tolist()
-    ]
-    rank, awaited, sent = flat.rank.tolist(), path.awaited.tolist(), path.sent.tolist()
-    waits, lasting = [wait[c] for c in code.tolist()], (1 + late).tolist()
-    free = [0] * schedule.num_ranks
-    usable = [0] * (2 * schedule.num_stages * schedule.num_microbatches + 1)  # the last is no one's
-    times = [0] * len(rank)
-    for n in order(schedule).tolist():
-        here = rank[n]
-        start = max(free[here], usable[awaited[n]])
-        start += waits[n][start % width]
-        times[n] = start
-        free[here] = start + 1
-        message = sent[n]
-        if message >= 0:
-            usable[message] = start + lasting[n]
-    return np.array(times, np.int64)
+def fill(
+    orders: Sequence[Sequence[int]],
+    awaited: Sequence[int],
+    sent: Sequence[int],
+    waits: Sequence[Sequence[int]],
+    late: Sequence[bool],
+    durations: Sequence[float],
+    num_messages: int,
+) -> tuple[list[int], list[float]]:
+    """The slot of each action, -1 where it never runs; and how long the longest of each slot takes.
+
+    Rank by rank, as far as each can go.
+
+    Args:
+      orders: [S] numbers of actions, in the order of each rank.
+      awaited: of each action, the message that it cannot start without, -1 for none.
+      sent: likewise, the message that it sends.
+      waits: [width] and of each action, how many slots after one of a tick the next comes that
+        permits it.
+      late: of each action, whether what it sends travels during the slot after its own.
+      durations: of each action.
+      num_messages: more than the number of any message.
+    """
+    width = len(waits)
+    usable, waiting = [-1] * num_messages, [-1] * num_messages  # from when; the rank that waits
+    times = [-1] * len(awaited)
+    work: list[float] = []
+    position, free = [0] * len(orders), [0] * len(orders)
+    todo = list(range(len(orders)))
+    while todo:
+        rank = todo.pop()
+        order, now = orders[rank], free[rank]
+        n, size = position[rank], len(orders[rank])
+        while n < size:
+            code = order[n]
+            message = awaited[code]
+            if message >= 0:
+                there = usable[message]
+                if there < 0:
+                    waiting[message] = rank
+                    break
+                if there > now:  # noqa: PLR1730  max() takes as long as the rest
+                    now = there
+            now += waits[now % width][code]
+            times[code] = now
+            while now >= len(work):
+                work.append(0.0)
+            if durations[code] > work[now]:  # noqa: PLR1730
+                work[now] = durations[code]
+            now += 1
+            message = sent[code]
+            if message >= 0:
+                usable[message] = now + late[code]
+                if waiting[message] >= 0:
+                    todo.append(waiting[message])
+            n += 1
+        position[rank], free[rank] = n, now
+    return times, work
 
 
-def _by_slot(schedule: Schedule, permits: Mask, code: Ints, late: Mask) -> Ints:
-    """The same, slot by slot, all ranks at a time."""
-    first, path, width = flatten(schedule).first, follow(schedule), len(permits)
-    count = len(code)
-    # Behind the messages: one that is always there, one that never comes, one that nobody awaits.
-    always = 2 * schedule.num_stages * schedule.num_microbatches
-    never, lost = always + 1, always + 2
-    there = np.zeros(always + 3, bool)
-    there[always] = True
-    awaited = np.append(np.where(path.awaited < 0, always, path.awaited), never)
-    sent = np.where(path.sent < 0, lost, path.sent)
-    code = np.append(code, 0)
-    begin, end = first[:-1], first[1:]
-    after = np.arange(1, count + 1)
-    after[end[end > begin] - 1] = count  # who has ended waits for ever
-    position = np.where(end > begin, begin, count)
-    times, latest = np.full(count, -1), -1
-    under_way, patience = sent[:0], width + int(late.any())
-    for time in itertools.count():
-        ready = there[awaited[position]] & permits[time % width][code[position]]
-        ranks = np.flatnonzero(ready)
-        there[under_way] = True
-        under_way = sent[:0]
-        if len(ranks):
-            now = position[ranks]
-            times[now] = latest = time
-            there[sent[now[~late[now]]]] = True
-            under_way = sent[now[late[now]]]
-            position[ranks] = after[now]
-        elif time - latest > patience:  # no slot of a whole tick was of use to anybody
-            break
-    if (times < 0).any():
-        order(schedule)  # raises, with the ranks that are stuck
-    return times
+def _deadlock(schedule: Schedule, times: Ints) -> ScheduleError:
+    """What to say of ranks that wait for each other in a circle."""
+    rows = np.split(times, flatten(schedule).first[1:-1])
+    stuck = ", ".join(
+        f"rank {rank} at {order[int(np.argmax(row < 0))]}"
+        for rank, (order, row) in enumerate(zip(schedule.orders, rows, strict=True))
+        if (row < 0).any()
+    )
+    return ScheduleError(
+        f"schedule {schedule.name!r} deadlocks: {stuck}; "
+        f"schedules.check(schedule) shows the grid and the culprit"
+    )

@@ -19,7 +19,7 @@ from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
 from schedules.core.capacity import see_that_slots_fit
 from schedules.core.flat import Ints, flatten
-from schedules.core.walk import follow
+from schedules.core.messages import links
 from schedules.schedule import Schedule
 
 PATTERNS: dict[str, Pattern] = {
@@ -85,7 +85,7 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
 
 def exchanges(ticks: Ticks) -> int:
     """How many permutations of ranks run: all that a slot ever needs, at every tick."""
-    path, ranks = follow(ticks.schedule), ticks.schedule.num_ranks
+    path, ranks = links(ticks.schedule), ticks.schedule.num_ranks
     slot = ticks.times[path.crosses] % ticks.width
     shift = (path.target - flatten(ticks.schedule).rank)[path.crosses] % ranks
     return ticks.num_ticks * len(np.unique(slot * ranks + shift))

@@ -32,7 +32,8 @@ def once(function: Callable[[Timetable], Result]) -> Callable[[Timetable], Resul
     """Remember what a function says of a schedule, in the schedule, if that cannot change.
 
     `functools.cached_property` keeps its results there too; a cache by value would have to hash
-    a million actions at every look.
+    a million actions at every look. What is remembered is no part of the schedule: it stands in no
+    comparison, copy or pickle, and is never changed.
     """
     name = f"{function.__module__}.{function.__name__}"
 
@@ -110,33 +111,38 @@ def is_dense(schedule: Timetable) -> bool:
     return schedule.num_stages * schedule.num_microbatches <= 8 * actions + 4096
 
 
-def breadth(schedule: Timetable) -> float:
-    """About how many ranks work at a time, where the pipeline is filled and drained once.
-
-    What a clock does for all ranks together is quick if there are many of them at every step.
-    """
-    actions = sum(map(len, schedule.orders))
-    return actions / (actions / max(1, schedule.num_ranks) + 2 * schedule.num_stages)
+def codes(schedule: Timetable) -> Ints:
+    """[A] a number for each action, ``(kind * K + stage) * M + microbatch``, and so below 4 K M."""
+    flat = flatten(schedule)
+    row = flat.kind * schedule.num_stages + flat.stage
+    return row * schedule.num_microbatches + flat.microbatch
 
 
 def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
-    """Which of a rank's actions take a stage input, when they start, and which free one at the end.
+    """Which of a rank's actions take a place, when they start, and which free one at the end.
 
-    An input is held from the start of its F to the end of its B or, split, of its W: the weight
-    gradient needs it still. Without any backward on its rank it is held while F runs.
+    A place holds what the kernel does: a stage input from the start of its F to the end of its B
+    or I, and then what I leaves for W (a crossing) to the end of that. Without any backward on its
+    rank an input is held while F runs.
     """
     taken = kinds == F
     return taken, taken if taken.all() else (kinds == B) | (kinds == W)
 
 
 def inputs_held(kinds: Ints) -> Ints:
-    """How many stage inputs a rank holds while each of its actions runs, in order of time."""
+    """How many places a rank holds while each of its actions runs, in order of time."""
     taken, freed = takes_and_frees(kinds)
     return np.cumsum(taken.astype(np.int64) - freed) + freed
 
 
+def crossings_held(kinds: Ints) -> Ints:
+    """How many of these hold what I left for W, and no input any more."""
+    made, read = kinds == I, kinds == W
+    return np.cumsum(made.astype(np.int64) - read) + read - made
+
+
 def activations(schedule: Timetable) -> list[Ints]:
-    """[S] arrays: how many stage inputs a rank holds while each of its actions runs."""
+    """[S] arrays: how many inputs and crossings a rank holds while each of its actions runs."""
     flat = flatten(schedule)
     return [inputs_held(kinds) for kinds in np.split(flat.kind, flat.first[1:-1])]
 

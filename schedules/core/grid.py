@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from schedules.core.action import Action, shorten
-from schedules.core.events import links, run
+from schedules.core.events import run
 from schedules.core.flat import flatten, is_dense
 from schedules.core.parts import is_count
 from schedules.core.timetable import Timetable
@@ -86,7 +86,7 @@ def steps(schedule: Timetable) -> list[list[int]]:
     flat = flatten(schedule)
     is_placed = all(map(is_count, schedule.placement))
     if schedule.num_ranks and schedule.num_stages and is_placed and is_dense(schedule):
-        starts = run(schedule, flat, links(schedule, flat), pair=1)
+        starts = run(schedule, pair=1)
         if list(map(len, starts)) == list(map(len, schedule.orders)):
             return [row.astype(int).tolist() for row in starts]
     seconds = np.concatenate([[0], np.cumsum(flat.pair)])  # [A + 1] how many come before

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import os
 import re
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from schedules.core.action import KINDS, Action, ScheduleError, shorten
+from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import listed
 from schedules.core.costs import Costs
+from schedules.core.flat import flatten
 from schedules.drawing.palette import CAUSES as REASONS
 from schedules.drawing.palette import (
     DARK,
@@ -181,7 +183,7 @@ def _data(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _entry(entry: Entry, label: str) -> dict[str, Any]:
-    schedule = entry.schedule
+    schedule, flat = entry.schedule, flatten(entry.schedule)
     place = {
         action: (rank, position)
         for rank, order in enumerate(schedule.orders)
@@ -197,11 +199,11 @@ def _entry(entry: Entry, label: str) -> dict[str, Any]:
         "kinds": kinds([schedule]),
         "orders": [
             {
-                "kinds": _pack([KINDS.index(action.kind) for action in order], "u1"),
-                "stages": _pack([action.stage for action in order], "<i4"),
-                "microbatches": _pack([action.microbatch for action in order], "<i4"),
+                "kinds": _pack(flat.kind[begin:end], "u1"),
+                "stages": _pack(flat.stage[begin:end], "<i4"),
+                "microbatches": _pack(flat.microbatch[begin:end], "<i4"),
             }
-            for order in schedule.orders
+            for begin, end in itertools.pairwise(flat.first.tolist())
         ],
         "reports": [_report(report, place) for report in entry.reports],
     }

@@ -14,8 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedules.core.action import BACKWARD, Action, ScheduleError, shorten
+import numpy as np
+
+from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_one_of
+from schedules.core.flat import F, flatten
+from schedules.core.messages import links, senders
 from schedules.drawing.palette import CAUSES, NAMES, TOGETHER, heading, joined, several
 from schedules.report import Explanation, Report, held
 
@@ -159,24 +163,23 @@ class _Slices:
 
     def messages(self) -> Iterator[Event]:
         """An arrow from the end of the action that sends to the start of the one that needs it."""
-        orders = self.report.schedule.orders
-        place = {a: (rank, n) for rank, order in enumerate(orders) for n, a in enumerate(order)}
-        for action, (rank, position) in place.items():
-            step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-            kinds = {1: ("F",), -1: BACKWARD, 0: ()}[step]
-            needing = (Action(action.stage + step, kind, action.microbatch) for kind in kinds)
-            there, index = next((place[a] for a in needing if a in place), (rank, position))
-            if there == rank:
-                continue
-            begin = self.at(self.report.starts[rank][position])
-            end = self.at(self.report.ends[rank][position])
+        schedule, flat = self.report.schedule, flatten(self.report.schedule)
+        starts, ends = (
+            list(itertools.chain.from_iterable(row))
+            for row in (self.report.starts, self.report.ends)
+        )
+        crosses, ranks, sender = links(schedule).crosses, flat.rank.tolist(), senders(schedule)
+        for reader in np.flatnonzero((sender >= 0) & crosses[sender]).tolist():
+            index = int(sender[reader])
+            rank, there = ranks[index], ranks[reader]
+            begin, end = self.at(starts[index]), self.at(ends[index])
             arrow = {
-                "name": "output" if step > 0 else "gradient",
+                "name": "output" if flat.kind[index] == F else "gradient",
                 "cat": "message",
                 "id": next(self.flows),
                 "pid": self.process,
             }
             # The last nanosecond inside the box: at its very end, viewers take the next box.
             yield {"ph": "s", **arrow, "tid": rank + 1, "ts": max(begin, end - 1) / 1000}
-            arrival = self.at(self.report.starts[there][index])
+            arrival = self.at(starts[reader])
             yield {"ph": "f", "bp": "e", **arrow, "tid": there + 1, "ts": arrival / 1000}

@@ -1,8 +1,7 @@
 """A scheduling problem as plain lists, for a search that times thousands of orders.
 
-Letters as in `schedules.core.action`; C = 4 K M. Here an action is its code, ``(kind * K + stage) *
-M + microbatch`` with kind a position in `KINDS`, and a message is the code of the F, or for
-gradients of the I, whose end releases it (that of a B too).
+Letters as in `schedules.core.action`, messages as in `schedules.core.messages`; C = 4 K M. Here an
+action is its code (`schedules.core.flat.codes`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import numpy as np
 
 from schedules.core.action import KINDS, Action
 from schedules.core.costs import Costs
-from schedules.core.flat import B, F, I, W, inputs_held
+from schedules.core.flat import B, I, W, codes, flatten, inputs_held
+from schedules.core.messages import connect
 from schedules.schedule import Schedule
 
 Orders = Sequence[Sequence[int]]  # [S] codes in order of time
@@ -76,8 +76,8 @@ class Problem:
 
     def encode(self, schedule: Schedule) -> list[list[int]]:
         """[S] lists of codes."""
-        row = {kind: position for position, kind in enumerate(KINDS)}
-        return [[self.code(row[a.kind], a.stage, a.microbatch) for a in o] for o in schedule.orders]
+        rows = np.split(codes(schedule), flatten(schedule).first[1:-1])
+        return [row.tolist() for row in rows]
 
     def decode(self, name: str, orders: Orders) -> Schedule:
         """The schedule with these orders."""
@@ -89,25 +89,11 @@ def pose(
     placement: Sequence[int], num_ranks: int, num_microbatches: int, costs: Costs, limit: float
 ) -> Problem:
     """The problem of a placement under costs and a limit, of which only whole inputs count."""
-    num_stages, each = len(placement), num_microbatches
-    table, messages = costs.table(num_stages).tolist(), costs.messages(num_ranks).tolist()
-    durations: list[float] = []
-    awaited: list[int] = []
-    sent: list[int] = []
-    reader: list[int] = []
-    lag: list[float] = []
-    for kind, step in ((F, 1), (B, -1), (I, -1), (W, 0)):  # as in KINDS; step: to who reads it
-        for stage, rank in enumerate(placement):
-            first = ((I if kind == B else kind) * num_stages + stage) * each
-            source = first - step * each
-            sends = step != 0 and 0 <= stage + step < num_stages
-            waits = step != 0 and 0 <= stage - step < num_stages
-            to = placement[stage + step] if sends else -1
-            durations += [table[kind][stage]] * each
-            awaited += range(source, source + each) if waits else [-1] * each
-            sent += range(first, first + each) if sends else [-1] * each
-            reader += [to] * each
-            lag += [messages[rank][to] if sends else 0.0] * each
+    shape = len(KINDS), len(placement), num_microbatches
+    kind, stage, microbatch = (column.ravel() for column in np.indices(shape))
+    ranks = np.array(placement, np.int64)
+    rank = ranks[stage]
+    found = connect(kind, stage, microbatch, rank, ranks, num_microbatches)
     stages_of = tuple(
         tuple(k for k, rank in enumerate(placement) if rank == r) for r in range(num_ranks)
     )
@@ -116,11 +102,11 @@ def pose(
         stages_of=stages_of,
         num_microbatches=num_microbatches,
         limit=math.floor(limit) if math.isfinite(limit) else limit,
-        durations=durations,
-        awaited=awaited,
-        sent=sent,
-        reader=reader,
-        lag=lag,
+        durations=costs.table(len(placement))[kind, stage].tolist(),
+        awaited=found.awaited.tolist(),
+        sent=found.sent.tolist(),
+        reader=np.where(found.sent < 0, -1, found.target).tolist(),
+        lag=costs.lags(rank, found.target, num_ranks).tolist(),
     )
 
 

@@ -6,13 +6,17 @@ infinite. Letters as in `schedules.core.action`, C and codes as in `schedules.se
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from schedules.clocks.slots import Pattern
+import numpy as np
+
+from schedules.clocks.slots import Pattern, fill, wait
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.action import KINDS
+from schedules.core.events import visit
 from schedules.search.partners import among_partners
 from schedules.search.problem import Orders, Problem
 
@@ -37,13 +41,54 @@ class Timer:
 
     def __call__(self, orders: Orders) -> tuple[float, Sequence[float]]:
         """The makespan, and [C] when each action starts: its time or, in lockstep, its slot."""
+        problem = self.problem
+        count = 2 * problem.num_stages * problem.num_microbatches
         if self.pattern is None:
-            return _event(self.problem, orders)
-        makespan, times = _lockstep(self.problem, orders, self.waits, self.delayed)
-        if self.partners and makespan < math.inf:
-            width = len(self.waits)
-            makespan = among_partners(self.problem, orders, times, width, delayed=self.delayed)
-        return makespan, times
+            starts, ended = visit(
+                orders, problem.awaited, problem.sent, problem.durations, problem.lag, count
+            )
+            return (math.inf if _is_stuck(orders, starts) else max(ended)), starts
+        times, work = fill(
+            orders,
+            problem.awaited,
+            problem.sent,
+            self.waits,
+            self.late,
+            problem.durations,
+            count,
+        )
+        if _is_stuck(orders, times):
+            return math.inf, times
+        if self.partners:
+            width, delayed = len(self.waits), self.delayed
+            return among_partners(problem, orders, times, width, delayed=delayed), times
+        return _among_all(work, self._exchanges(times), self.delayed), times
+
+    def _exchanges(self, times: Sequence[int]) -> list[float]:
+        """[width] the longest message of each slot of a tick."""
+        width, late = len(self.waits), self.late
+        found, most, full = [0.0] * width, max(self.problem.lag), 0
+        for code, lag in self._under_way:
+            slot = (times[code] + late[code]) % width
+            if lag > found[slot] and times[code] >= 0:
+                found[slot] = lag
+                full += lag == most
+                if full == width:  # none is longer
+                    break
+        return found
+
+    @functools.cached_property
+    def _under_way(self) -> list[tuple[int, float]]:
+        """Codes of the actions whose messages take time, and how much."""
+        return [(code, lag) for code, lag in enumerate(self.problem.lag) if lag > 0.0]
+
+    @functools.cached_property
+    def late(self) -> list[bool]:
+        """[C] whether what an action sends travels during the slot after its own."""
+        each = self.problem.num_microbatches
+        home = [rank for _ in KINDS for rank in self.problem.placement for _ in range(each)]
+        there = self.problem.reader
+        return [self.delayed and to not in (-1, at) for to, at in zip(there, home, strict=True)]
 
 
 def timers(
@@ -65,105 +110,18 @@ def timers(
 
 
 def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
-    width, each = len(pattern), problem.num_microbatches
-
-    def wait(slot: int, kind: str, rank: int) -> int:
-        turns = [pattern[(slot + d) % width] for d in range(width)]
-        return next(d for d, turn in enumerate(turns) if kind in turn[rank % len(turn)])
-
-    return [
-        [n for kind in KINDS for rank in problem.placement for n in [wait(slot, kind, rank)] * each]
-        for slot in range(width)
-    ]
+    """[width][C] how many slots after one of a tick the next comes that permits an action."""
+    found = wait(pattern)
+    ranks = np.array(problem.placement) % found.shape[-1]
+    rows: list[list[int]] = (
+        found[:, :, ranks].repeat(problem.num_microbatches, -1).reshape(len(pattern), -1).tolist()
+    )
+    return rows
 
 
-def _event(problem: Problem, orders: Orders) -> tuple[float, list[float]]:
-    durations, awaited, sent = problem.durations, problem.awaited, problem.sent
-    lag, reader = problem.lag, problem.reader
-    starts = [-1.0] * len(durations)
-    arrival = [-1.0] * len(durations)
-    position = [0] * len(orders)
-    free = [0.0] * len(orders)
-    stuck: list[int] = [-1] * len(orders)  # the message that a rank waits for
-    todo = list(range(len(orders)))
-    while todo:
-        rank = todo.pop()
-        order, now = orders[rank], free[rank]
-        n, size = position[rank], len(orders[rank])
-        stuck[rank] = -1
-        while n < size:
-            code = order[n]
-            message = awaited[code]
-            if message >= 0:
-                there = arrival[message]
-                if there < 0.0:
-                    stuck[rank] = message
-                    break
-                if there > now:  # noqa: PLR1730  max() takes as long as the rest
-                    now = there
-            starts[code] = now
-            now += durations[code]
-            message = sent[code]
-            if message >= 0:
-                arrival[message] = now + lag[code]
-                to = reader[code]
-                if stuck[to] == message:
-                    todo.append(to)
-            n += 1
-        position[rank], free[rank] = n, now
-    if any(n < len(order) for n, order in zip(position, orders, strict=True)):
-        return math.inf, starts
-    return max(free), starts
-
-
-def _lockstep(
-    problem: Problem, orders: Orders, waits: list[list[int]], delayed: bool
-) -> tuple[float, list[int]]:
-    durations, awaited, sent = problem.durations, problem.awaited, problem.sent
-    lag, reader = problem.lag, problem.reader
-    width = len(waits)
-    times, usable = [-1] * len(awaited), [-1] * len(awaited)
-    work: list[float] = []
-    exchange = [0.0] * width
-    position, free = [0] * len(orders), [0] * len(orders)
-    stuck = [-1] * len(orders)  # the message that a rank waits for
-    todo = list(range(len(orders)))
-    while todo:
-        rank = todo.pop()
-        order, now = orders[rank], free[rank]
-        n, size = position[rank], len(orders[rank])
-        stuck[rank] = -1
-        while n < size:
-            code = order[n]
-            message = awaited[code]
-            if message >= 0:
-                there = usable[message]
-                if there < 0:
-                    stuck[rank] = message
-                    break
-                if there > now:  # noqa: PLR1730  max() takes as long as the rest
-                    now = there
-            now += waits[now % width][code]
-            times[code] = now
-            while now >= len(work):
-                work.append(0.0)
-            if durations[code] > work[now]:  # noqa: PLR1730
-                work[now] = durations[code]
-            message = sent[code]
-            if message >= 0:
-                to = reader[code]
-                late = delayed and to != rank
-                if lag[code] > exchange[(now + late) % width]:  # noqa: PLR1730
-                    exchange[(now + late) % width] = lag[code]
-                usable[message] = now + 1 + late
-                if stuck[to] == message:
-                    todo.append(to)
-            now += 1
-            n += 1
-        position[rank], free[rank] = n, now
-    if any(n < len(order) for n, order in zip(position, orders, strict=True)):
-        return math.inf, times
-    return _among_all(work, exchange, delayed), times
+def _is_stuck(orders: Orders, times: Sequence[float]) -> bool:
+    """Whether some rank's last action, and so some action, never runs."""
+    return any(times[order[-1]] < 0 for order in orders if order)
 
 
 def _among_all(work: list[float], exchange: list[float], delayed: bool) -> float:

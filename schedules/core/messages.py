@@ -1,0 +1,82 @@
+"""Who waits for what: the one graph that all clocks, checks, lowering and drawings follow.
+
+A message has a number, -1 is none: twice the position of its (stage, microbatch) for the output of
+a stage, one more for the gradient for its input. Letters as in `schedules.core.action`, A as in
+`schedules.core.flat`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedules.core.flat import F, Ints, Mask, W, flatten, once
+from schedules.core.timetable import Timetable
+
+
+class Links(NamedTuple):
+    """The messages of actions.
+
+    Attributes:
+      awaited: [A] the message that an action cannot start without.
+      sent: [A] the message that its end releases.
+      target: [A] the rank that the message goes to; its own where it sends none.
+      crosses: [A] whether that is another rank.
+    """
+
+    awaited: Ints
+    sent: Ints
+    target: Ints
+    crosses: Mask
+
+
+@once
+def links(schedule: Timetable) -> Links:
+    """The messages of a schedule, legal or not; what is no action of it has none."""
+    flat = flatten(schedule)
+    placement = np.array(schedule.placement, np.int64)
+    found = connect(
+        flat.kind, flat.stage, flat.microbatch, flat.rank, placement, schedule.num_microbatches
+    )
+    if flat.in_range.all():
+        return found
+    awaited, sent = (np.where(flat.in_range, column, -1) for column in found[:2])
+    target = np.where(flat.in_range, found.target, flat.rank)
+    return Links(awaited, sent, target, target != flat.rank)
+
+
+def connect(
+    kind: Ints, stage: Ints, microbatch: Ints, rank: Ints, placement: Ints, num_microbatches: int
+) -> Links:
+    """Outputs go to the next stage, gradients to the one before.
+
+    Args:
+      kind: [A] of each action, a position in `KINDS`.
+      stage: [A] likewise.
+      microbatch: [A] likewise.
+      rank: [A] likewise.
+      placement: [K] ranks.
+      num_microbatches: M.
+    """
+    last = len(placement) - 1
+    step = np.where(kind == F, 1, -1)  # towards the stage that reads what is sent
+    reader, writer = stage + step, stage - step
+    code = 2 * (stage * num_microbatches + microbatch) + (kind != F)
+    sent = np.where((kind != W) & (reader >= 0) & (reader <= last), code, -1)
+    awaited = np.where(
+        (kind != W) & (writer >= 0) & (writer <= last), code - 2 * step * num_microbatches, -1
+    )
+    target = np.where(sent < 0, rank, placement[np.clip(reader, 0, last)])
+    return Links(awaited, sent, target, target != rank)
+
+
+@once
+def senders(schedule: Timetable) -> Ints:
+    """[A] index of the action that sends what each waits for, -1 for none."""
+    wires = links(schedule)
+    sends = np.flatnonzero(wires.sent >= 0)
+    sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
+    sender_of[wires.sent[sends[::-1]]] = sends[::-1]  # of a repeated index the last value stays
+    found: Ints = sender_of[wires.awaited]  # -1 picks the last, which stays -1
+    return found
