@@ -1,7 +1,8 @@
 """Prove that a schedule is legal, or show every fault of it.
 
-It trusts nobody: it shares no code with the families, nor with the lowering. Letters as in
-`schedules.core.action`, A as in `schedules.core.flat`.
+It trusts nobody: it shares no code with the families, and with the lowering only who waits for
+whom; what comes of that `check_program` proves. Letters as in `schedules.core.action`, A as in
+`schedules.core.flat`.
 """
 
 from __future__ import annotations
