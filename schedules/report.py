@@ -31,6 +31,7 @@ from schedules.core.flat import (
     F,
     Flat,
     Ints,
+    W,
     activations,
     crossings_held,
     flatten,
@@ -180,14 +181,17 @@ class Report:
     def ideal(self) -> float:
         """The makespan if no rank waited, all worked alike, and no backward took more than it must.
 
-        It must take what is less: B, or I and W. What halves take longer than the whole is work,
-        and no waiting, but no ideal either. Of a measured clock only what ran is known.
+        It must take B or, where the schedule has halves and they take less, I and W. What halves
+        take longer than the whole is work, and no waiting, but no ideal either. Of a measured clock
+        only what ran is known.
         """
         schedule, ranks = self.schedule, len(self.work)
         if self.clock == "measured":
             return sum(self.work) / ranks
         f, b, i, w = self.costs.table(schedule.num_stages, self.shared)
-        each = f if schedule.is_forward else f + np.minimum(b, i + w)
+        if (flatten(schedule).kind == W).any():
+            b = np.minimum(b, i + w)
+        each = f if schedule.is_forward else f + b
         stages = schedule.num_microbatches * float(each.sum()) / ranks
         return stages + (_common(schedule, self.costs, self.shared) if self.shared else 0.0)
 
