@@ -23,7 +23,7 @@ from schedules.clocks.shared import Shared, lasting, together
 from schedules.clocks.ticks import Ticks, exchanges, lay_out, see_that_pattern_is_known
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
-from schedules.core.flat import Ints, flatten
+from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.schedule import Schedule
 
@@ -100,7 +100,7 @@ class Lockstep:
         joined = _joined(ticks)
         exchange = np.where(joined, self.costs.messages(num_ranks), 0.0)
         if self.partners:
-            return self._among_partners(work, joined, exchange)
+            return among_partners(work, joined, exchange, self.sharing, delayed=ticks.delayed)
         return self._among_all(work, exchange.max(axis=(1, 2), initial=0.0))
 
     def _among_all(self, work: Times, exchange: Times) -> Slots:
@@ -114,28 +114,41 @@ class Lockstep:
         begins = np.repeat(found[:, None], num_ranks, axis=1)
         return Slots(begins, found[:-1] - before, found[:-1] + busy - after)
 
-    def _among_partners(self, work: Times, joined: Ints, exchange: Times) -> Slots:
-        """An exchange joins only some ranks: [slots, S, S] who sends to whom, and how long."""
-        (before, after), (count, num_ranks) = self.sharing, work.shape
-        meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
-        pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
-        neighbours = [_neighbours(slot) for slot in meets]
-        result, first, second = np.zeros((count + 1, num_ranks)), np.zeros(count), np.zeros(count)
-        for time in range(count):
-            slot = time % self.ticks.width
-            if before[time]:
-                first[time] = result[time].max()
-                result[time] = first[time] + before[time]
-            ended = result[time] + work[time]
-            if after[time]:
-                second[time] = ended.max()
-                ended[:] = second[time] + after[time]
-            met = (result[time] if self.ticks.delayed else ended)[neighbours[slot]].max(axis=0)
-            result[time + 1] = np.maximum(ended, met + pays[slot])
-        return Slots(result, first, second)
+
+def among_partners(
+    work: Times, joined: Mask, exchange: Times, sharing: tuple[Times, Times], *, delayed: bool
+) -> Slots:
+    """When ranks begin slots where an exchange joins only some of them.
+
+    Args:
+      work: [T * slots, S] how long each rank works in each slot.
+      joined: [slots, S, S] which rank ever sends to which in a slot of a tick: source, target.
+      exchange: [slots, S, S] how long that takes, 0 where nobody sends.
+      sharing: [T * slots] how long the ranks' common work takes before each slot, and after it.
+      delayed: an exchange runs beside the work of its slot, not after it.
+    """
+    before, after = (column.tolist() for column in sharing)
+    count, num_ranks = work.shape
+    meets = joined | joined.transpose(0, 2, 1) | np.eye(num_ranks, dtype=bool)
+    pays = np.maximum(exchange.max(axis=1), exchange.max(axis=2))
+    neighbours = [_neighbours(slot) for slot in meets]
+    result, first, second = np.zeros((count + 1, num_ranks)), np.zeros(count), np.zeros(count)
+    for time in range(count):
+        slot = time % len(joined)
+        if before[time]:
+            first[time] = result[time].max()
+            result[time] = first[time] + before[time]
+        begun = result[time]
+        ended = begun + work[time]
+        if after[time]:
+            second[time] = ended.max()
+            ended[:] = second[time] + after[time]
+        met = (begun if delayed else ended)[neighbours[slot]].max(axis=0)
+        np.maximum(ended, met + pays[slot], out=result[time + 1])
+    return Slots(result, first, second)
 
 
-def _joined(ticks: Ticks) -> Ints:
+def _joined(ticks: Ticks) -> Mask:
     """[slots, S, S] which rank ever sends to which in an exchange: slot, source, target."""
     path, num_ranks = links(ticks.schedule), ticks.schedule.num_ranks
     joined = np.zeros((ticks.width, num_ranks, num_ranks), bool)
@@ -145,7 +158,7 @@ def _joined(ticks: Ticks) -> Ints:
     return joined
 
 
-def _neighbours(meets: Ints) -> Ints:
+def _neighbours(meets: Mask) -> Ints:
     """[most, S] the ranks that each rank meets, itself repeated where it meets fewer."""
     lists = [np.flatnonzero(row) for row in meets]
     most = max(map(len, lists))

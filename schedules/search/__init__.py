@@ -1,5 +1,6 @@
 """The search for a better timetable than any published: list scheduling, local search, bounds.
 
-`schedules.auto` is the door. The fast clocks here are tested equal to `schedules.simulate` and are
-for thousands of orders; whoever times one schedule uses that.
+`schedules.auto` is the door. The timers here run the clocks of the package on plain lists of
+numbers, for thousands of orders, and are tested equal to `schedules.simulate`; whoever times one
+schedule uses that.
 """

@@ -7,17 +7,20 @@ infinite. Letters as in `schedules.core.action`, C and codes as in `schedules.se
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from schedules.clocks.lockstep import among_partners
 from schedules.clocks.slots import Pattern, fill, wait
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.action import KINDS
+from schedules.core.costs import Times
 from schedules.core.events import visit
-from schedules.search.partners import among_partners
+from schedules.core.flat import Ints
 from schedules.search.problem import Orders, Problem
 
 
@@ -60,9 +63,33 @@ class Timer:
         if _is_stuck(orders, times):
             return math.inf, times
         if self.partners:
-            width, delayed = len(self.waits), self.delayed
-            return among_partners(problem, orders, times, width, delayed=delayed), times
+            return self._among_partners(orders, times), times
         return _among_all(work, self._exchanges(times), self.delayed), times
+
+    def _among_partners(self, orders: Orders, times: Sequence[int]) -> float:
+        """The makespan where exchanges make only those ranks meet that they join."""
+        num_ranks, (durations, reader, lag) = len(orders), self._columns
+        rank = np.repeat(np.arange(num_ranks), [len(order) for order in orders])
+        codes = np.fromiter(itertools.chain.from_iterable(orders), np.int64, len(rank))
+        time = np.fromiter(map(times.__getitem__, codes.tolist()), np.int64, len(rank))
+        work = np.zeros((1 + time.max(), num_ranks))
+        work[time, rank] = durations[codes]
+        shape = len(self.waits), num_ranks, num_ranks
+        joined, exchange = np.zeros(shape, bool), np.zeros(shape)
+        crosses = (reader[codes] >= 0) & (reader[codes] != rank)
+        slot = (time[crosses] + self.delayed) % len(self.waits)
+        edges = slot, rank[crosses], reader[codes[crosses]]
+        joined[edges], exchange[edges] = True, lag[codes[crosses]]
+        nothing = np.zeros(len(work))
+        sharing = nothing, nothing
+        begins = among_partners(work, joined, exchange, sharing, delayed=self.delayed).begins
+        return float((begins[time, rank] + durations[codes]).max())
+
+    @functools.cached_property
+    def _columns(self) -> tuple[Times, Ints, Times]:
+        """[C] durations, readers and lags as arrays."""
+        problem = self.problem
+        return np.array(problem.durations), np.array(problem.reader), np.array(problem.lag)
 
     def _exchanges(self, times: Sequence[int]) -> list[float]:
         """[width] the longest message of each slot of a tick."""
