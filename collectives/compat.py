@@ -1,22 +1,92 @@
-"""What differs between JAX releases, or is private to them, and the helpers built on it.
+"""What differs between releases of JAX and flax, or is private to them; nowhere else is any of it.
 
-Checked on jax 0.10.2 and 0.12. *Varying* is shard_map's word: a value varies over a mesh axis when
-ranks along that axis may hold different ones. JAX tracks this in the type of every array inside
-`jax.shard_map(..., check_vma=True)` and inserts the reductions of gradients from it.
+Checked on jax 0.10.2 and 0.12. Each use says in which releases it was seen and what would take its
+place. Classes are imported and not known by their names, so that a release without one fails here,
+at once; errors, which have a text alone, are provoked by `tests/test_compat.py`.
+
+*Varying* is shard_map's word: a value varies over a mesh axis when ranks along that axis may hold
+different ones. JAX tracks this in the type of every array inside `jax.shard_map(...,
+check_vma=True)` and inserts the reductions of gradients from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from importlib import metadata
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
+
+# Private, seen from 0.10.2 to 0.12.0. `jax.extend` has no effects; were they there, or did an
+# equation say of itself that it may be repeated, these would go.
+from jax._src.callback import IOEffect, OrderedIOEffect  # isort: skip
+from jax._src.core import NamedAxisEffect  # isort: skip
+from jax._src.state.types import AccumEffect, ReadEffect, WriteEffect  # isort: skip
+
+# Private, seen from 0.10.2 to 0.12.0: an error of `checkify` with a text of its own has no public
+# base class.
+from jax._src.checkify import ErrorEffect, JaxException  # isort: skip
+
+# Private, seen from 0.10.2 to 0.12.0: what the equation of a `jit` without shardings has in their
+# place. A public predicate would take its place.
+from jax._src.named_sharding import UnspecifiedValue  # isort: skip
 
 Axes = str | tuple[str, ...]
 Tree = TypeVar("Tree")
+
+# Flax up to 0.12.8 reads the parameters of a scan as jax had them until 0.11. Goes with the last
+# jax of Python 3.11.
+_PAIRS = (((0, 11), (0, 12, 9)),)  # from this jax on, at least this flax
+
+# With jax 0.10.2 refs that are differentiated, or belong to a function that JAX is not to take
+# apart, get torn; with 0.12 they are not (0.11 was not tried). Goes with the last jax of Python
+# 3.11, and most of `pipeline.backward.in_place` with it.
+REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)
+
+CheckError = JaxException  # the base class of what a failed check raises
+
+_HARMLESS = NamedAxisEffect, ReadEffect, WriteEffect, AccumEffect
+_ONCE = IOEffect, OrderedIOEffect
+# Of reverse mode through the kernel's refs, seen in 0.10.2 and in 0.12.0. A public class of such
+# errors would take their place.
+_OF_REFS = "AbstractRef", "Linearization failed"
+
+
+def check_releases(jax: str | None = None, flax: str | None = None) -> None:
+    """Check that flax knows the jax beside it.
+
+    Args:
+      jax: its version; by default of what is installed.
+      flax: likewise.
+
+    Raises:
+      ImportError: it does not; the message says what to install.
+    """
+    jax = jax or metadata.version("jax")
+    flax = flax or metadata.version("flax")
+    for newest, least in _PAIRS:
+        if _numbers(jax) >= newest and _numbers(flax) < least:
+            text = ".".join(map(str, least))
+            raise ImportError(
+                f"flax {flax} beside jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
+                f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
+                f"{'.'.join(map(str, newest))}'"
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``0.12.8`` and ``0.12.8.dev1`` as (0, 12, 8)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+# --- varying types ---
 
 
 def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
@@ -25,7 +95,7 @@ def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def varying_in(aval: Any, otherwise: tuple[str, ...] = ()) -> tuple[str, ...]:
+def varying_in(aval: Any, otherwise: Any = ()) -> Any:
     """The manual mesh axes over which values of a type vary, sorted; of an array, of its type.
 
     Args:
@@ -118,6 +188,9 @@ def untyped() -> AbstractContextManager[None]:
     return context
 
 
+# --- platforms ---
+
+
 def platform() -> str:
     """The platform that is traced for: "cpu", "gpu", "tpu"; that of the mesh if there is one.
 
@@ -140,3 +213,94 @@ def has_cudnn() -> bool:
         return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
     except RuntimeError:  # the library is not installed
         return False
+
+
+# --- jaxprs ---
+
+
+def loop_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants a `scan` has, and how many values it carries.
+
+    Up to 0.11 they are parameters, in 0.12 lengths of trees. What would take its place is a
+    reader of a scan's equation in `jax.extend`.
+    """
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].unpack())
+    return len(consts), len(carry)
+
+
+def fixes_shardings(eqn: Any) -> bool:
+    """Whether the equation of a `jit` says how its operands or results lie."""
+    params = eqn.params
+    fixed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return not all(isinstance(sharding, UnspecifiedValue) for sharding in fixed)
+
+
+def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
+    """A jaxpr without the equations that lead nowhere, and which of its inputs lead somewhere.
+
+    `jax.interpreters` is public and said to be internal; seen from 0.10.2 to 0.12.0. Dead code
+    elimination in `jax.extend` would take its place.
+
+    Args:
+      jaxpr: any.
+      keep_inputs: whether those that lead nowhere stay inputs.
+    """
+    wanted = [True] * len(jaxpr.outvars)
+    found, used = partial_eval.dce_jaxpr(jaxpr, wanted, instantiate=keep_inputs)
+    return found, list(used)
+
+
+# --- effects and errors ---
+
+
+def has_effect(effects: Iterable[Any]) -> bool:
+    """Whether there is one beside what refs and mesh axes have, such as a print."""
+    return not all(isinstance(effect, _HARMLESS) for effect in effects)
+
+
+def may_not_repeat(effects: Iterable[Any]) -> bool:
+    """Whether there is one of `io_callback`: who calls it counts on how often it is called."""
+    return any(isinstance(effect, _ONCE) for effect in effects)
+
+
+def has_check(effects: Iterable[Any]) -> bool:
+    """Whether a check of `checkify` is among them."""
+    return any(isinstance(effect, ErrorEffect) for effect in effects)
+
+
+def is_of_refs(error: Exception) -> bool:
+    """Whether it is JAX's, of reverse mode through a function that writes to refs."""
+    return any(text in str(error) for text in _OF_REFS)
+
+
+def renamed_errors(
+    error: checkify.Error, where: Sequence[Any], rename: Callable[..., Any]
+) -> checkify.Error:
+    """What `checkify` found, each failed check in another exception.
+
+    How an error is flattened is private, seen from 0.10.2 to 0.12.0. A way to map over the
+    exceptions of a `checkify.Error` would take its place.
+
+    Args:
+      error: what `checkify.checkify` returned.
+      where: int32 scalars that the exceptions hold too.
+      rename: makes an exception of ``where`` and the check's own; it flattens to both.
+    """
+    (failed, codes, payloads), kinds = error.tree_flatten()
+    types = tuple(jax.ShapeDtypeStruct((), jnp.int32) for _ in where)
+    names = {
+        effect: ErrorEffect(effect.error_type, (*types, *effect.shape_dtypes)) for effect in failed
+    }
+
+    def wrapped(kind: Any) -> Any:
+        of_check = jax.tree.unflatten(kind, [0] * kind.num_leaves)
+        return jax.tree.structure(rename((0,) * len(where), of_check))
+
+    return checkify.Error(
+        {names[effect]: value for effect, value in failed.items()},
+        {names[effect]: code for effect, code in codes.items()},
+        {code: wrapped(kind) for code, kind in kinds.items()},
+        {names[effect]: [*where, *leaves] for effect, leaves in payloads.items()},
+    )

@@ -1,6 +1,11 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
-from pipeline.base import versions  # noqa: F401  first: it sees that flax knows this jax
+# ruff: noqa: E402
+
+from collectives.compat import check_releases
+
+check_releases()  # before flax is used with a jax that it does not know
+
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from collectives.compat import check_releases
 from pipeline import Pipeline
-from pipeline.base.versions import see_that_releases_fit
 from tests import models
 
 
@@ -48,12 +48,12 @@ def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
     ],
 )
 def test_releases_that_work_together(jax_version: str, flax_version: str) -> None:
-    see_that_releases_fit(jax_version, flax_version)
+    check_releases(jax_version, flax_version)
 
 
 def test_a_flax_that_does_not_know_the_jax_beside_it() -> None:
     with pytest.raises(ImportError) as caught:
-        see_that_releases_fit("0.12.0.1", "0.12.8")
+        check_releases("0.12.0.1", "0.12.8")
     assert str(caught.value) == (
         "flax 0.12.8 beside jax 0.12.0.1: from jax 0.11 on, flax 0.12.9 or newer is needed; "
         "pip install 'flax>=0.12.9', or 'jax<0.11'"

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from pipeline.jaxpr.primitives import callee, loop_sizes
+from collectives.compat import REFS_ARE_WHOLE, loop_sizes
+from pipeline.jaxpr.primitives import callee
 
 Var = Any
-_REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)  # of what goes wrong, only the first remains
 _SUMS = frozenset(
     ("add", "add_any", "convert_element_type", "copy", "copy_p", "optimization_barrier", "sub")
 )
@@ -48,12 +47,12 @@ def _is_fit(jaxpr: Any, same: set[Var]) -> bool:
             same.update(eqn.outvars)
         elif len(places) > 1 or not _suits(eqn, places[0], same):
             return False
-    return _REFS_ARE_WHOLE or not any(v in same for v in _variables(jaxpr.outvars))
+    return REFS_ARE_WHOLE or not any(v in same for v in _variables(jaxpr.outvars))
 
 
 def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
     """Whether an equation can, to which a weight is one operand."""
-    if not _REFS_ARE_WHOLE and eqn.primitive.name == "slice":
+    if not REFS_ARE_WHOLE and eqn.primitive.name == "slice":
         return False
     body, _ = callee(eqn)
     if body is not None:
@@ -67,7 +66,7 @@ def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
         body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, loop_sizes(eqn)
         is_const, is_row = place < num_consts, place >= num_consts + num_carry
         keeps = is_row or (is_const and not _has_constant_steps(body, range(num_consts)))
-        return (_REFS_ARE_WHOLE or keeps) and _is_fit(body, {body.invars[place]})
+        return (REFS_ARE_WHOLE or keeps) and _is_fit(body, {body.invars[place]})
     if eqn.primitive.name == "cond":
         bodies = [body.jaxpr for body in eqn.params["branches"]]
         return all(_is_fit(body, {body.invars[place - 1]}) for body in bodies)

@@ -13,7 +13,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from pipeline.jaxpr.primitives import callee, is_ref, loop_sizes, moves
+from collectives.compat import loop_sizes
+from pipeline.jaxpr.primitives import callee, is_ref, moves
 
 Roots = dict[Any, Any]  # a variable to what is whole of it, outside the loops
 

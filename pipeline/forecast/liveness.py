@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from collectives.compat import loop_sizes
 from pipeline.forecast.fusion import Compiler, Flow, Node, Slots, Value, nbytes
 from pipeline.forecast.order import late_order
-from pipeline.jaxpr.primitives import callee, loop_sizes
+from pipeline.jaxpr.primitives import callee
 
 XLA_FOR_CPU = Compiler()
 

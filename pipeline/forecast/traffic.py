@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from jax.interpreters import partial_eval
 from numpy.typing import NDArray
 
 from collectives import STAGE
+from collectives.compat import live
 from pipeline.forecast.fusion import nbytes
 from pipeline.forecast.liveness import find_shard_map
 from pipeline.kernel import runtime, scopes
@@ -127,8 +127,8 @@ class _Walk:
     def read(self, jaxpr: Any, times: Counts, scope: str, *, known: bool) -> None:
         """A body that each rank runs so often; ``known`` if the tables say so."""
         # Nobody computes what nobody reads, such as the last sum of a forward that is run again.
-        live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-        for eqn in live.eqns:
+        lean, _ = live(jaxpr, keep_inputs=True)
+        for eqn in lean.eqns:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             name = eqn.primitive.name
             if name in _KINDS:

@@ -11,7 +11,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from pipeline.jaxpr.primitives import body_of, is_identity, loop_sizes
+from collectives.compat import loop_sizes
+from pipeline.jaxpr.primitives import body_of, is_identity
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:

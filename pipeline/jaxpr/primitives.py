@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from collectives.compat import varying_in
+from collectives.compat import fixes_shardings, varying_in
 
 Eqn = Any
 
@@ -73,7 +73,6 @@ _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 )
 _REMATS = frozenset(("remat", "remat2", "checkpoint"))
-_HARMLESS = frozenset(("NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"))
 
 CHEAP, LIGHT, HEAVY = range(3)
 
@@ -138,11 +137,6 @@ def barrier(*values: Any) -> list[Any]:
     return held
 
 
-def has_effect(eqn: Eqn) -> bool:
-    """Whether an equation does something beside its results and its refs, such as a print."""
-    return any(type(effect).__name__ not in _HARMLESS for effect in eqn.effects)
-
-
 def callee(eqn: Eqn) -> tuple[Any, Sequence[bool]]:
     """The jaxpr that an equation merely calls, or None; and which operands must not be merged.
 
@@ -154,7 +148,7 @@ def callee(eqn: Eqn) -> tuple[Any, Sequence[bool]]:
     if name in _REMATS:
         prevent = params["prevent_cse"] if params["differentiated"] else False
         barred = (prevent,) * count if isinstance(prevent, bool) else prevent
-    elif name not in _CALLS or not _is_mere(params):
+    elif name not in _CALLS or fixes_shardings(eqn):
         return None, barred
     return body_of(eqn), barred
 
@@ -164,16 +158,3 @@ def body_of(eqn: Eqn) -> Any:
     if eqn.primitive.name not in _CALLS | _REMATS:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-
-
-def _is_mere(params: dict[str, Any]) -> bool:
-    fixed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in fixed)
-
-
-def loop_sizes(eqn: Eqn) -> tuple[int, int]:
-    """How many constants a `scan` has, and how many values it carries."""
-    if "num_carry" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = map(list, eqn.params["ft_in"].unpack())  # since jax 0.12
-    return len(consts), len(carry)

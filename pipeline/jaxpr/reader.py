@@ -14,14 +14,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from collectives.compat import has_effect, loop_sizes
 from pipeline.base.tree import shape_text
 from pipeline.jaxpr.primitives import (
     barrier,
     callee,
     cost_of,
-    has_effect,
     is_ref,
-    loop_sizes,
     moves,
 )
 from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
@@ -93,7 +92,7 @@ class _Reader:
                 call=_binder(eqn),
                 cost=cost_inside(_steps(inner)) if inner else Cost(cost_of(eqn)),
                 label=f"{eqn.primitive.name} -> {', '.join(shape_text(n.aval) for n in makes)}",
-                effect=any(s.effect for s in _steps(inner)) if inner else has_effect(eqn),
+                effect=any(s.effect for s in _steps(inner)) if inner else has_effect(eqn.effects),
                 moves=moves(eqn),
                 inner=inner,
             )

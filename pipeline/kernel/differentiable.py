@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from collectives.compat import REFS_ARE_WHOLE, has_check, is_of_refs
 from pipeline.backward.masks import Mask, Trained, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.jaxpr.evaluate import narrows
@@ -28,13 +29,9 @@ from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
-from pipeline.rank.checks import has_check
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 
-# jax 0.10 cannot discharge the refs of what is whole to it.
-_HAS_WHOLE = jax.__version_info__ >= (0, 12)
-_SIGNS = "AbstractRef", "Linearization failed"  # of a backward pass that is differentiated
 _TWICE = (
     "a pipeline was differentiated twice by reverse mode, and its backward pass has no such "
     "derivative; for products with a Hessian take jax.jvp of jax.grad"
@@ -171,7 +168,7 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     inputs is taken out of it, and the kernel's refs would be torn apart. Where JAX looks for NaN it
     must see the kernel's values, and where a stage has a check `checkify` must see that.
     """
-    if not _HAS_WHOLE or is_watched():
+    if not REFS_ARE_WHOLE or is_watched():
         return run
     whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
 
@@ -188,7 +185,7 @@ def refusing_twice(what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, ValueError) as error:
-        if not any(sign in str(error) for sign in _SIGNS):
+        if not is_of_refs(error):
             raise
         raise ValueError(what) from error
 

@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from collectives.compat import loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.primitives import callee, is_elementwise, loop_sizes
+from pipeline.jaxpr.primitives import callee, is_elementwise
 from pipeline.model.overlay import Spot
 
 # With these, numbers of all layers are made one, one after another.

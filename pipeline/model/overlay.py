@@ -201,8 +201,7 @@ def unnamed(types: Sequence[Any]) -> list[Leaf]:
     seen: dict[Hashable, int] = {}
     leaves = []
     for leaf in types:
-        says = getattr(leaf, "manual_axis_type", None) is not None
-        group = leaf.dtype, varying_in(leaf) if says else None
+        group = leaf.dtype, varying_in(leaf, None)
         kind = (*group, leaf.shape)
         seen[kind] = seen.get(kind, 0) + 1
         leaves.append(Leaf(group, (*kind, seen[kind]), leaf.shape))

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from collectives import DATA, STAGE
+from collectives.compat import has_check
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
 from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
 from pipeline.model.randomness import own_axes
-from pipeline.rank.checks import has_check
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
 

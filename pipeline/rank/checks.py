@@ -7,18 +7,16 @@ whoever runs `checkify` around a step reads of the stage, whatever loops the che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import checkify
 
-# Private, seen in 0.10.2 to 0.12.0: an error with a text of its own has no public base class.
-from jax._src.checkify import ErrorEffect, JaxException  # isort: skip
+from collectives.compat import CheckError, renamed_errors
 
 
-class StageCheckError(JaxException):
+class StageCheckError(CheckError):
     """A failed check, and where.
 
     Args:
@@ -44,11 +42,6 @@ class StageCheckError(JaxException):
         return f"stage {stage}, microbatch {microbatch}: {self.failed}"
 
 
-def has_check(effects: Iterable[Any]) -> bool:
-    """Whether a check of `checkify` is among some effects."""
-    return any(isinstance(effect, ErrorEffect) for effect in effects)
-
-
 def naming(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) -> Callable[..., Any]:
     """``run``, with ``where`` in the errors of its checks.
 
@@ -59,26 +52,7 @@ def naming(run: Callable[..., Any], where: tuple[jax.Array, jax.Array]) -> Calla
 
     def call(*given: Any) -> Any:
         error, found = checkify.checkify(run, errors=checkify.user_checks)(*given)
-        checkify.check_error(_named(error, where))
+        checkify.check_error(renamed_errors(error, where, StageCheckError))
         return found
 
     return call
-
-
-def _named(error: checkify.Error, where: tuple[jax.Array, jax.Array]) -> checkify.Error:
-    (failed, codes, payloads), kinds = error.tree_flatten()
-    types = tuple(jax.ShapeDtypeStruct((), jnp.int32) for _ in where)
-    names = {
-        effect: ErrorEffect(effect.error_type, (*types, *effect.shape_dtypes)) for effect in failed
-    }
-
-    def wrapped(kind: Any) -> Any:
-        of_check = jax.tree.unflatten(kind, [0] * kind.num_leaves)
-        return jax.tree.structure(StageCheckError((0, 0), of_check))
-
-    return checkify.Error(
-        {names[effect]: value for effect, value in failed.items()},
-        {names[effect]: code for effect, code in codes.items()},
-        {code: wrapped(kind) for code, kind in kinds.items()},
-        {names[effect]: [*where, *leaves] for effect, leaves in payloads.items()},
-    )

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import jax
 
+from collectives.compat import has_check, may_not_repeat
 from pipeline.base.tree import blank
-from pipeline.rank.checks import has_check
 from pipeline.rank.groups import GroupedModel
 from pipeline.rank.local_model import LocalModel
-
-_ONCE = frozenset(("IOEffect", "OrderedIOEffect"))
 
 
 def see_that_effects_happen_once(local: LocalModel, *, again: bool, masked: bool) -> None:
@@ -40,7 +38,7 @@ def see_that_effects_happen_once(local: LocalModel, *, again: bool, masked: bool
                 "bubbles, on no data: the check would fail of what no microbatch holds; use "
                 'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
             )
-        if any(type(effect).__name__ in _ONCE for effect in effects):
+        if may_not_repeat(effects):
             what = 'with remat="stage" a backward runs its forward again'
             remedy = "remat=None"
             if masked:

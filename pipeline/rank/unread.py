@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.interpreters import partial_eval
 
+from collectives.compat import live
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
 from pipeline.sharding.fit import outside
@@ -76,8 +76,8 @@ def _unread_in_ends(state: RankState, body: Any) -> list[str]:
 
 def _used(body: Any) -> list[bool]:
     """Which inputs of a jaxpr lead to its results."""
-    _, used = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
-    return list(used)
+    _, used = live(body, keep_inputs=False)
+    return used
 
 
 def _paths(treedef: Any, used: list[bool]) -> Iterator[tuple[str, bool]]:
