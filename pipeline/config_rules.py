@@ -12,11 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from collectives import DATA, STAGE, TENSOR
 from collectives.homes import straddling
 from collectives.sizes import fitting, in_order, integer, is_size, name_faults, text
+from pipeline.base.precision import check_dtype
 
 Fields = dict[str, Any]
 
@@ -83,23 +82,10 @@ def _precision(fields: Fields) -> list[str]:
     for name in DTYPES:
         given = fields["param_dtype"] if fields[name] is None else fields[name]
         try:
-            dtype = jnp.dtype(given)
-        except TypeError:
-            dtype = None
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            fault = "must be a floating dtype, such as 'float32' or 'bfloat16'"
-        elif dtype == jnp.float64 != jnp.result_type(float):
-            fault = (
-                "JAX makes that float32 unless told otherwise; call "
-                "jax.config.update('jax_enable_x64', True) first, or use 'float32'"
-            )
-        elif dtype.itemsize < 2:
-            fault = "must have 16 bits or more, as 'bfloat16' has: gradients and sums need them"
-        else:
-            found[name] = dtype.name
-            continue
-        if fields[name] is not None:  # else it is the fault of param_dtype
-            faults.append(f"{name}={given!r}: {fault}")
+            found[name] = check_dtype(name, given, others="").name
+        except ValueError as fault:
+            if fields[name] is not None:  # else it is the fault of param_dtype
+                faults.append(str(fault))
     fields.update(found)
     return faults
 

@@ -64,14 +64,20 @@ MANY = (
                 "data=True: must be an integer >= 1, or None for what follows from the others",
                 "tensor=None: must be an integer >= 1",
                 "process_id=-1: must be an integer >= 0, or None",
-                "param_dtype='int8': must be a floating dtype, such as 'float32' or 'bfloat16'",
+                (
+                    "param_dtype='int8': must be a floating dtype of 16 bits or more, such as "
+                    "'bfloat16'"
+                ),
             ],
         ),
         (
             {"axes": {"tensr": 2, "expert": 0, "devices": 1}, "grad_dtype": "float23"},
             [
                 "axes['expert']=0: must be an integer >= 1",
-                "grad_dtype='float23': must be a floating dtype, such as 'float32' or 'bfloat16'",
+                (
+                    "grad_dtype='float23': must be a floating dtype of 16 bits or more, such as "
+                    "'bfloat16'"
+                ),
                 (
                     "axis 'tensr': looks like 'tensor' misspelt; write tensor, or choose a name "
                     "that is not so close"
@@ -98,8 +104,8 @@ MANY = (
             {"compute_dtype": "float8_e4m3fn"},
             [
                 (
-                    "compute_dtype='float8_e4m3fn': must have 16 bits or more, as 'bfloat16' has: "
-                    "gradients and sums need them"
+                    "compute_dtype='float8_e4m3fn': must be a floating dtype of 16 bits or more, "
+                    "such as 'bfloat16'"
                 )
             ],
         ),
@@ -108,8 +114,8 @@ MANY = (
             {"param_dtype": "float64"},
             [
                 (
-                    "param_dtype='float64': JAX makes that float32 unless told otherwise; call "
-                    "jax.config.update('jax_enable_x64', True) first, or use 'float32'"
+                    "param_dtype='float64': JAX has no float64 unless jax_enable_x64 is set; set "
+                    "it, or use 'float32'"
                 ),
             ],
         ),

@@ -196,21 +196,21 @@ def test_a_configuration_without_microbatches() -> None:
             "halves",
             (
                 "'halves': must be None, for what the model has, or a floating dtype of 16 bits or "
-                "more, such as jnp.bfloat16"
+                "more, such as 'bfloat16'"
             ),
         ),
         (
             "float8_e4m3fn",
             (
                 "'float8_e4m3fn': must be None, for what the model has, or a floating dtype of 16 "
-                "bits or more, such as jnp.bfloat16"
+                "bits or more, such as 'bfloat16'"
             ),
         ),
         (
             "float64",
             (
                 "'float64': JAX has no float64 unless jax_enable_x64 is set; set it, or use "
-                "jnp.float32"
+                "'float32'"
             ),
         ),
     ],

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pipeline.backward.in_place import can_be_added_in_place
 from pipeline.backward.masks import Mask, chosen, woven
-from pipeline.base.precision import floating
+from pipeline.base.precision import check_dtype
 from pipeline.base.tree import Leaves
 
 GradDtype = Any  # None, "weights" or a floating dtype
@@ -55,8 +55,8 @@ def check_grad_dtype(grad_dtype: Any) -> GradDtype:
     """
     if grad_dtype is None or (isinstance(grad_dtype, str) and grad_dtype == "weights"):
         return grad_dtype
-    others = "None (each weight's dtype, at least float32), 'weights' (each weight's dtype)"
-    found: GradDtype = floating("grad_dtype", grad_dtype, others)
+    others = "None (each weight's dtype, at least float32), 'weights' (each weight's dtype), or "
+    found: GradDtype = check_dtype("grad_dtype", grad_dtype, others)
     return found
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from pipeline.base.tree import nbytes
+
 Value = Any  # anything hashable with a type ``aval``
 
 _SOURCE, _SINK = 0, 1
@@ -24,7 +26,7 @@ _UNITS = 1 << 22  # the total of all sizes in units of capacity: flows are 32-bi
 
 def num_bytes(value: Value) -> int:
     """The size of an array, at least 1."""
-    return max(1, value.aval.size * value.aval.dtype.itemsize)
+    return max(1, nbytes(value.aval))
 
 
 def smallest_cut(

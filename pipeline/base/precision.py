@@ -17,39 +17,32 @@ from flax import nnx
 from pipeline.base.tree import Tree
 
 
-def check_dtype(name: str, dtype: Any) -> Any:
-    """The option in its canonical form, None if it is not given.
-
-    Raises:
-      ValueError: no dtype in which a model can be kept or computed.
-    """
-    return None if dtype is None else floating(name, dtype, "None, for what the model has")
-
-
-def floating(name: str, dtype: Any, others: str) -> Any:
-    """A dtype to compute in, in its canonical form.
+def check_dtype(name: str, dtype: Any, others: str = "None, for what the model has, or ") -> Any:
+    """A dtype in which a model can be kept or computed, in its canonical form.
 
     Args:
       name: of the option.
       dtype: what was given.
-      others: in words, what else the option may be.
+      others: in words, what else the option may be; None, which is returned, if anything.
 
     Raises:
       ValueError: not a float of 16 bits or more, or one that JAX does not have now.
     """
+    if dtype is None and others:
+        return None
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
         raise ValueError(
-            f"{name}={dtype!r}: must be {others}, or a floating dtype of 16 bits or more, such as "
-            f"jnp.bfloat16"
+            f"{name}={dtype!r}: must be {others}a floating dtype of 16 bits or more, such as "
+            f"'bfloat16'"
         )
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(
             f"{name}={dtype!r}: JAX has no {found.name} unless jax_enable_x64 is set; set it, or "
-            f"use jnp.float32"
+            f"use 'float32'"
         )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,6 +117,12 @@ def join(trees: list[Tree]) -> Tree | None:
         return jax.eval_shape(lambda: vary(zeros(leaves[0]), axes))
 
     return jax.tree.map(one, *trees)
+
+
+def nbytes(leaf: Any) -> int:
+    """The size of an array, or of the array that a ref holds; of its type."""
+    leaf = getattr(leaf, "inner_aval", leaf)
+    return math.prod(leaf.shape) * int(leaf.dtype.itemsize)
 
 
 def shape_text(leaf: Any) -> str:

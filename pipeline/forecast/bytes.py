@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from pipeline.base.tree import Tree
-from pipeline.forecast.fusion import Compiler, nbytes
+from pipeline.base.tree import Tree, nbytes
+from pipeline.forecast.fusion import Compiler
 from pipeline.forecast.hoisted_casts import cast_once
 from pipeline.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.kernel import runtime

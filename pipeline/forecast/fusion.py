@@ -6,13 +6,13 @@ that computes its operands on the way; then what it is computed from must be in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Literal
 
+from pipeline.base.tree import nbytes
 from pipeline.jaxpr.primitives import CHEAP, LIGHT, callee, cost_of, is_ref
 
 Slots = Sequence["Value | None"]  # None where an equation has a literal
@@ -45,12 +45,6 @@ _WHOLE = frozenset(
 _WRITES = frozenset(("swap", "addupdate"))
 _SUMS = frozenset(("psum", "psum_invariant"))
 _BODIES = frozenset(("while", "scan", "cond"))
-
-
-def nbytes(aval: Any) -> int:
-    """The size of an array, or of the array that a ref holds."""
-    aval = getattr(aval, "inner_aval", aval)
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ microbatches run. On CPU it stays in the loop.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from jax.extend.core import Literal
@@ -52,7 +51,7 @@ def _find(jaxpr: Any, roots: Roots, copies: dict[Any, int]) -> None:
         if eqn.primitive.name == "convert_element_type" and root is not None:
             dtype = eqn.outvars[0].aval.dtype
             if dtype.itemsize < root.aval.dtype.itemsize:
-                copies[root, dtype] = math.prod(root.aval.shape) * dtype.itemsize
+                copies[root, dtype] = root.aval.size * dtype.itemsize
                 continue
         if root is not None and (moves(eqn) or eqn.primitive.name in _PARTS):
             roots.update(dict.fromkeys(eqn.outvars, root))

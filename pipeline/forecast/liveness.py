@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from collectives.compat import loop_sizes
-from pipeline.forecast.fusion import Compiler, Flow, Node, Slots, Value, nbytes
+from pipeline.base.tree import nbytes
+from pipeline.forecast.fusion import Compiler, Flow, Node, Slots, Value
 from pipeline.forecast.order import late_order
 from pipeline.jaxpr.primitives import callee
 

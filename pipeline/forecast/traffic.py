@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from collectives import STAGE
 from collectives.compat import live
-from pipeline.forecast.fusion import nbytes
+from pipeline.base.tree import nbytes
 from pipeline.forecast.liveness import find_shard_map
 from pipeline.kernel import runtime, scopes
 from pipeline.kernel.ticks import without

@@ -17,7 +17,6 @@ values, so that ``pipe.eval()`` and the like still reach it.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from jax.sharding import NamedSharding
 
 from collectives import STAGE
 from pipeline.base.placeholders import Placeholder, with_arrays, without_values
-from pipeline.base.tree import Tree, is_abstract, is_key, zeros
+from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.sharding.distribute import constrained
@@ -235,13 +234,9 @@ def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
     params, _ = _halve(chunk)
     flat = nnx.to_flat_state(params)
     packed = sum(path[0] == "packed" for path, _ in flat)
-    stored = sum(map(_bytes, jax.tree.leaves(params))) // len(stages)
-    largest = max(sum(map(_bytes, jax.tree.leaves(_halve(stage)[0]))) for stage in stages)
+    stored = sum(map(nbytes, jax.tree.leaves(params))) // len(stages)
+    largest = max(sum(map(nbytes, jax.tree.leaves(_halve(stage)[0]))) for stage in stages)
     return (
         f"{len(flat) - packed} arrays of parameters keep their names, the rest is packed into "
         f"{packed}; a rank stores {stored:,} bytes of them, the largest stage has {largest:,}"
     )
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
