@@ -37,7 +37,7 @@ def linear_cross_entropy(
     x: jax.Array,
     table: jax.Array,
     labels: jax.Array,
-    axis: str = TENSOR,
+    axis: str | None = TENSOR,
     *,
     chunks: int,
     ignore: int | None = IGNORED,

@@ -21,29 +21,31 @@ varies over the axis.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import jax
 
 from collectives.compat import vary, varying_axes
 from collectives.sizes import TENSOR
 
 
-def is_manual(axis: str) -> bool:
+def is_manual(axis: str | None) -> TypeGuard[str]:
     """Whether the surrounding shard_map is manual over `axis`; False also where no mesh has it."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def group_size(axis: str) -> int:
+def group_size(axis: str | None) -> int:
     """R, as a Python integer; 1 where the axis is not manual."""
     return jax.lax.axis_size(axis) if is_manual(axis) else 1
 
 
-def group_rank(axis: str) -> jax.Array | int:
+def group_rank(axis: str | None) -> jax.Array | int:
     """This rank's position in 0..R-1; the integer 0 where the axis is not manual."""
     return jax.lax.axis_index(axis) if is_manual(axis) else 0
 
 
 def column_input(
-    x: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None
+    x: jax.Array, axis: str | None = TENSOR, *, sequence_axis: int | None = None
 ) -> jax.Array:
     """The input of a column layer: the same on all ranks, and marked as varying.
 

@@ -12,6 +12,7 @@ manual, R is 1 and these are the plain functions. All statistics are float32.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +28,44 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]  # of `sum_up`
 
 
 def vocabulary_embedding(
-    table: jax.Array, tokens: jax.Array, axis: str = TENSOR, *, sequence_axis: int | None = None
+    table: jax.Array,
+    tokens: jax.Array,
+    axis: str | None = TENSOR,
+    *,
+    sequence_axis: int | None = None,
+    vocabulary: int | None = None,
+    dtype: Any = None,
 ) -> jax.Array:
     """Rows of a table that is spread over ranks.
 
     Args:
       table: `[v, d]`, this rank's rows.
       tokens: integers of any shape `[...]`, equal on all ranks. One outside 0..V-1 gives zeros.
-      axis: the mesh axis of the group.
+      axis: the mesh axis of the group; None if there is one rank.
       sequence_axis: the axis of the result along which each rank keeps its part.
+      vocabulary: how many of the V rows are words; a token that is none then gives NaN.
+      dtype: of the result; by default that of the table.
 
     Returns:
-      `[..., d]`, in the dtype of the table.
+      `[..., d]`.
 
     Raises:
       ValueError: the table does not vary over the axis; or as `row_output`.
     """
     require_parts("table", table, axis)
     local, mine = _find(tokens, table.shape[0], axis)
-    rows = jnp.take(table, local, axis=0, mode="clip")
-    rows = jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype))
-    return row_output(rows, axis, sequence_axis=sequence_axis)
+    rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype or table.dtype)
+    others = jnp.zeros((), rows.dtype)
+    if vocabulary is not None:
+        _, is_word = find_rows(tokens, vocabulary, first=0)
+        mine &= is_word
+        others = jnp.where(is_word, others, jnp.full((), jnp.nan, rows.dtype))[..., None]
+    rows = jnp.where(mine[..., None], rows, others)
+    return rows if axis is None else row_output(rows, axis, sequence_axis=sequence_axis)
 
 
 def vocabulary_cross_entropy(
-    logits: jax.Array, labels: jax.Array, axis: str = TENSOR, *, ignore: int | None = IGNORED
+    logits: jax.Array, labels: jax.Array, axis: str | None = TENSOR, *, ignore: int | None = IGNORED
 ) -> jax.Array:
     """Cross entropy of each token, from logits that stay where they are.
 
@@ -61,7 +75,7 @@ def vocabulary_cross_entropy(
     Args:
       logits: `[..., v]`, this rank's part, of any float dtype; -inf where a label cannot be.
       labels: `[...]` integers, equal on all ranks.
-      axis: the mesh axis of the group.
+      axis: the mesh axis of the group; None if there is one rank.
       ignore: labels whose loss is 0; None if there are none.
 
     Returns:
@@ -78,12 +92,12 @@ def vocabulary_cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _cross_entropy(logits: jax.Array, labels: jax.Array, axis: str) -> jax.Array:
+def _cross_entropy(logits: jax.Array, labels: jax.Array, axis: str | None) -> jax.Array:
     return _cross_entropy_forward(logits, labels, axis)[0]
 
 
 def _cross_entropy_forward(
-    logits: jax.Array, labels: jax.Array, axis: str
+    logits: jax.Array, labels: jax.Array, axis: str | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     found = sum_up(logits, *_find(labels, logits.shape[-1], axis))
     largest, total, picked = combine(*found, axis)
@@ -91,7 +105,7 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    axis: str, kept: tuple[jax.Array, ...], g: jax.Array
+    axis: str | None, kept: tuple[jax.Array, ...], g: jax.Array
 ) -> tuple[jax.Array, None]:
     logits, labels, largest, total = kept
     local, mine = _find(labels, logits.shape[-1], axis)
@@ -156,7 +170,7 @@ def logit_gradient(
     return (jnp.where(hit, shares - 1.0, shares) * g[..., None]).astype(logits.dtype)
 
 
-def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str) -> Sums:
+def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str | None) -> Sums:
     """The same over the whole vocabulary, by one maximum and one sum over ranks.
 
     Args:
@@ -181,7 +195,7 @@ def find_rows(
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
-def _find(indices: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
+def _find(indices: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
     """The same among this rank's rows."""
     return find_rows(indices, rows, first=group_rank(axis) * rows)
 
@@ -193,7 +207,7 @@ def mask_losses(losses: jax.Array, labels: jax.Array, size: int, ignore: int | N
     return losses if ignore is None else jnp.where(labels == ignore, 0.0, losses)
 
 
-def require_parts(name: str, x: jax.Array, axis: str) -> None:
+def require_parts(name: str, x: jax.Array, axis: str | None) -> None:
     """Refuse what is not spread over the axis: every rank would count it again."""
     if is_manual(axis) and axis not in varying_axes(x):
         raise ValueError(

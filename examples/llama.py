@@ -121,9 +121,9 @@ class Head(nnx.Module):
             dtype=dtype,
         )
         self.logits = VocabularyHead(
-            config.hidden_size,
-            config.vocab_size,
-            rngs,
+            width=config.hidden_size,
+            vocabulary=config.vocab_size,
+            rngs=rngs,
             multiple_of=config.vocabulary_multiple_of,
             table=table,
             sequence_parallel=config.sequence_parallel,

@@ -1,8 +1,9 @@
 """An embedding, a head and a loss that can be split by vocabulary over the stage ranks.
 
 Letters: S ranks, N words, d width; b stands for any leading axes, those of a microbatch. Called by
-themselves these are ordinary modules, and in ``Pipeline(vocabulary="ends")`` the first and the last
-rank call them so. In ``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
+themselves these are those of `pipeline.layers` that no mesh axis cuts, and in
+``Pipeline(vocabulary="ends")`` the first and the last rank call them so. In
+``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
 `pipeline.kernel.vocabulary` does what they do with all ranks at once.
 """
 
@@ -15,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives import vocabulary_cross_entropy
+from pipeline import layers
 from pipeline.base.tree import shape_text
+from pipeline.layers.vocabulary import Table, logits
+
+__all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
 
 
-class Table(nnx.Param[jax.Array]):
-    """[N, d] one row per word; behind the last word there may be rows that belong to none."""
-
-
-class VocabularyEmbedding(nnx.Module):
+class VocabularyEmbedding(layers.VocabularyEmbedding):
     """Words to vectors: [b] integers -> [b, d]. What is no word, below 0 or from N on, is NaN.
 
     Args:
@@ -44,18 +46,13 @@ class VocabularyEmbedding(nnx.Module):
         param_dtype: Any = jnp.float32,
         scale: float = 1.0,
     ) -> None:
-        self.words, self.dtype = words, dtype
-        self.table = Table(_normal(rngs, words, width, scale, param_dtype))
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """Look the words up."""
-        ids = ids.astype(jnp.int32)  # few bits may not hold N
-        table, is_word = self.table[...], (ids >= 0) & (ids < self.words)
-        rows = jnp.take(table, jnp.where(is_word, ids, 0), axis=0, mode="clip")
-        return jnp.where(is_word[..., None], rows, jnp.nan).astype(self.dtype or table.dtype)
+        init = nnx.initializers.normal(scale)
+        super().__init__(
+            words, width, rngs, axis=None, init=init, dtype=param_dtype, activations=dtype
+        )
 
 
-class VocabularyHead(nnx.Module):
+class VocabularyHead(layers.VocabularyHead):
     """Vectors to logits: [b, d] -> [b, N] float32, products with the table's rows.
 
     Args:
@@ -82,39 +79,31 @@ class VocabularyHead(nnx.Module):
         param_dtype: Any = jnp.float32,
         scale: float | None = None,
     ) -> None:
-        self.words, self.norm = words, norm
-        if tied is not None:
-            if (tied.words, tied.table.shape[1]) != (words, width):
-                raise ValueError(
-                    f"tied is an embedding of {tied.words} words in {tied.table.shape[1]} "
-                    f"dimensions, the head is of {words} in {width}; what they share has one "
-                    f"size: give both the same"
-                )
-            self.table = tied.table
-        elif rngs is not None:
-            scale = width**-0.5 if scale is None else scale
-            self.table = Table(_normal(rngs, words, width, scale, param_dtype))
-        else:
+        if tied is not None and (tied.words, tied.table.shape[1]) != (words, width):
+            raise ValueError(
+                f"tied is an embedding of {tied.words} words in {tied.table.shape[1]} "
+                f"dimensions, the head is of {words} in {width}; what they share has one "
+                f"size: give both the same"
+            )
+        if tied is None and rngs is None:
             raise ValueError(
                 "VocabularyHead has neither rngs nor tied; give rngs=nnx.Rngs(...) for a table of "
                 "its own, or tied=embedding to share one"
             )
+        super().__init__(
+            width=width,
+            vocabulary=words,
+            rngs=rngs,
+            norm=norm,
+            table=None if tied is None else tied.table,
+            axis=None,
+            init=None if scale is None else nnx.initializers.normal(scale),
+            dtype=param_dtype,
+        )
 
-    def features(self, y: jax.Array) -> jax.Array:
-        """What is multiplied with the table: [b, d] -> [b, d]."""
-        return y if self.norm is None else self.norm(y)
-
-    def __call__(self, y: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         """All logits."""
-        return logits(self.features(y), self.table[...])[..., : self.words]
-
-
-def logits(h: jax.Array, table: jax.Array) -> jax.Array:
-    """[b, d] and [N, d] -> [b, N] float32; the products are of h's dtype."""
-    flat = jnp.dot(
-        h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=jnp.float32
-    )
-    return flat.reshape(*h.shape[:-1], -1)
+        return logits(self.features(x), self.table[...])[..., : self.words]
 
 
 @dataclass(frozen=True)
@@ -149,21 +138,14 @@ class CrossEntropy:
     def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
         """(sum, weight), float32 scalars."""
         ids, weights = self.tokens(targets)
-        weights_of_words = spoil(ids, weights, scores.shape[-1])
-        safe = jnp.clip(ids, 0, scores.shape[-1] - 1)
-        scores = scores.astype(jnp.float32)
-        chosen = jnp.take_along_axis(scores, safe[..., None], axis=-1)[..., 0]
-        lost = jax.nn.logsumexp(scores, axis=-1) - chosen
-        return jnp.sum(lost * weights_of_words), jnp.sum(weights)
+        words = scores.shape[-1]
+        lost = vocabulary_cross_entropy(scores, jnp.clip(ids, 0, words - 1), None, ignore=None)
+        return jnp.sum(lost * spoil(ids, weights, words)), jnp.sum(weights)
 
 
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
     """Weights, NaN for what counts and is no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
-
-
-def _normal(rngs: nnx.Rngs, words: int, width: int, scale: float, dtype: Any) -> jax.Array:
-    return (jax.random.normal(rngs.params(), (words, width)) * scale).astype(dtype)
 
 
 def _is_array(x: Any) -> bool:

@@ -60,10 +60,11 @@ def build(name: str, **options: Any) -> nnx.Module:
         "Attention": (WIDTH, 8, 4),
         "SwiGLU": (WIDTH, 48),
         "VocabularyEmbedding": (WORDS, WIDTH),
-        "VocabularyHead": (WIDTH, WORDS),
     }
     if name == "RMSNorm":
         return layers.RMSNorm(WIDTH, **options)
+    if name == "VocabularyHead":
+        return layers.VocabularyHead(width=WIDTH, vocabulary=WORDS, rngs=nnx.Rngs(0), **options)
     if name not in sizes:
         return Table(nnx.Rngs(0))
     return getattr(layers, name)(*sizes[name], nnx.Rngs(0), **options)

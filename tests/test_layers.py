@@ -131,7 +131,13 @@ def test_embedding(ranks: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("chunks", [None, 2])
 @grid
 def test_head_and_loss(ranks: int, sequence_parallel: bool, chunks: int | None) -> None:
-    head = VocabularyHead(D, WORDS, nnx.Rngs(0), multiple_of=8, sequence_parallel=sequence_parallel)
+    head = VocabularyHead(
+        width=D,
+        vocabulary=WORDS,
+        rngs=nnx.Rngs(0),
+        multiple_of=8,
+        sequence_parallel=sequence_parallel,
+    )
     labels = words(seed=1).at[0, :2].set(-100)
     assert_parity(
         head,
@@ -146,8 +152,8 @@ def test_head_and_loss(ranks: int, sequence_parallel: bool, chunks: int | None) 
 
 @pytest.mark.parametrize("chunks", [None, 3])
 def test_padding_never_wins(chunks: int | None) -> None:
-    head = VocabularyHead(D, WORDS, nnx.Rngs(0), multiple_of=12)
-    short = VocabularyHead(D, WORDS, nnx.Rngs(1))
+    head = VocabularyHead(width=D, vocabulary=WORDS, rngs=nnx.Rngs(0), multiple_of=12)
+    short = VocabularyHead(width=D, vocabulary=WORDS, rngs=nnx.Rngs(1))
     head.table.set_value(100 * jnp.abs(head.table.get_value()).at[:WORDS].set(0.0))
     head.table.set_value(head.table.get_value().at[:WORDS].set(short.table.get_value()))
     x, labels = jnp.abs(normal(B, T, D)), words()
@@ -455,3 +461,32 @@ def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value) == message
+
+
+def test_a_head_by_position_is_deprecated_and_one_without_sizes_is_refused() -> None:
+    with pytest.warns(DeprecationWarning, match=r"say VocabularyHead\(width=\.\.\., vocabulary="):
+        old = VocabularyHead(D, WORDS, nnx.Rngs(0), multiple_of=8)
+    assert (old.words, old.table.shape) == (WORDS, (24, D))
+    shared = VocabularyHead(vocabulary=WORDS, table=old.table)
+    np.testing.assert_array_equal(shared(normal(B, T, D)), old(normal(B, T, D)))
+    for given in ({}, {"vocabulary": WORDS, "width": D}, {"table": old.table}):
+        with pytest.raises(ValueError) as caught:
+            VocabularyHead(**given)
+        assert str(caught.value) == (
+            "VocabularyHead has no size: give vocabulary=, and width= and rngs= for a table of its "
+            "own, or table= to share one"
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_no_word_is_nan(ranks: int) -> None:
+    embed = VocabularyEmbedding(WORDS, D, nnx.Rngs(0), multiple_of=8)  # with rows of padding
+    ids = jnp.array([[-1, 0, WORDS - 1, WORDS, 24, -100]])
+    parts = Parts(embed, call)
+
+    def run(leaves, ids):
+        return parts(leaves, ids)
+
+    found = jax.shard_map(run, mesh=mesh(ranks), in_specs=(parts.specs, P()), out_specs=P())
+    isnan = np.isnan(found(parts.leaves, ids)).all(-1)
+    np.testing.assert_array_equal(isnan[0], [True, False, False, True, True, True])

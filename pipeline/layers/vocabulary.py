@@ -1,11 +1,13 @@
 """Embedding and head, each rank with some of the words.
 
 Letters: R = ranks on the axis, V = rows of the table, v = V / R, d = width, b = sequences, t =
-positions. Both tables are `[V, d]`, cut by rows, so that one may serve as both.
+positions. Both tables are `[V, d]`, cut by rows, so that one may serve as both. Those that no axis
+of the model cuts, a pipeline may spread over its stages: `pipeline.vocabulary`.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -19,8 +21,12 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary
 from pipeline.layers.weights import Initializer, make_weight, read_weight, require_cut, scaled
 
 
+class Table(nnx.Param[jax.Array]):
+    """[V, d] one row per word, whole; behind the last word rows may belong to none."""
+
+
 class VocabularyEmbedding(nnx.Module):
-    """Words to vectors: `[b, t] -> [b, t, d]`, in the dtype given.
+    """Words to vectors: `[b, t] -> [b, t, d]`. What is no word is NaN.
 
     Args:
       vocabulary: the number of words.
@@ -28,10 +34,10 @@ class VocabularyEmbedding(nnx.Module):
       rngs: has a stream ``params``.
       multiple_of: V is the number of words rounded up to a multiple of this; rows beyond them are
         never read.
-      axis: the mesh axis of the group.
+      axis: the mesh axis of the group; None if there is one rank.
       sequence_parallel: whether each rank keeps its part of the sequence, `[b, t / R, d]`.
       init: of the table.
-      dtype: of the table; activations: of what it returns, by default the same.
+      dtype: of the table; activations: of what it returns, by default that of the table.
 
     Raises:
       ValueError: when called on R ranks, that R does not divide V.
@@ -44,71 +50,97 @@ class VocabularyEmbedding(nnx.Module):
         rngs: nnx.Rngs,
         *,
         multiple_of: int = 1,
-        axis: str = TENSOR,
+        axis: str | None = TENSOR,
         sequence_parallel: bool = False,
         init: Initializer | None = None,
         dtype: Any = jnp.float32,
         activations: Any = None,
     ) -> None:
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
-        self.activations = activations or dtype
+        self.words, self.activations = vocabulary, activations
         self.table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Embed; a token that is no word gives zeros or a row of padding."""
+        """Look the words up."""
         require_cut(self.table, self.axis)
-        table = self.table.get_value().astype(self.activations)
-        return vocabulary_embedding(table, tokens, self.axis, sequence_axis=self.sequence_axis)
+        return vocabulary_embedding(
+            self.table.get_value(),
+            tokens,
+            self.axis,
+            sequence_axis=self.sequence_axis,
+            vocabulary=self.words,
+            dtype=self.activations,
+        )
 
 
 class VocabularyHead(nnx.Module):
     """Vectors to logits: `[b, t, d] -> [b, t, v]`; padding gets -inf, so that it never wins.
 
     Args:
+      sizes: width, vocabulary and rngs by position, which is deprecated.
       width: d.
       vocabulary: the number of words.
-      rngs: has a stream ``params``.
+      rngs: has a stream ``params``; not needed with a table.
       multiple_of: as for `VocabularyEmbedding`.
       table: that of an embedding, to share it; the number of words stays as given.
-      axis: the mesh axis of the group.
+      norm: a module before the products.
+      axis: the mesh axis of the group; None if there is one rank.
       sequence_parallel: whether the input is this rank's part of the sequence, `[b, t / R, d]`.
       init: of the table.
       dtype: of the table.
 
     Raises:
-      ValueError: when called on R ranks, that R does not divide V.
+      ValueError: no size; or when called on R ranks, that R does not divide V.
     """
 
     def __init__(
         self,
-        width: int,
-        vocabulary: int,
-        rngs: nnx.Rngs,
-        *,
+        *sizes: Any,
+        width: int | None = None,
+        vocabulary: int | None = None,
+        rngs: nnx.Rngs | None = None,
         multiple_of: int = 1,
+        norm: Any = None,
         table: nnx.Param[Any] | None = None,
-        axis: str = TENSOR,
+        axis: str | None = TENSOR,
         sequence_parallel: bool = False,
         init: Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
+        if sizes:
+            warnings.warn(
+                "VocabularyHead(width, vocabulary, rngs) by position is deprecated: an embedding, "
+                "and the head of pipeline.vocabulary, have the words first; say "
+                "VocabularyHead(width=..., vocabulary=..., rngs=...)",
+                DeprecationWarning,
+                stacklevel=3,  # flax calls this
+            )
+            named = {"width": width, "vocabulary": vocabulary, "rngs": rngs}
+            width, vocabulary, rngs = (named | dict(zip(named, sizes, strict=False))).values()
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
-        self.vocabulary = vocabulary
-        if table is None:
+        if table is None and vocabulary is not None and width is not None and rngs is not None:
             table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)
-        self.table = table
+        if table is None or vocabulary is None:
+            raise ValueError(
+                "VocabularyHead has no size: give vocabulary=, and width= and rngs= for a table of "
+                "its own, or table= to share one"
+            )
+        self.words, self.table, self.norm = vocabulary, table, norm
         self.is_padded = table.shape[0] != vocabulary
+
+    def features(self, x: jax.Array) -> jax.Array:
+        """What is multiplied with the table: `[b, t, d] -> [b, t, d]`."""
+        return x if self.norm is None else self.norm(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """This rank's logits, of the whole sequence."""
-        table = read_weight(self.table, x, self.axis)
-        x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
-        logits = (x.reshape(-1, x.shape[-1]) @ table.T).reshape(*x.shape[:-1], -1)
+        x, table = self._factors(x)
+        found = logits(x, table, x.dtype)
         if not self.is_padded:
-            return logits
-        columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+            return found
+        columns = jax.lax.broadcasted_iota(jnp.int32, found.shape, found.ndim - 1)
         columns += group_rank(self.axis) * table.shape[0]
-        return jnp.where(columns < self.vocabulary, logits, jnp.asarray(-jnp.inf, logits.dtype))
+        return jnp.where(columns < self.words, found, jnp.asarray(-jnp.inf, found.dtype))
 
     def losses(
         self,
@@ -129,8 +161,7 @@ class VocabularyHead(nnx.Module):
         """
         if chunks is None:
             return vocabulary_cross_entropy(self(x), labels, self.axis, ignore=ignore)
-        table = read_weight(self.table, x, self.axis)
-        x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
+        x, table = self._factors(x)
         return linear_cross_entropy(
             x,
             table,
@@ -138,8 +169,22 @@ class VocabularyHead(nnx.Module):
             self.axis,
             chunks=chunks,
             ignore=ignore,
-            vocabulary=self.vocabulary,
+            vocabulary=self.words,
         )
+
+    def _factors(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The features of the whole sequence, and this rank's rows in their dtype."""
+        x = self.features(x)
+        table = read_weight(self.table, x, self.axis)
+        return column_input(x, self.axis, sequence_axis=self.sequence_axis), table
+
+
+def logits(h: jax.Array, table: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """[b, d] and [N, d] -> [b, N], b being any axes; products of h's dtype, summed in ``dtype``."""
+    flat = jnp.dot(
+        h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=dtype
+    )
+    return flat.reshape(*h.shape[:-1], -1)
 
 
 def _table(
@@ -149,13 +194,15 @@ def _table(
     multiple_of: int,
     init: Initializer | None,
     dtype: Any,
-    axis: str,
+    axis: str | None,
 ) -> nnx.Param[Any]:
-    rows = vocabulary + -vocabulary % multiple_of
+    rows, init = vocabulary + -vocabulary % multiple_of, init or scaled(width)
+    if axis is None:
+        return Table(init(rngs.params(), (rows, width), dtype))
     return make_weight(
         rngs,
         (rows, width),
-        init=init or scaled(width),
+        init=init,
         dtype=dtype,
         axis=axis,
         dim=0,

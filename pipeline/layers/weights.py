@@ -51,7 +51,7 @@ def shared(value: jax.Array, axis: str | None) -> nnx.Param[Any]:
     return nnx.Param(value) if axis is None else nnx.Param(value, gradient_over=axis)
 
 
-def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str) -> jax.Array:
+def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.Array:
     """This rank's part, in the dtype of the input that meets it.
 
     Raises:
@@ -68,7 +68,7 @@ def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str) -> jax.Array:
     return value.astype(x.dtype)
 
 
-def require_cut(weight: nnx.Param[Any], axis: str) -> None:
+def require_cut(weight: nnx.Param[Any], axis: str | None) -> None:
     """Refuse a weight that is not this rank's part; it would be summed once per rank."""
     if not is_manual(axis):
         return
