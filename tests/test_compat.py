@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
 from collectives import compat, make_mesh
+from pipeline.jaxpr import primitives
 from tests.test_rooms import modules
 
 PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._\w+(\.|$)")
@@ -132,3 +135,11 @@ def test_sizes_of_a_scan() -> None:
 
     (eqn,) = jax.make_jaxpr(f)(1.0, 2.0, jnp.ones(3)).eqns
     assert compat.loop_sizes(eqn) == (2, 2)
+
+
+def test_the_table_knows_primitives_by_the_names_they_have() -> None:
+    """One that was renamed would be heavy, and nobody would notice."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("jax.")]
+    held = [value for module in modules for value in vars(module).values()]
+    there = {one.name for one in held if isinstance(one, Primitive)}
+    assert primitives.names() - there <= set(primitives.OF_SOME_RELEASES)

@@ -18,13 +18,10 @@ from typing import Any
 
 from jax.extend.core import Literal, jaxprs_in_params
 
-from collectives.compat import REFS_ARE_WHOLE, loop_sizes
-from pipeline.jaxpr.primitives import callee
+from collectives.compat import REFS_ARE_WHOLE
+from pipeline.jaxpr.primitives import bodies, callee, traits
 
 Var = Any
-_SUMS = frozenset(
-    ("add", "add_any", "convert_element_type", "copy", "copy_p", "optimization_barrier", "sub")
-)
 
 
 def can_be_added_in_place(jaxpr: Any, weight: Var) -> bool:
@@ -43,7 +40,7 @@ def _is_fit(jaxpr: Any, same: set[Var]) -> bool:
         places = _places(eqn, same)
         if not places:
             continue
-        if eqn.primitive.name in _SUMS:
+        if traits(eqn).passes:
             same.update(eqn.outvars)
         elif len(places) > 1 or not _suits(eqn, places[0], same):
             return False
@@ -54,22 +51,21 @@ def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
     """Whether an equation can, to which a weight is one operand."""
     if not REFS_ARE_WHOLE and eqn.primitive.name == "slice":
         return False
-    body, _ = callee(eqn)
+    body = callee(eqn)
     if body is not None:
-        body = getattr(body, "jaxpr", body)
-        within = {body.invars[place]}
-        fits = _is_fit(body, within)
-        outs = zip(eqn.outvars, body.outvars, strict=True)
+        within = {body.jaxpr.invars[place]}
+        fits = _is_fit(body.jaxpr, within)
+        outs = zip(eqn.outvars, body.jaxpr.outvars, strict=True)
         same.update(v for v, out in outs if not isinstance(out, Literal) and out in within)
         return fits
     if eqn.primitive.name == "scan":
-        body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, loop_sizes(eqn)
-        is_const, is_row = place < num_consts, place >= num_consts + num_carry
-        keeps = is_row or (is_const and not _has_constant_steps(body, range(num_consts)))
-        return (REFS_ARE_WHOLE or keeps) and _is_fit(body, {body.invars[place]})
+        (body,) = bodies(eqn)
+        is_const, is_row = place < body.num_consts, place >= body.carry.stop
+        consts = range(body.num_consts)
+        keeps = is_row or (is_const and not _has_constant_steps(body.jaxpr, consts))
+        return (REFS_ARE_WHOLE or keeps) and _is_fit(body.jaxpr, {body.jaxpr.invars[place]})
     if eqn.primitive.name == "cond":
-        bodies = [body.jaxpr for body in eqn.params["branches"]]
-        return all(_is_fit(body, {body.invars[place - 1]}) for body in bodies)
+        return all(_is_fit(b.jaxpr, {b.jaxpr.invars[place - b.first]}) for b in bodies(eqn))
     return not any(True for _ in jaxprs_in_params(eqn.params))
 
 
@@ -95,10 +91,10 @@ def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
         if read and constants.issuperset(read):
             return True
         same = _places(eqn, constants)
-        inner, _ = callee(eqn)
+        inner = callee(eqn)
         if eqn.primitive.name == "scan":
-            inner, num_consts = eqn.params["jaxpr"], loop_sizes(eqn)[0]
-            same = [n for n in same if n < num_consts]
-        if inner is not None and _has_constant_steps(getattr(inner, "jaxpr", inner), same):
+            (inner,) = bodies(eqn)
+            same = [n for n in same if n < inner.num_consts]
+        if inner is not None and _has_constant_steps(inner.jaxpr, same):
             return True
     return False

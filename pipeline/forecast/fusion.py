@@ -13,38 +13,10 @@ from typing import Any
 from jax.extend.core import Literal
 
 from pipeline.base.tree import nbytes
-from pipeline.jaxpr.primitives import CHEAP, LIGHT, callee, cost_of, is_ref
+from pipeline.jaxpr.primitives import HEAVY, callee, is_ref, traits
 
 Slots = Sequence["Value | None"]  # None where an equation has a literal
-
-# fmt: off
-# Results that share their operand's memory.
-_VIEWS = frozenset(
-    (
-        "copy_p", "expand_dims", "optimization_barrier", "pvary", "reshape", "squeeze",
-        "stop_gradient",
-    )
-)
-# Too dear to be computed within each of several readers.
-_DEAR = frozenset(
-    (
-        "cbrt", "cos", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p",
-        "logistic", "pow", "sin", "tan", "tanh",
-    )
-)
-# Computed with what they read, and whole: readers do not repeat them.
-_WHOLE = frozenset(
-    (
-        "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
-        "dynamic_update_slice", "pad", "random_bits", "random_fold_in", "random_seed",
-        "random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max", "reduce_min",
-        "reduce_or", "reduce_prod", "reduce_sum", "scatter", "scatter-add", "threefry2x32",
-    )
-)
-# fmt: on
-_WRITES = frozenset(("swap", "addupdate"))
-_SUMS = frozenset(("psum", "psum_invariant"))
-_BODIES = frozenset(("while", "scan", "cond"))
+_SUMS = "psum", "psum_invariant"
 
 
 @dataclass(frozen=True)
@@ -136,7 +108,7 @@ class Node:
     @property
     def is_dear(self) -> bool:
         """Whether several readers would not each repeat it."""
-        return self.eqn.primitive.name in _DEAR
+        return traits(self.eqn).dear
 
 
 class Flow:
@@ -167,10 +139,10 @@ class Flow:
 
         for eqn in jaxpr.eqns:
             reads = list(map(look_up, eqn.invars))
-            body, _ = callee(eqn)
+            body = callee(eqn)
             if body is not None:
-                found = self.read(getattr(body, "jaxpr", body), reads)
-            elif eqn.primitive.name in _VIEWS or _keeps(eqn) or self._drops(eqn):
+                found = self.read(body.jaxpr, reads)
+            elif traits(eqn).view or _keeps(eqn) or self._drops(eqn):
                 found = reads[: len(eqn.outvars)]
             else:
                 found = self._node(eqn, reads)
@@ -179,19 +151,20 @@ class Flow:
 
     def _drops(self, eqn: Any) -> bool:
         """Whether it is a sum over one device that is left out."""
-        name, lone = eqn.primitive.name, self._compiler.lone
-        return name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
+        lone = self._compiler.lone
+        return eqn.primitive.name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
 
     def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
-        name, makes = eqn.primitive.name, [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
+        name, what = eqn.primitive.name, traits(eqn)
+        makes = [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
         given = [v for v in reads if v is not None]
         node = Node(eqn, reads, given, makes, fuses=False)
-        if name == "get" or (cost_of(eqn) in (CHEAP, LIGHT) and name not in _WHOLE):
+        if name == "get" or (what.cost < HEAVY and not what.whole):
             node.fuses = True
             node.given = given
             for value in makes:
                 value.held = False
-        elif name in _WHOLE or name in _WRITES:
+        elif what.whole or what.writes:
             node.fuses = True
         elif name == "new_ref":
             node.given = given
@@ -200,7 +173,7 @@ class Flow:
             node.fuses = self._compiler.products_fuse
             if not node.fuses:
                 node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
-        elif name in _BODIES:
+        elif what.loops or name == "cond":
             self._enter(node, reads)
         self.nodes.append(node)
         return list(makes)

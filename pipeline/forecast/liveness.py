@@ -20,11 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from collectives.compat import loop_sizes
 from pipeline.base.tree import nbytes
 from pipeline.forecast.fusion import Compiler, Flow, Node, Slots, Value
 from pipeline.forecast.order import late_order
-from pipeline.jaxpr.primitives import callee
+from pipeline.jaxpr.primitives import Body, bodies, equations, traits
 
 XLA_FOR_CPU = Compiler()
 
@@ -80,31 +79,25 @@ class Walk:
 
     def _enter(self, node: Node, reads: Slots) -> None:
         """Find out what an equation with a body holds inside."""
-        params, name = node.eqn.params, node.eqn.primitive.name
-        if name == "while":
-            consts, before = params["body_nconsts"], params["cond_nconsts"]
-            start, body, num_carry = before + consts, params["body_jaxpr"], len(node.makes)
-            self._loop(node, reads, body.jaxpr, start, consts, num_carry)
-        elif name == "scan":
-            num_consts, num_carry = loop_sizes(node.eqn)
-            self._loop(node, reads, params["jaxpr"].jaxpr, num_consts, num_consts, num_carry)
+        inside = bodies(node.eqn)
+        if traits(node.eqn).loops:
+            self._loop(node, reads, inside[0])
         else:
-            peaks = [self._inside(branch.jaxpr).peak for branch in params["branches"]]
+            peaks = [self._inside(branch.jaxpr).peak for branch in inside]
             node.loop = True
             node.inner = max(max(peaks) - sum(v.size for v in node.makes), 0)
 
-    def _loop(
-        self, node: Node, reads: Slots, body: Any, start: int, consts: int, num_carry: int
-    ) -> None:
+    def _loop(self, node: Node, reads: Slots, body: Body) -> None:
         """The carry is given to the body and comes back out of it."""
-        node.given = [v for v in reads[start : start + num_carry] if v is not None]
+        start, count = body.first + body.num_consts, body.num_carry
+        node.given = [v for v in reads[start : start + count] if v is not None]
         walk = self._inside(
-            body,
-            owned=range(consts, consts + num_carry),
-            picked=range(consts + num_carry, len(body.invars)),
-            written=range(num_carry, len(body.outvars)),
+            body.jaxpr,
+            owned=body.carry,
+            picked=range(body.carry.stop, len(body.jaxpr.invars)),
+            written=range(count, len(body.jaxpr.outvars)),
         )
-        carried = sum(v.size for v in node.makes[:num_carry])
+        carried = sum(v.size for v in node.makes[:count])
         node.loop, node.inner = True, max(walk.peak - carried, 0)
 
     def _inside(self, body: Any, **options: Any) -> Walk:
@@ -221,10 +214,5 @@ def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[
 
 def find_shard_map(jaxpr: Any) -> Any:
     """The body that each device runs."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            return eqn.params["jaxpr"]
-        body, _ = callee(eqn)
-        if body is not None and (found := find_shard_map(getattr(body, "jaxpr", body))):
-            return found
-    return None
+    found = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
+    return next((eqn.params["jaxpr"] for eqn in found), None)

@@ -27,6 +27,7 @@ from collectives import STAGE
 from collectives.compat import live
 from pipeline.base.tree import nbytes
 from pipeline.forecast.liveness import find_shard_map
+from pipeline.jaxpr.primitives import bodies, traits
 from pipeline.kernel import runtime, scopes
 from pipeline.kernel.ticks import without
 from pipeline.model.model import Batch, Model, Weights
@@ -37,13 +38,6 @@ Axes = tuple[str, ...]
 Key = tuple[Axes, str]  # and the kind of collective, as in HLO
 Counts = NDArray[np.float64]  # [S]
 PERMUTE = "collective-permute"
-# fmt: off
-_KINDS = {
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_to_all": "all-to-all",
-    "pmax": "all-reduce", "pmin": "all-reduce", "ppermute": PERMUTE, "psum": "all-reduce",
-    "psum_invariant": "all-reduce", "reduce_scatter": "reduce-scatter",
-}
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class _Walk:
         for eqn in lean.eqns:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             name = eqn.primitive.name
-            if name in _KINDS:
+            if traits(eqn).hlo:
                 self._collective(eqn, times)
             elif name == "new_ref" and "messages" in here.split("/"):
                 aval: Any = eqn.outvars[0].aval
@@ -139,15 +133,15 @@ class _Walk:
             elif name == "while":
                 self._loop(eqn, times, here, known=known)
             elif name == "cond":
-                bodies = [branch.jaxpr for branch in eqn.params["branches"]]
-                self.read(max(bodies, key=self._bytes), times, here, known=known)
+                branches = [branch.jaxpr for branch in bodies(eqn)]
+                self.read(max(branches, key=self._bytes), times, here, known=known)
             else:
                 for body in jaxprs_in_params(eqn.params):
                     self.read(body, times * eqn.params.get("length", 1), here, known=known)
 
     def _loop(self, eqn: Any, times: Counts, scope: str, *, known: bool) -> None:
         """A loop that ends when its condition says so."""
-        body = eqn.params["body_jaxpr"].jaxpr
+        (body,) = (body.jaxpr for body in bodies(eqn))
         trips = None if known else scopes.trips(self._program, scope)
         if trips is not None:
             self.read(body, trips.astype(float), scope, known=True)
@@ -163,7 +157,7 @@ class _Walk:
         return float(sum(sent.sum() for sent in walk.sent.values()))
 
     def _collective(self, eqn: Any, times: Counts) -> None:
-        kind, params = _KINDS[eqn.primitive.name], eqn.params
+        kind, params = traits(eqn).hlo, eqn.params
         named = params.get("axes", params.get("axis_name"))
         named = named if isinstance(named, tuple) else (named,)
         axes = tuple(axis for axis, size in self._sizes.items() if axis in named and size > 1)

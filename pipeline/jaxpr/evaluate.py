@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
-from pipeline.jaxpr.primitives import carries
+from pipeline.jaxpr.primitives import traits
 
 Var = Any
 Eqn = Any
@@ -22,6 +22,13 @@ def producers(jaxpr: Any) -> dict[Var, Eqn]:
 def operands(eqn: Eqn) -> list[Var]:
     """The variables an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def bind(eqn: Eqn, *values: Any) -> list[Any]:
+    """The results of an equation, of values for its operands."""
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def evaluate(
@@ -51,12 +58,7 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         if id(eqn) in needed:
-            with eqn.ctx.manager:
-                found = eqn.primitive.bind(
-                    *map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params)
-                )
-            found = found if eqn.primitive.multiple_results else [found]
-            for var, value in zip(eqn.outvars, found, strict=True):
+            for var, value in zip(eqn.outvars, bind(eqn, *map(read, eqn.invars)), strict=True):
                 env.setdefault(var, value)
     return [read(atom) for atom in wanted]
 
@@ -72,7 +74,7 @@ def narrows(jaxpr: Any) -> bool:
         bodies = list(jaxprs_in_params(eqn.params))
         if any(map(narrows, bodies)):
             return True
-        is_work = not bodies and not carries(eqn)
+        is_work = not bodies and not traits(eqn).carries
         if is_work and any(_is_narrow(var.aval) for var in eqn.outvars):
             return True
     return False

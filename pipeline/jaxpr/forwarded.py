@@ -11,8 +11,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from collectives.compat import loop_sizes
-from pipeline.jaxpr.primitives import body_of, is_identity
+from pipeline.jaxpr.primitives import Body, bodies, traits
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
@@ -32,30 +31,15 @@ def forwarded(jaxpr: Any) -> list[int | None]:
 
 def _operands(eqn: Any) -> Sequence[int | None]:
     """For each result of an equation, the index of the operand that it is."""
-    if is_identity(eqn):
+    if traits(eqn).identity:
         return range(len(eqn.outvars))
-    if (body := body_of(eqn)) is not None:
-        return forwarded(getattr(body, "jaxpr", body))
-    match eqn.primitive.name:
-        case "scan":
-            consts, carried = loop_sizes(eqn)
-            inner = forwarded(eqn.params["jaxpr"].jaxpr)
-            kept = _unchanged(inner[:carried], consts)
-            rows = [i if i is not None and i >= consts + carried else None for i in inner[carried:]]
-            return [*kept, *rows]
-        case "while":
-            of_test, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            inner = forwarded(eqn.params["body_jaxpr"].jaxpr)
-            return [None if i is None else i + of_test for i in _unchanged(inner, consts)]
-        case "cond":
-            branches = [forwarded(branch.jaxpr) for branch in eqn.params["branches"]]
-            return [
-                found[0] + 1 if found[0] is not None and len(set(found)) == 1 else None
-                for found in zip(*branches, strict=True)
-            ]
-    return [None] * len(eqn.outvars)
+    found = [_of_body(body) for body in bodies(eqn)] or [[None] * len(eqn.outvars)]
+    return [each[0] if len(set(each)) == 1 else None for each in zip(*found, strict=True)]
 
 
-def _unchanged(carry: Sequence[int | None], consts: int) -> list[int | None]:
-    """What a loop carries from trip to trip without a change."""
-    return [i if i == consts + place else None for place, i in enumerate(carry)]
+def _of_body(body: Body) -> list[int | None]:
+    """The same, of what runs a body: a loop hands back what no trip changes, and whole stacks."""
+    inner, carry = forwarded(body.jaxpr), body.carry
+    kept = [i if i == place else None for place, i in zip(carry, inner, strict=False)]
+    rows = [None if i is None or i < carry.stop else i for i in inner[len(carry) :]]
+    return [None if i is None else i + body.first for i in (*kept, *rows)]

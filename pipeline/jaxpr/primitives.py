@@ -1,119 +1,130 @@
-"""What is known of JAX's primitives: what they cost, what they hold, what differs by release."""
+"""What is known of JAX's primitives, in one table; and the jaxprs that equations hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from collectives.compat import fixes_shardings, varying_in
+from collectives.compat import fixes_shardings, loop_sizes, varying_in
 
 Eqn = Any
-
-# Elementwise arithmetic and changes of layout: XLA fuses them into what reads them.
-# fmt: off
-_CHEAP = frozenset(
-    (
-        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
-        "convert_element_type", "copy", "copy_p", "div", "empty2", "eq", "exp", "exp2",
-        "expand_dims", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "logistic",
-        "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pvary",
-        "reduce_precision", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "slice",
-        "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose",
-        "unstack", "xor",
-    )
-)
-# One pass over memory, or little more: not worth a stash, nor doing twice.
-_LIGHT = frozenset(
-    (
-        "argmax", "argmin", "atan2", "axis_index", "bitcast_convert_type", "cbrt", "cos",
-        "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "erf", "erf_inv", "erfc", "expm1",
-        "log", "log1p", "nextafter", "population_count", "pow", "random_bits", "random_fold_in",
-        "random_seed", "random_split", "random_unwrap", "random_wrap", "reduce_and", "reduce_max",
-        "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rem", "shift_left",
-        "shift_right_arithmetic", "shift_right_logical", "sin", "tan", "threefry2x32",
-    )
-)
-# Parts of arrays, taken or put: light, and they fuse into what reads them.
-_PICKS = frozenset(("dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-add"))
-# The same numbers elsewhere, or in another format.
-_MOVES = frozenset(
-    (
-        "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "pvary",
-        "reduce_precision", "reshape", "rev", "squeeze", "stop_gradient", "transpose",
-    )
-)
-# Each number of the result is made of the operands' numbers at its place.
-_ELEMENTWISE = frozenset(
-    (
-        "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type",
-        "copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt",
-        "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-        "ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign",
-        "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-    )
-)
-# The same numbers in the same format, whole or in part, and what reads and writes refs.
-_CARRIES = frozenset(
-    (
-        "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice",
-        "dynamic_update_slice", "empty2", "expand_dims", "gather", "get", "optimization_barrier",
-        "pad", "pvary", "reshape", "rev", "select_n", "slice", "split", "squeeze", "swap",
-        "transpose", "unstack",
-    )
-)
-# The same numbers, for each operand.
-_IDENTITIES = frozenset(
-    ("copy", "copy_p", "layout_constraint", "name", "optimization_barrier", "pvary",
-     "sharding_constraint", "stop_gradient")
-)
-# fmt: on
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-)
-_REMATS = frozenset(("remat", "remat2", "checkpoint"))
 
 CHEAP, LIGHT, HEAVY = range(3)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What is known of a primitive; of one that is not in the table, nothing: it is heavy.
+
+    Attributes:
+      cost: CHEAP is elementwise arithmetic and changes of layout, which XLA fuses into what reads
+        them; LIGHT one pass over memory or little more, not worth a stash, nor doing twice.
+      moves: the result is its operand's numbers elsewhere, or in another format.
+      elementwise: each number of a result is made of the operands' numbers at its place.
+      carries: no number of a result but the operands hold it, whole or in part; or it reads or
+        writes a ref.
+      identity: the results are the operands, one by one.
+      view: the result shares its operand's memory.
+      dear: not to be computed within each of several readers.
+      whole: computed with what it reads, and whole: readers do not repeat it.
+      part: the result is a part of its operand.
+      writes: it writes to a ref.
+      combines: of two numbers it makes one; with these, numbers of all layers are made one.
+      passes: an operand's gradient is that of the result, or its negative.
+      loops: it runs a body again and again.
+      calls: it calls a function once, with its operands; remat: to compute it again later.
+      hlo: as which exchange between devices it is compiled.
+    """
+
+    cost: int = HEAVY
+    moves: bool = field(default=False, kw_only=True)
+    elementwise: bool = field(default=False, kw_only=True)
+    carries: bool = field(default=False, kw_only=True)
+    identity: bool = field(default=False, kw_only=True)
+    view: bool = field(default=False, kw_only=True)
+    dear: bool = field(default=False, kw_only=True)
+    whole: bool = field(default=False, kw_only=True)
+    part: bool = field(default=False, kw_only=True)
+    writes: bool = field(default=False, kw_only=True)
+    combines: bool = field(default=False, kw_only=True)
+    passes: bool = field(default=False, kw_only=True)
+    loops: bool = field(default=False, kw_only=True)
+    calls: bool = field(default=False, kw_only=True)
+    remat: bool = field(default=False, kw_only=True)
+    hlo: str = field(default="", kw_only=True)
+
+
+# Parts of arrays, taken or put, are light, though they may hold a jaxpr: what a scatter combines
+# with.
+_TABLE = {
+    "abs ceil clamp div eq floor ge gt integer_pow is_finite le lt mul ne neg not round rsqrt sign "
+    "sqrt square xor": Traits(CHEAP, elementwise=True),
+    "and max min or": Traits(CHEAP, elementwise=True, combines=True),
+    "add add_any sub": Traits(CHEAP, elementwise=True, combines=True, passes=True),
+    "exp exp2 logistic tanh": Traits(CHEAP, elementwise=True, dear=True),
+    "select_n": Traits(CHEAP, elementwise=True, carries=True),
+    "convert_element_type": Traits(CHEAP, elementwise=True, moves=True, passes=True),
+    "copy": Traits(
+        CHEAP, elementwise=True, moves=True, carries=True, identity=True, passes=True
+    ),
+    "stop_gradient": Traits(CHEAP, elementwise=True, moves=True, identity=True, view=True),
+    "pvary": Traits(CHEAP, moves=True, carries=True, identity=True, view=True),
+    "reshape squeeze": Traits(CHEAP, moves=True, carries=True, view=True),
+    "broadcast_in_dim rev transpose": Traits(CHEAP, moves=True, carries=True),
+    "reduce_precision": Traits(CHEAP, moves=True),
+    "slice split unstack": Traits(CHEAP, carries=True, part=True),
+    "concatenate pad": Traits(CHEAP, carries=True, whole=True),
+    "empty2": Traits(CHEAP, carries=True),
+    "iota one_minus_square": Traits(CHEAP),
+    "cbrt cos erf expm1 log log1p pow sin tan": Traits(LIGHT, elementwise=True, dear=True),
+    "erf_inv erfc": Traits(LIGHT, dear=True),
+    "atan2 nextafter rem": Traits(LIGHT, elementwise=True),
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in "
+    "random_seed random_split random_unwrap random_wrap reduce_and reduce_max reduce_min "
+    "reduce_or reduce_prod reduce_sum scatter scatter-add threefry2x32": Traits(LIGHT, whole=True),
+    "axis_index bitcast_convert_type population_count shift_left shift_right_arithmetic "
+    "shift_right_logical": Traits(LIGHT),
+    "dynamic_slice gather": Traits(LIGHT, carries=True, part=True),
+    "dynamic_update_slice": Traits(LIGHT, carries=True, whole=True),
+    "optimization_barrier": Traits(carries=True, identity=True, view=True, passes=True),
+    "layout_constraint name sharding_constraint": Traits(identity=True),
+    "get": Traits(carries=True),
+    "swap": Traits(carries=True, writes=True),
+    "addupdate": Traits(writes=True),
+    "scan while": Traits(loops=True),
+    "closed_call custom_jvp_call custom_vjp_call jit": Traits(calls=True),
+    "remat2": Traits(calls=True, remat=True),
+    "pmax pmin psum psum_invariant": Traits(hlo="all-reduce"),
+    "all_gather all_gather_invariant": Traits(hlo="all-gather"),
+    "all_to_all": Traits(hlo="all-to-all"),
+    "ppermute": Traits(hlo="collective-permute"),
+    "reduce_scatter": Traits(hlo="reduce-scatter"),
+}  # fmt: skip
+_TRAITS = {name: of_name for names, of_name in _TABLE.items() for name in names.split()}
+_UNKNOWN = Traits()
+# Of those, the ones that not every release has. `tests/test_compat.py` misses any other.
+OF_SOME_RELEASES = {"closed_call": "up to 0.10.2", "one_minus_square": "from 0.12 on"}
+
+
+def traits(eqn: Eqn) -> Traits:
+    """What is known of an equation's primitive."""
+    return _TRAITS.get(eqn.primitive.name, _UNKNOWN)
+
+
+def names() -> frozenset[str]:
+    """Of all primitives of which anything is known."""
+    return frozenset(_TRAITS)
+
+
 def is_cheap(eqn: Eqn) -> bool:
     """Whether computing an equation again costs next to nothing beside reading its result."""
-    if eqn.primitive.name in _CALLS:
+    if traits(eqn).calls and not traits(eqn).remat:
         body = body_of(eqn)
-        return body is not None and all(map(is_cheap, body.eqns))
-    return eqn.primitive.name in _CHEAP
-
-
-def cost_of(eqn: Eqn) -> int:
-    """CHEAP, LIGHT or HEAVY; everything unknown is heavy."""
-    name = eqn.primitive.name
-    if name in _CHEAP:
-        return CHEAP
-    if name in _LIGHT or name in _PICKS:
-        # Some hold a jaxpr: what a scatter combines with.
-        return LIGHT
-    return HEAVY
-
-
-def moves(eqn: Eqn) -> bool:
-    """Whether an equation only moves or reformats its operand."""
-    return eqn.primitive.name in _MOVES
-
-
-def is_elementwise(eqn: Eqn) -> bool:
-    """Whether each number of a result is made of the operands' numbers at its place."""
-    return eqn.primitive.name in _ELEMENTWISE
-
-
-def carries(eqn: Eqn) -> bool:
-    """Whether an equation makes no number that its operands do not hold."""
-    return eqn.primitive.name in _CARRIES
-
-
-def is_identity(eqn: Eqn) -> bool:
-    """Whether an equation's results are its operands, one by one."""
-    return eqn.primitive.name in _IDENTITIES
+        return body is not None and all(map(is_cheap, body.jaxpr.eqns))
+    return traits(eqn).cost == CHEAP
 
 
 def is_ref(aval: Any) -> bool:
@@ -137,24 +148,85 @@ def barrier(*values: Any) -> list[Any]:
     return held
 
 
-def callee(eqn: Eqn) -> tuple[Any, Sequence[bool]]:
-    """The jaxpr that an equation merely calls, or None; and which operands must not be merged.
+# --- what equations hold ---
 
-    A jit that fixes shardings is not mere. `jax.checkpoint` bars those operands from which it
-    computes for the second time.
+
+@dataclass(frozen=True)
+class Body:
+    """A jaxpr within an equation. Its input n is the equation's operand ``first + n``.
+
+    Attributes:
+      jaxpr: it; consts: the values of its constvars.
+      first: which operand it is given first.
+      num_consts: of a loop, how many inputs are the same in every trip, the first ones.
+      num_carry: of a loop, how many after those are results of the trip before; further ones are
+        slices.
     """
-    name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
-    barred: Sequence[bool] = (False,) * count
-    if name in _REMATS:
-        prevent = params["prevent_cse"] if params["differentiated"] else False
-        barred = (prevent,) * count if isinstance(prevent, bool) else prevent
-    elif name not in _CALLS or fixes_shardings(eqn):
-        return None, barred
-    return body_of(eqn), barred
+
+    jaxpr: Any
+    consts: Sequence[Any] = ()
+    first: int = 0
+    num_consts: int = 0
+    num_carry: int = 0
+
+    @property
+    def carry(self) -> range:
+        """The inputs that are carried from trip to trip."""
+        return range(self.num_consts, self.num_consts + self.num_carry)
 
 
-def body_of(eqn: Eqn) -> Any:
-    """The jaxpr that an equation calls once, with its operands; None if it does not."""
-    if eqn.primitive.name not in _CALLS | _REMATS:
+def bodies(eqn: Eqn) -> list[Body]:
+    """What `scan`, `while` (but for its test), `cond` and calls run; else nothing."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            num_consts, num_carry = loop_sizes(eqn)
+            return [_body(params["jaxpr"], num_consts=num_consts, num_carry=num_carry)]
+        case "while":
+            first, num_consts = params["cond_nconsts"], params["body_nconsts"]
+            num_carry = len(eqn.invars) - first - num_consts
+            return [_body(params["body_jaxpr"], first, num_consts, num_carry)]
+        case "cond":
+            return [_body(branch, first=1) for branch in params["branches"]]
+    body = body_of(eqn)
+    return [] if body is None else [body]
+
+
+def body_of(eqn: Eqn) -> Body | None:
+    """What an equation calls once, with its operands; None if it does not."""
+    if not traits(eqn).calls:
         return None
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return _body(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+
+
+def callee(eqn: Eqn) -> Body | None:
+    """What an equation merely calls; a `jit` that fixes shardings does more."""
+    return None if fixes_shardings(eqn) else body_of(eqn)
+
+
+def barred(eqn: Eqn) -> Sequence[bool]:
+    """Which operands of a call must not be merged with what was computed before.
+
+    `jax.checkpoint` bars those from which it computes for the second time.
+    """
+    params, count = eqn.params, len(eqn.invars)
+    if not traits(eqn).remat or not params["differentiated"]:
+        return (False,) * count
+    prevent: bool | Sequence[bool] = params["prevent_cse"]
+    return (prevent,) * count if isinstance(prevent, bool) else prevent
+
+
+def _body(closed: Any, first: int = 0, num_consts: int = 0, num_carry: int = 0) -> Body:
+    """Of a closed jaxpr, or of one that closes over nothing."""
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    return Body(jaxpr, consts, first, num_consts, num_carry)
+
+
+def equations(jaxpr: Any) -> Iterator[Eqn]:
+    """All equations in order, those of what is merely called in place of the call."""
+    for eqn in jaxpr.eqns:
+        body = callee(eqn)
+        if body is None:
+            yield eqn
+        else:
+            yield from equations(body.jaxpr)

@@ -8,7 +8,8 @@ variables, between several calls of one function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,8 @@ from jax.extend.core import Literal
 
 from collectives.compat import has_effect, loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.primitives import (
-    barrier,
-    callee,
-    cost_of,
-    is_ref,
-    moves,
-)
+from pipeline.jaxpr.evaluate import bind
+from pipeline.jaxpr.primitives import barred, barrier, callee, is_ref, traits
 from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
 
 
@@ -35,9 +31,8 @@ def read_block(closed: Any, num_refs: int = 0) -> Block:
         beyond its own.
     """
     reader = _Reader()
-    body, consts = _opened(closed)
-    inputs = tuple(Name(var.aval) for var in body.invars)
-    outs = reader.inline(body, consts, inputs)
+    inputs = tuple(Name(var.aval) for var in closed.jaxpr.invars)
+    outs = reader.inline(closed.jaxpr, closed.consts, inputs)
     made = [(s, n) for s in reader.steps for n in s.makes if is_ref(n.aval)]
     makers = {id(step) for step, _ in made[:num_refs]}
     inputs += tuple(name for _, name in made[:num_refs])
@@ -50,11 +45,6 @@ def _mark(step: Step, own: set[Name]) -> Step:
     """A step that touches a ref made within its block has an effect there."""
     touches = any(n in own for n in (*step.names, *step.makes))
     return replace(step, effect=True) if touches else step
-
-
-def _opened(closed: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants, of a closed one or of one that closes over nothing."""
-    return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
 class _Reader:
@@ -80,30 +70,30 @@ class _Reader:
         return list(map(look_up, jaxpr.outvars))
 
     def _equation(self, eqn: Any, reads: tuple[Atom, ...]) -> Sequence[Atom]:
-        body, barred = callee(eqn)
+        body = callee(eqn)
         if body is not None:
-            return self.inline(*_opened(body), self._barrier(reads, barred))
+            return self.inline(body.jaxpr, body.consts, self._barrier(reads, barred(eqn)))
         inner = _inner(eqn)
         makes = tuple(Name(var.aval) for var in eqn.outvars)
         self.steps.append(
             Step(
                 reads=reads,
                 makes=makes,
-                call=_binder(eqn),
-                cost=cost_inside(_steps(inner)) if inner else Cost(cost_of(eqn)),
+                call=functools.partial(bind, eqn),
+                cost=cost_inside(_steps(inner)) if inner else Cost(traits(eqn).cost),
                 label=f"{eqn.primitive.name} -> {', '.join(shape_text(n.aval) for n in makes)}",
                 effect=any(s.effect for s in _steps(inner)) if inner else has_effect(eqn.effects),
-                moves=moves(eqn),
+                moves=traits(eqn).moves,
                 inner=inner,
             )
         )
         return makes
 
-    def _barrier(self, reads: Sequence[Atom], barred: Sequence[bool]) -> list[Atom]:
+    def _barrier(self, reads: Sequence[Atom], apart: Sequence[bool]) -> list[Atom]:
         """Operands of a recomputation, which must not be merged with the first computation."""
         chosen = [
             isinstance(a, Name) and b and not is_ref(a.aval)
-            for a, b in zip(reads, barred, strict=True)
+            for a, b in zip(reads, apart, strict=True)
         ]
         held = [a for a, c in zip(reads, chosen, strict=True) if c]
         makes = [Name(a.aval) for a in held]
@@ -121,15 +111,6 @@ class _Reader:
             )
         made = iter(makes)
         return [next(made) if c else a for a, c in zip(reads, chosen, strict=True)]
-
-
-def _binder(eqn: Any) -> Callable[..., Sequence[Any]]:
-    def call(*values: Any) -> Sequence[Any]:
-        with eqn.ctx.manager:
-            found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-        return found if eqn.primitive.multiple_results else [found]
-
-    return call
 
 
 def _inner(eqn: Any) -> Loop | Branches | None:

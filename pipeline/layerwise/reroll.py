@@ -29,11 +29,10 @@ from jax.extend.core import Literal
 
 from collectives.compat import loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.primitives import callee, is_elementwise
+from pipeline.jaxpr.evaluate import bind
+from pipeline.jaxpr.primitives import callee, traits
 from pipeline.model.overlay import Spot
 
-# With these, numbers of all layers are made one, one after another.
-_GATHERING = frozenset(("add", "add_any", "and", "max", "min", "or", "sub"))
 _UNROLLED = 64  # as many rounds of a loop over several layers at once are taken apart
 
 
@@ -277,16 +276,16 @@ class Rerolled:
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Any, operands: tuple[_Value, ...]) -> list[_Value]:
-        body, _ = callee(eqn)
+        body = callee(eqn)
         if body is not None:
-            return self._inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands)
+            return self._inline(body.jaxpr, body.consts, operands)
         if eqn.effects:
             key = object()
             op = _Op(eqn, key, operands)
             self._effects.append(op)
             return [_Value(var.aval, op, n) for n, var in enumerate(eqn.outvars)]
         row = _row_of(operands)
-        if eqn.primitive.name in _GATHERING and any(v.is_mixed for v in operands):
+        if traits(eqn).combines and any(v.is_mixed for v in operands):
             row = row if any(_is_array(v) for v in operands) else None
         if row is None and any(v.row is not None for v in operands):
             if eqn.primitive.name == "cond" and operands[0].row is None:
@@ -308,7 +307,7 @@ class Rerolled:
     def _widen(self, value: _Value, op: _Op) -> None:
         """See whether a value is made number by number of parts of cells that lie alike."""
         spots = {v.spot for v in op.operands if v.wide is not None}
-        if not is_elementwise(op.eqn) or len(spots) != 1:
+        if not traits(op.eqn).elementwise or len(spots) != 1:
             return
         parts = tuple(v.wide or v.repeats or v for v in op.operands)
         if any(isinstance(v, _Value) and not (v.is_number and v.row is None) for v in parts):
@@ -401,7 +400,7 @@ class Rerolled:
         given = []
         for value in op.operands:
             given.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
-        return _bind(op.eqn, *given)
+        return bind(op.eqn, *given)
 
     def _all_rows(self, template: _Template) -> Task:
         """[S, ...] what an equation makes of all rows."""
@@ -416,7 +415,7 @@ class Rerolled:
             found = yield value.template if is_row else value
             given.append(found[value.index] if is_row else found)
             axes.append(0 if is_row else None)
-        return jax.vmap(functools.partial(_bind, template.op.eqn), tuple(axes))(*given)
+        return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*given)
 
     def _all_cells(self, wide: _Wide) -> Task:
         """[S, ...] what an equation makes of whole cells."""
@@ -427,7 +426,7 @@ class Rerolled:
             given.append((yield part))  # noqa: PERF401  a comprehension cannot be sent values
         shape = jnp.broadcast_shapes(*map(jnp.shape, given))
         given = [jnp.broadcast_to(x, shape) for x in given]
-        return _bind(wide.eqn, *given)[0]
+        return bind(wide.eqn, *given)[0]
 
     def _packed(self, pack: Pack) -> Task:
         """[S, ...] from a value for each row and True; or what all have in common, and False."""
@@ -460,7 +459,7 @@ class Rerolled:
             found, is_stack = yield tuple(None if op is None else op.operands[n] for op in ops)
             given.append(found)
             axes.append(0 if is_stack else None)
-        run = functools.partial(_bind, first.eqn)
+        run = functools.partial(bind, first.eqn)
         if axes.count(None) == len(axes):
             return run(*given), False
         return jax.vmap(run, tuple(axes))(*given), True
@@ -520,12 +519,6 @@ def _at_rows(rows: set[int], found: Any, other: Any) -> Any:
     mask = np.isin(np.arange(other.shape[0]), sorted(rows))
     spread = jax.lax.broadcast_in_dim(mask, other.shape, (0,))
     return jax.lax.select(spread, found, other)
-
-
-def _bind(eqn: Any, *given: Any) -> list[Any]:
-    with eqn.ctx.manager:
-        found = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-    return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def _part(index: int, x: Any) -> Any:
