@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Literal
-
 from pipeline.base.tree import nbytes
+from pipeline.jaxpr.evaluate import follow
 from pipeline.jaxpr.primitives import HEAVY, callee, is_ref, traits
 
 Slots = Sequence["Value | None"]  # None where an equation has a literal
@@ -130,24 +129,16 @@ class Flow:
 
     def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
         """Add a jaxpr's equations; returns its outputs."""
-        env: dict[Any, Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars:
-            env[var] = Value(0, held=True)
+        constants = [Value(0, held=True) for _ in jaxpr.constvars]
+        return follow(jaxpr, inputs, constants, lambda _: None, self._equation)
 
-        def look_up(atom: Any) -> Value | None:
-            return None if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            reads = list(map(look_up, eqn.invars))
-            body = callee(eqn)
-            if body is not None:
-                found = self.read(body.jaxpr, reads)
-            elif traits(eqn).view or _keeps(eqn) or self._drops(eqn):
-                found = reads[: len(eqn.outvars)]
-            else:
-                found = self._node(eqn, reads)
-            env.update(zip(eqn.outvars, found, strict=True))
-        return list(map(look_up, jaxpr.outvars))
+    def _equation(self, eqn: Any, reads: list[Value | None]) -> Slots:
+        body = callee(eqn)
+        if body is not None:
+            return self.read(body.jaxpr, reads)
+        if traits(eqn).view or _keeps(eqn) or self._drops(eqn):
+            return reads[: len(eqn.outvars)]
+        return self._node(eqn, reads)
 
     def _drops(self, eqn: Any) -> bool:
         """Whether it is a sum over one device that is left out."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
@@ -12,6 +12,7 @@ from pipeline.jaxpr.primitives import traits
 
 Var = Any
 Eqn = Any
+T = TypeVar("T")
 
 
 def producers(jaxpr: Any) -> dict[Var, Eqn]:
@@ -22,6 +23,34 @@ def producers(jaxpr: Any) -> dict[Var, Eqn]:
 def operands(eqn: Eqn) -> list[Var]:
     """The variables an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def follow(
+    jaxpr: Any,
+    given: Iterable[T],
+    constants: Iterable[T],
+    literal: Callable[[Any], T],
+    equation: Callable[[Eqn, list[T]], Iterable[T]],
+) -> list[T]:
+    """What the results of a jaxpr are, if equations make something else of what stands for values.
+
+    Args:
+      jaxpr: an open one.
+      given: what stands for its inputs.
+      constants: what stands for its constvars.
+      literal: what stands for a literal.
+      equation: from an equation and what stands for its operands to its results.
+    """
+    env = dict(zip(jaxpr.invars, given, strict=True))
+    env.update(zip(jaxpr.constvars, constants, strict=True))
+
+    def look_up(atom: Any) -> T:
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        made = equation(eqn, [look_up(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, made, strict=True))
+    return [look_up(atom) for atom in jaxpr.outvars]
 
 
 def bind(eqn: Eqn, *values: Any) -> list[Any]:

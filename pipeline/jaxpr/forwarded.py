@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
+from pipeline.jaxpr.evaluate import follow
 from pipeline.jaxpr.primitives import Body, bodies, traits
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
     """For each result, the index of the operand that it is; None where it is computed."""
-    known: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
 
-    def look_up(atom: Any) -> int | None:
-        return None if isinstance(atom, Literal) else known.get(atom)
+    def equation(eqn: Any, reads: list[int | None]) -> list[int | None]:
+        return [None if operand is None else reads[operand] for operand in _operands(eqn)]
 
-    for eqn in jaxpr.eqns:
-        for var, operand in zip(eqn.outvars, _operands(eqn), strict=True):
-            found = None if operand is None else look_up(eqn.invars[operand])
-            if found is not None:
-                known[var] = found
-    return list(map(look_up, jaxpr.outvars))
+    inputs, none = range(len(jaxpr.invars)), [None] * len(jaxpr.constvars)
+    return follow(jaxpr, inputs, none, lambda _: None, equation)
 
 
 def _operands(eqn: Any) -> Sequence[int | None]:

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import Literal
-
 from collectives.compat import has_effect, loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.evaluate import bind
+from pipeline.jaxpr.evaluate import bind, follow
 from pipeline.jaxpr.primitives import barred, barrier, callee, is_ref, traits
 from pipeline.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
 
@@ -56,20 +54,11 @@ class _Reader:
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
         """Add the steps of a jaxpr; returns its outputs."""
-        env: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = name = Name(var.aval)
-            self.constants[name] = value
+        made = [Name(var.aval) for var in jaxpr.constvars]
+        self.constants.update(zip(made, consts, strict=True))
+        return follow(jaxpr, given, made, lambda literal: literal, self._equation)
 
-        def look_up(atom: Any) -> Atom:
-            return atom if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            found = self._equation(eqn, tuple(map(look_up, eqn.invars)))
-            env.update(zip(eqn.outvars, found, strict=True))
-        return list(map(look_up, jaxpr.outvars))
-
-    def _equation(self, eqn: Any, reads: tuple[Atom, ...]) -> Sequence[Atom]:
+    def _equation(self, eqn: Any, reads: Sequence[Atom]) -> Sequence[Atom]:
         body = callee(eqn)
         if body is not None:
             return self.inline(body.jaxpr, body.consts, self._barrier(reads, barred(eqn)))
@@ -77,7 +66,7 @@ class _Reader:
         makes = tuple(Name(var.aval) for var in eqn.outvars)
         self.steps.append(
             Step(
-                reads=reads,
+                reads=tuple(reads),
                 makes=makes,
                 call=functools.partial(bind, eqn),
                 cost=cost_inside(_steps(inner)) if inner else Cost(traits(eqn).cost),

@@ -6,6 +6,7 @@ for what they exchange.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +26,38 @@ from pipeline.layers.weights import (
 )
 
 
-class ColumnLinear(nnx.Module):
+class _Linear(nnx.Module):
+    """A weight `[d, e]` that is cut along one of its dims, and perhaps a bias."""
+
+    _dim: int  # 0 or 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        init: Initializer | None = None,
+        dtype: Any = jnp.float32,
+        pieces: Pieces | None = None,
+    ) -> None:
+        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
+        shape, names = (in_features, out_features), ("in_features", "out_features")
+        pieces = pieces or (names[self._dim], shape[self._dim], None)
+        make = functools.partial(make_weight, rngs, dtype=dtype, axis=axis, pieces=pieces)
+        self.weight = make(shape, init=init or scaled(in_features), dim=self._dim)
+        added: nnx.Param[Any] | None = None
+        if bias and self._dim == 1:
+            added = make((out_features,), init=jax.nn.initializers.zeros, dim=0)
+        elif bias:
+            added = shared(jnp.zeros(out_features, dtype), axis if sequence_parallel else None)
+        self.bias = added
+
+
+class ColumnLinear(_Linear):
     """Each rank makes some of the outputs: `[..., t, d] -> [..., t, e / R]`.
 
     Args:
@@ -44,31 +76,7 @@ class ColumnLinear(nnx.Module):
       ValueError: when called on R ranks, that R does not divide the number of pieces.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-        axis: str = TENSOR,
-        sequence_parallel: bool = False,
-        init: Initializer | None = None,
-        dtype: Any = jnp.float32,
-        pieces: Pieces | None = None,
-    ) -> None:
-        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
-        cut: dict[str, Any] = {
-            "axis": axis,
-            "pieces": pieces or ("out_features", out_features, None),
-        }
-        shape = in_features, out_features
-        init = init or scaled(in_features)
-        self.weight = make_weight(rngs, shape, init=init, dtype=dtype, dim=1, **cut)
-        zeros = jax.nn.initializers.zeros
-        self.bias = (
-            make_weight(rngs, shape[1:], init=zeros, dtype=dtype, dim=0, **cut) if bias else None
-        )
+    _dim = 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """This rank's outputs, of the whole sequence."""
@@ -77,49 +85,17 @@ class ColumnLinear(nnx.Module):
         return y if self.bias is None else y + _row(read_weight(self.bias, x, self.axis), y)
 
 
-class RowLinear(nnx.Module):
+class RowLinear(_Linear):
     """Each rank takes some of the inputs: `[..., t, d / R] -> [..., t, e]`.
 
-    Args:
-      in_features: d.
-      out_features: e.
-      rngs: has a stream ``params``.
-      bias: whether something is added; after the sum, and the same on all ranks.
-      axis: the mesh axis of the group.
-      sequence_parallel: whether each rank keeps its part of the sequence, `[..., t / R, e]`.
-      init: of the weight.
-      dtype: of the parameters.
-      pieces: what d consists of, as for `ColumnLinear`.
+    Args and errors are those of `ColumnLinear`, but for
 
-    Raises:
-      ValueError: when called on R ranks, that R does not divide the number of pieces.
+    * bias: is added after the sum, and the same on all ranks;
+    * sequence_parallel: whether each rank keeps its part of the sequence, `[..., t / R, e]`;
+    * pieces: what d consists of.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        rngs: nnx.Rngs,
-        *,
-        bias: bool = False,
-        axis: str = TENSOR,
-        sequence_parallel: bool = False,
-        init: Initializer | None = None,
-        dtype: Any = jnp.float32,
-        pieces: Pieces | None = None,
-    ) -> None:
-        self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
-        self.weight = make_weight(
-            rngs,
-            (in_features, out_features),
-            init=init or scaled(in_features),
-            dtype=dtype,
-            axis=axis,
-            dim=0,
-            pieces=pieces or ("in_features", in_features, None),
-        )
-        own = axis if sequence_parallel else None
-        self.bias = shared(jnp.zeros(out_features, dtype), own) if bias else None
+    _dim = 0
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The sum over ranks, or this rank's part of it."""

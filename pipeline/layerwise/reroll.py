@@ -25,11 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from collectives.compat import loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.evaluate import bind
+from pipeline.jaxpr.evaluate import bind, follow
 from pipeline.jaxpr.primitives import callee, traits
 from pipeline.model.overlay import Spot
 
@@ -263,19 +262,12 @@ class Rerolled:
         return self._constants.setdefault(key, _Value(aval, known=array, is_constant=True))
 
     def _inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
-        env = dict(zip(jaxpr.invars, given, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self._constant(var.aval, const)
+        constants = map(self._constant, (var.aval for var in jaxpr.constvars), consts)
+        literal = lambda atom: self._constant(atom.aval, atom.val)  # noqa: E731
+        return follow(jaxpr, given, constants, literal, self._equation)
 
-        def read(atom: Any) -> _Value:
-            return self._constant(atom.aval, atom.val) if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            found = self._equation(eqn, tuple(map(read, eqn.invars)))
-            env.update(zip(eqn.outvars, found, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _equation(self, eqn: Any, operands: tuple[_Value, ...]) -> list[_Value]:
+    def _equation(self, eqn: Any, found: list[_Value]) -> list[_Value]:
+        operands = tuple(found)
         body = callee(eqn)
         if body is not None:
             return self._inline(body.jaxpr, body.consts, operands)
