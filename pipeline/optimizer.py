@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.base.tree import Tree, is_abstract
 from pipeline.base.variables import metadata
 from pipeline.layerwise.layout import Layout, check_layout
-from pipeline.layerwise.reroll import Cut, Rerolled, Row
+from pipeline.layerwise.reroll import Rerolled
+from pipeline.layerwise.rows import Cut, Row
 from pipeline.layerwise.state import Lay, StatePlan, key_name, plan_state
 from pipeline.layerwise.view import EndRef, LayerView, Ref, found_in, layer_view
 from pipeline.pipeline import Pipeline

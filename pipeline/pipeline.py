@@ -24,8 +24,8 @@ from pipeline.kernel.jitted import hold
 from pipeline.kernel.nans import watched
 from pipeline.kernel.operands import Operands, make_operands, require_arrays
 from pipeline.layers.weights import see_that_layers_fit
+from pipeline.layerwise.convert import from_layers, to_layers
 from pipeline.layerwise.layout import Layout, check_layout, mark
-from pipeline.layerwise.view import from_layers, to_layers
 from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes

@@ -17,146 +17,22 @@ So results are those of the program as written, and only numbers are exchanged.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.compat import loop_sizes
 from pipeline.base.tree import shape_text
-from pipeline.jaxpr.evaluate import bind, follow
-from pipeline.jaxpr.primitives import callee, traits
+from pipeline.jaxpr.evaluate import bind
+from pipeline.layerwise.rows import Cut, Op, Program, Template, Value, Wide, is_of
 from pipeline.model.overlay import Spot
-
-_UNROLLED = 64  # as many rounds of a loop over several layers at once are taken apart
-
-
-@dataclass(frozen=True)
-class Row:
-    """An input that is a row of a stack.
-
-    Attributes:
-      stack: the index of the stack; rows of one stack are of one type.
-      row: which row.
-    """
-
-    stack: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where the rows of a stack come from that are parts of the rows of a larger array.
-
-    Attributes:
-      cell: [S, ...] that array.
-      spot: which part.
-    """
-
-    cell: Any
-    spot: Spot
 
 
 class MixedError(ValueError):
     """A program that needs weights of several layers in one place."""
-
-
-@dataclass(eq=False)
-class _Value:
-    """What an equation makes, or an input or constant.
-
-    Attributes:
-      aval: its type.
-      op: what makes it, if an equation does; index: as which of its results.
-      row: of which row it is made, None if of several or none.
-      template: as which of the stacks it is a row of.
-      known: the array, of an input that is no row, or of a constant; is_constant: of the latter.
-      wide: the same for all of the cell of which its row is a part; spot: which part.
-    """
-
-    aval: Any
-    op: _Op | None = None
-    index: int = 0
-    row: int | None = None
-    template: _Template | None = None
-    known: Any = None
-    is_constant: bool = False
-    wide: _Wide | None = None
-    spot: Spot | None = None
-
-    @property
-    def is_number(self) -> bool:
-        """Whether it is one number."""
-        return math.prod(self.aval.shape) == 1
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether it is made of several rows, and so is no part of one."""
-        return self.row is None and self.op is not None and self.op.is_mixed
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether it is one number, repeated."""
-        return self.repeats is not None
-
-    @property
-    def repeats(self) -> _Value | None:
-        """The number that it repeats, if it does."""
-        if self.op is None or self.op.eqn.primitive.name != "broadcast_in_dim":
-            return None
-        return self.op.operands[0] if self.op.operands[0].is_number else None
-
-    @property
-    def type(self) -> Any:
-        """What values must have in common to be rows of one stack."""
-        return self.aval.shape, self.aval.dtype
-
-
-@dataclass(eq=False)
-class _Op:
-    """An equation of the program: what it reads, and what those that do the same have in common."""
-
-    eqn: Any
-    key: Any
-    operands: tuple[_Value, ...]
-    is_mixed: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.is_mixed = any(v.is_mixed or v.row is not None for v in self.operands)
-
-
-@dataclass(eq=False)
-class _Template:
-    """A stack: an input, or what an equation makes of each row.
-
-    Attributes:
-      op: of one of the rows; None for an input.
-      row: that row.
-      stack: the index of the input.
-    """
-
-    op: _Op | None = None
-    row: int = -1
-    stack: int = -1
-
-
-@dataclass(eq=False)
-class _Wide:
-    """What an elementwise program makes of a whole cell.
-
-    Attributes:
-      cell: the cell, if it is that.
-      eqn: else its last equation.
-      operands: what that reads: of the cell, or numbers.
-    """
-
-    cell: Any = None
-    eqn: Any = None
-    operands: tuple[_Wide | _Value, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,10 +47,10 @@ class _Numbers:
 class _Ops:
     """Equations that do the same, one for each row; None where nothing is wanted."""
 
-    of_rows: tuple[_Op | None, ...]
+    of_rows: tuple[Op | None, ...]
 
 
-Pack = tuple[_Value | None, ...]  # one value for each row; None where nothing is wanted
+Pack = tuple[Value | None, ...]  # one value for each row; None where nothing is wanted
 
 
 class Rerolled:
@@ -204,21 +80,14 @@ class Rerolled:
         rows: int,
         replicate: Callable[[Any], Any],
     ) -> None:
-        self._stacks, self._cuts = stacks, cuts
-        self._rows, self._replicate = rows, replicate
-        self._wides: dict[Any, _Wide] = {}
+        self._stacks, self._rows, self._replicate = stacks, rows, replicate
         self._made: dict[Any, Any] = {}
-        self._constants: dict[Any, _Value] = {}
-        self._values: dict[Any, list[_Value]] = {}
-        self._templates: dict[Any, _Template] = {}
-        self._effects: list[_Op] = []
-        invars = closed.jaxpr.invars
-        given = [self._input(var.aval, x) for var, x in zip(invars, inputs, strict=True)]
-        self.outputs = self._inline(closed.jaxpr, closed.consts, given)
-        for op in self._effects:
+        program = Program(closed, inputs, cuts)
+        self.outputs = program.outputs
+        for op in program.effects:
             self._need(op)
 
-    def value(self, value: _Value) -> Any:
+    def value(self, value: Value) -> Any:
         """A result that belongs to no stack."""
         return self._need(value)
 
@@ -226,7 +95,7 @@ class Rerolled:
         """[S, ...] from the results that are its rows; anything where there is None."""
         return self._repeated(*self._need(pack))
 
-    def cell(self, parts: Sequence[tuple[Spot, int, _Value]], shape: tuple[int, ...]) -> Any:
+    def cell(self, parts: Sequence[tuple[Spot, int, Value]], shape: tuple[int, ...]) -> Any:
         """[S, ...] a cell, if its parts are made in one way, number by number; else None.
 
         Args:
@@ -242,100 +111,6 @@ class Rerolled:
         return (
             self._need(wides.pop()) if is_here and len(wides) == 1 and None not in wides else None
         )
-
-    # --- reading the program ---
-
-    def _input(self, aval: Any, given: Any) -> _Value:
-        if not isinstance(given, Row):
-            return _Value(aval, known=given)
-        template = self._templates.setdefault(given.stack, _Template(stack=given.stack))
-        value, cut = _Value(aval, row=given.row, template=template), self._cuts[given.stack]
-        if cut is not None:
-            value.spot = cut.spot
-            value.wide = self._wides.setdefault(id(cut.cell), _Wide(cut.cell))
-        return value
-
-    def _constant(self, aval: Any, array: Any) -> _Value:
-        key: Any = id(array)
-        if np.ndim(array) == 0 and not isinstance(array, jax.Array):
-            key = str(aval), np.asarray(array).tobytes()
-        return self._constants.setdefault(key, _Value(aval, known=array, is_constant=True))
-
-    def _inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
-        constants = map(self._constant, (var.aval for var in jaxpr.constvars), consts)
-        literal = lambda atom: self._constant(atom.aval, atom.val)  # noqa: E731
-        return follow(jaxpr, given, constants, literal, self._equation)
-
-    def _equation(self, eqn: Any, found: list[_Value]) -> list[_Value]:
-        operands = tuple(found)
-        body = callee(eqn)
-        if body is not None:
-            return self._inline(body.jaxpr, body.consts, operands)
-        if eqn.effects:
-            key = object()
-            op = _Op(eqn, key, operands)
-            self._effects.append(op)
-            return [_Value(var.aval, op, n) for n, var in enumerate(eqn.outvars)]
-        row = _row_of(operands)
-        if traits(eqn).combines and any(v.is_mixed for v in operands):
-            row = row if any(_is_array(v) for v in operands) else None
-        if row is None and any(v.row is not None for v in operands):
-            if eqn.primitive.name == "cond" and operands[0].row is None:
-                return self._both(eqn, operands)
-            if eqn.primitive.name == "scan" and eqn.params["length"] <= _UNROLLED:
-                return self._unrolled(eqn, operands)
-        key = eqn.primitive, _static(eqn.params), tuple(v.type for v in operands)
-        common = (*key, *((v.template, v.index) if _is_of(v, row) else v for v in operands))
-        if (common, row) not in self._values:
-            op, template = _Op(eqn, key, operands), None
-            if row is not None:
-                template = self._templates.setdefault(common, _Template(op, row))
-            self._values[common, row] = [
-                _Value(var.aval, op, n, row, template) for n, var in enumerate(eqn.outvars)
-            ]
-            self._widen(self._values[common, row][0], op)
-        return self._values[common, row]
-
-    def _widen(self, value: _Value, op: _Op) -> None:
-        """See whether a value is made number by number of parts of cells that lie alike."""
-        spots = {v.spot for v in op.operands if v.wide is not None}
-        if not traits(op.eqn).elementwise or len(spots) != 1:
-            return
-        parts = tuple(v.wide or v.repeats or v for v in op.operands)
-        if any(isinstance(v, _Value) and not (v.is_number and v.row is None) for v in parts):
-            return
-        key = op.eqn.primitive, _static(op.eqn.params), *parts
-        value.wide = self._wides.setdefault(key, _Wide(None, op.eqn, parts))
-        value.spot = spots.pop()
-
-    def _both(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-        """All branches of a conditional over several layers, and what is chosen of them."""
-        which, *given = operands
-        branches = [self._inline(b.jaxpr, b.consts, given) for b in eqn.params["branches"]]
-        return [
-            self._called(jax.lax.select_n, which, *outs) if len(set(outs)) > 1 else outs[0]
-            for outs in zip(*branches, strict=True)
-        ]
-
-    def _unrolled(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
-        """A loop over several layers at once, round by round."""
-        length, closed = eqn.params["length"], eqn.params["jaxpr"]
-        num_consts, num_carry = loop_sizes(eqn)
-        consts, carry = operands[:num_consts], list(operands[num_consts:][:num_carry])
-        xs = operands[num_consts + num_carry :]
-        made: list[Any] = [None] * length
-        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            parts = [self._called(functools.partial(_part, i), x) for x in xs]
-            found = self._inline(closed.jaxpr, closed.consts, [*consts, *carry, *parts])
-            carry, made[i] = found[:num_carry], found[num_carry:]
-        return carry + [self._called(_stacked, *ys) for ys in zip(*made, strict=True)]
-
-    def _called(self, function: Callable[..., Any], *values: _Value) -> _Value:
-        types = [jax.ShapeDtypeStruct(*v.type) for v in values]
-        closed = jax.make_jaxpr(function)(*types)
-        return self._inline(closed.jaxpr, closed.consts, values)[0]
-
-    # --- running it ---
 
     def _need(self, key: Any) -> Any:
         """What a task makes, after all that it asks for; tasks may be many deep."""
@@ -358,16 +133,16 @@ class Rerolled:
 
     def _task(self, key: Any) -> Task:
         tasks: dict[Any, Callable[[Any], Task]] = {
-            _Value: self._one,
-            _Op: self._run,
-            _Template: self._all_rows,
-            _Wide: self._all_cells,
+            Value: self._one,
+            Op: self._run,
+            Template: self._all_rows,
+            Wide: self._all_cells,
             _Numbers: self._numbers,
             _Ops: self._merged,
         }
         return tasks.get(type(key), self._packed)(key)
 
-    def _one(self, value: _Value) -> Task:
+    def _one(self, value: Value) -> Task:
         """A value on all devices."""
         if value.known is not None:
             return value.known
@@ -383,7 +158,7 @@ class Rerolled:
         """A number of each row, on all devices."""
         return self._replicate((yield numbers.template)[numbers.index])
 
-    def _run(self, op: _Op) -> Task:
+    def _run(self, op: Op) -> Task:
         """An equation as written."""
         for value in op.operands:
             is_weight = value.row is not None and not (value.is_number or value.is_spread)
@@ -394,7 +169,7 @@ class Rerolled:
             given.append((yield value))  # noqa: PERF401  a comprehension cannot be sent values
         return bind(op.eqn, *given)
 
-    def _all_rows(self, template: _Template) -> Task:
+    def _all_rows(self, template: Template) -> Task:
         """[S, ...] what an equation makes of all rows."""
         if template.op is None:
             return [self._stacks[template.stack]]
@@ -403,13 +178,13 @@ class Rerolled:
             return [_sum_of_part(cell, number.spot)]
         given, axes = [], []
         for value in template.op.operands:
-            is_row = _is_of(value, template.row)
+            is_row = is_of(value, template.row)
             found = yield value.template if is_row else value
             given.append(found[value.index] if is_row else found)
             axes.append(0 if is_row else None)
         return jax.vmap(functools.partial(bind, template.op.eqn), tuple(axes))(*given)
 
-    def _all_cells(self, wide: _Wide) -> Task:
+    def _all_cells(self, wide: Wide) -> Task:
         """[S, ...] what an equation makes of whole cells."""
         if wide.eqn is None:
             return wide.cell
@@ -463,33 +238,14 @@ class Rerolled:
 Task = Generator[Any, Any, Any]  # yields what it asks for, is sent it, returns what it makes
 
 
-def _row_of(operands: Sequence[_Value]) -> int | None:
-    """Of which row a result is: that of the arrays it is made of, or else of the numbers."""
-    arrays = list(filter(_is_array, operands))
-    rows = {v.row for v in arrays if v.row is not None}
-    if not arrays:
-        rows = {v.row for v in operands if v.row is not None}
-    return rows.pop() if len(rows) == 1 else None
-
-
-def _is_array(value: _Value) -> bool:
-    """Whether it is more than numbers, and none of the program's own constants."""
-    return not (value.is_constant or value.is_number or value.is_spread)
-
-
-def _is_of(value: _Value, row: int | None) -> bool:
-    """Whether a value is read as a part of a row."""
-    return row is not None and value.row == row
-
-
-def _kind(row: int, value: _Value) -> Any:
+def _kind(row: int, value: Value) -> Any:
     """What values for several rows have in common that may be made by one equation."""
     if value.op is not None and not value.op.eqn.effects:
         return value.op.key, value.index
     return (value.template, value.index) if value.row == row else value
 
 
-def _sums(op: _Op) -> _Value | None:
+def _sums(op: Op) -> Value | None:
     """What an equation adds up to one number, if that is made number by number of a cell's part."""
     value, name = op.operands[0], op.eqn.primitive.name
     is_sum = name == "reduce_sum" and len(op.eqn.params["axes"]) == len(value.aval.shape)
@@ -513,14 +269,6 @@ def _at_rows(rows: set[int], found: Any, other: Any) -> Any:
     return jax.lax.select(spread, found, other)
 
 
-def _part(index: int, x: Any) -> Any:
-    return jax.lax.index_in_dim(x, index, keepdims=False)
-
-
-def _stacked(*parts: Any) -> Any:
-    return jnp.stack(parts)
-
-
 def _mixed(what: str) -> MixedError:
     return MixedError(
         f"an optimizer needs weights of several layers in one place ({what}), but layers lie on "
@@ -530,22 +278,5 @@ def _mixed(what: str) -> MixedError:
     )
 
 
-def _texts(values: Sequence[_Value]) -> str:
+def _texts(values: Sequence[Value]) -> str:
     return ", ".join(dict.fromkeys(shape_text(v.aval) for v in values))
-
-
-def _static(params: Any) -> Any:
-    """An equation's parameters, equal where they do the same."""
-    if isinstance(params, dict):
-        return tuple((key, _static(params[key])) for key in sorted(params))
-    if isinstance(params, list | tuple):
-        return tuple(map(_static, params))
-    if hasattr(params, "jaxpr"):
-        return str(params.jaxpr), *map(id, params.consts)
-    if hasattr(params, "eqns"):
-        return str(params)
-    try:
-        hash(params)
-    except TypeError:
-        return id(params)
-    return params

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec
 
 from collectives import STAGE
 from pipeline.base.tree import Tree
-from pipeline.layerwise.reroll import Cut, Rerolled, Row
+from pipeline.layerwise.reroll import Rerolled
+from pipeline.layerwise.rows import Cut, Row
 from pipeline.layerwise.view import End, LayerView, Name, Path, Slot, Stack, found_in
 from pipeline.sharding.placement import Spread
 
