@@ -74,7 +74,7 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
         return optimizer
     optimizer = nnx.eval_shape(make, pipe)
     specs = sharded.plan(nnx.as_pure(nnx.state(pipe, wrt))).specs()
-    flat, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)
+    flat, _ = jax.tree_util.tree_flatten_with_path(specs)
     places = {("opt_state", *map(key_name, path)): spec for path, spec in flat}
 
     def typed(path: Any, leaf: Any) -> Any:
@@ -185,7 +185,7 @@ class _Layered:
         home = self._home
         if not home.explicit_axes:
             return tree
-        return meshes.typed(tree, home, jax.tree.leaves(specs(), is_leaf=_is_spec))
+        return meshes.typed(tree, home, jax.tree.leaves(specs()))
 
     def _stored_specs(self, updates: Tree) -> Tree:
         """Where updates lie: as the weights."""
@@ -321,10 +321,6 @@ class _Inputs:
 
 def _is_like_parameters(tree: Tree) -> bool:
     return isinstance(tree, Mapping) and bool(tree) and tree.keys() <= {"chunks", "ends"}
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from collectives import vocabulary_cross_entropy
 from pipeline import layers
-from pipeline.base.tree import shape_text
+from pipeline.base.tree import is_array, shape_text
 from pipeline.layers.vocabulary import Table, logits
 
 __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
@@ -123,9 +123,9 @@ class CrossEntropy:
         """
         is_pair = isinstance(targets, (tuple, list)) and len(targets) == 2
         ids, weights = targets if is_pair else (targets, None)
-        ids_fit = _is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)
-        if not ids_fit or not (weights is None or (_is_array(weights) and _alike(weights, ids))):
-            given = jax.tree.map(lambda x: shape_text(x) if _is_array(x) else repr(x), targets)
+        ids_fit = is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)
+        if not ids_fit or not (weights is None or (is_array(weights) and _alike(weights, ids))):
+            given = jax.tree.map(lambda x: shape_text(x) if is_array(x) else repr(x), targets)
             raise ValueError(
                 f"targets of CrossEntropy are {given}; give an array of integers, words or below "
                 f"0 for what does not count, or a pair (words, weights) of equal shapes"
@@ -146,10 +146,6 @@ class CrossEntropy:
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
     """Weights, NaN for what counts and is no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _alike(weights: Any, ids: Any) -> bool:

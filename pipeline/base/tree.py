@@ -22,6 +22,11 @@ def is_float(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array or the type of one, and no number or label."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
 def is_abstract(tree: Tree) -> bool:
     """Whether any leaf is a type, and no array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))

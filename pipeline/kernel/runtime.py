@@ -261,9 +261,7 @@ def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
 
 def _manual(plan: Plan, specs: Tree) -> Tree:
     """What of specs the kernel is told."""
-    return jax.tree.map(
-        lambda spec: kernel_spec(spec, plan.manual_axes), specs, is_leaf=lambda x: isinstance(x, P)
-    )
+    return jax.tree.map(lambda spec: kernel_spec(spec, plan.manual_axes), specs)
 
 
 def _rank_state(plan: Plan, model: Model, weights: Weights, batch: Batch) -> RankState:

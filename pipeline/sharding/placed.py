@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipeline.base.tree import shape_text
+from pipeline.base.tree import is_array, shape_text
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def placed(tree: Any, mesh: Mesh | None, *kinds: Any) -> list[Placed]:
         said = node.get_metadata().get("out_sharding") if _is_variable(node) else None
         value = node.get_raw_value() if _is_variable(node) else node
         for more, leaf in jax.tree_util.tree_leaves_with_path(value):
-            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            if is_array(leaf):
                 name = jax.tree_util.keystr((*path, *more), simple=True, separator=".")
                 found.append(_one(name or "the array", leaf, mesh, said))
     return found

@@ -159,10 +159,6 @@ def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     found = [
         jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-        for leaf, spec in zip(leaves, jax.tree.leaves(specs, is_leaf=_is_spec), strict=True)
+        for leaf, spec in zip(leaves, jax.tree.leaves(specs), strict=True)
     ]
     return jax.tree.unflatten(treedef, found)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
