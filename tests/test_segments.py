@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -14,31 +15,47 @@ from schedules import build, lower, names
 from tests import models
 from tests.sizes import CHUNKS
 
-TURNING = {"gpipe", "looped_bfs"}
-
 
 def program(family: str, *, S=4, M=8, V=None, **options):
     V = V or CHUNKS.get(family, 1)
     return lower(build(family, num_ranks=S, num_microbatches=M, num_stages=S * V), **options)
 
 
+def forward_first(schedule) -> bool:
+    """Whether every rank finishes all forwards before it goes back."""
+    kinds = ["".join(a.kind for a in order if a.kind in "FBI") for order in schedule.orders]
+    return all("F" not in one.lstrip("F") for one in kinds)
+
+
+def test_two_families_finish_all_forwards_first():
+    found = {name for name in names() if forward_first(program(name).schedule)}
+    assert found >= {"gpipe", "looped_bfs"}
+    assert not found & {"1f1b", "eager_1f1b", "zb_h1", "zb_v"}
+
+
 @pytest.mark.parametrize("family", names())
 @pytest.mark.parametrize("options", [{}, {"keep": "residuals"}, {"shared": ("embed", "head")}])
 def test_who_takes_a_turn(family, options):
-    """Only those that finish all forwards first; there both halves of the ticks go one way."""
+    """Only those that finish all forwards first: there each part of the ticks goes one way."""
     found = program(family, **options)
-    T = found.num_ticks
-    assert segment_starts(found) == ([T // 2] if family in TURNING else [])
+    T, turns = found.num_ticks, forward_first(found.schedule)
+    starts = segment_starts(found)
     parts = segments(found, split=False)
-    assert [part[:2] for part in parts] == (
-        [(0, T // 2), (T // 2, T)] if family in TURNING else [(0, T)]
-    )
+    assert [part[:2] for part in parts] == list(itertools.pairwise([0, *starts, T]))
+    assert len(starts) == turns
+    kinds, shifts = [], []
     for start, stop, _ in parts:
-        need = needed(found, 0, start, stop)
-        kinds = {op.kind for op in need.slot.ops}
-        assert kinds in ({"F"}, {"B"}) or family not in TURNING
-        shifts = [channel.shift for _, channel in need.channels if channel.shift]
-        assert len(shifts) == 1 or family not in TURNING
+        need = [needed(found, n, start, stop) for n in range(len(found.slots))]
+        kinds.append({op.kind for one in need for op in one.slot.ops})
+        shifts.append({c.shift for one in need for _, c in one.channels if c.shift})
+    if turns:
+        assert kinds[0] == {"F"}
+        assert "F" not in kinds[1]
+        assert [len(one) for one in shifts] == [1, 1]
+    else:  # one loop does all that the slots do
+        assert kinds == [{op.kind for slot in found.slots for op in slot.ops}]
+        assert shifts == [{c.shift for slot in found.slots for c in slot.channels if c.shift}]
+        assert len(shifts[0]) == 2
 
 
 @pytest.mark.parametrize("family", names())
