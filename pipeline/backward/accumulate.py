@@ -1,4 +1,4 @@
-"""Gradients that add themselves to buffers in place.
+"""Gradients summed over microbatches: pullbacks that add them to buffers in place.
 
 ``jax.vjp`` returns an object whose ``with_refs`` lets the backward pass add each gradient to a
 mutable buffer (`jax.new_ref`) as it is formed. Measured against ``g + dp`` in a carry this saves

@@ -1,4 +1,4 @@
-"""A stage's backward as two functions, `input_half` and `weight_half`.
+"""W separated from I: a stage's backward as two functions, `input_half` and `weight_half`.
 
 Together they do what the pullback of the stage does, each product once. The first gives the
 gradient for the stage's input and a few values that cross; the second makes the weights' gradients

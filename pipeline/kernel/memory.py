@@ -1,4 +1,4 @@
-"""A rank's mutable memory during a step: message buffers, stashes, gradients, results.
+"""A rank's memory in a step: messages, stashes (what F keeps for its backward), gradients, results.
 
 All of it is refs (`jax.new_ref`): actions write in place from inside a branch, and the scan over
 ticks carries nothing. Sizes come from the program, which assigned every place.

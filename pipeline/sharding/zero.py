@@ -1,4 +1,4 @@
-"""ZeRO and FSDP: weights gathered and gradients scattered over ``data``; specs for the kernel.
+"""ZeRO and FSDP: weights gathered, gradients summed over ``data`` or scattered; kernel specs.
 
 Letters: D data shards. With ZeRO-1 a gradient leaves the kernel as a reduce-scatter, D times
 smaller than as an all-reduce, and the optimizer's state lies as it does; with FSDP the weights do

@@ -1,4 +1,4 @@
-"""The published schedules, a file each: from sizes to an order of actions for every rank.
+"""The published schedules, one a file and all listed here: from sizes to an order of actions.
 
 A file is named after its family and says who published it; `FAMILIES` lists those that are the
 same for all costs. What several share stands in `schedules.families.constructions`. A family

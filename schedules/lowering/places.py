@@ -1,4 +1,4 @@
-"""What ranks hold between slots, and where: values with their lifetimes, and places for them.
+"""Buffer allocation: what ranks hold between slots, from when until when, and in which place.
 
 A value holds its place from the slot at whose end it arrives to the slot that reads it last. A
 freed place is used again, so the number of places is the true peak. Letters as in
