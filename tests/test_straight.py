@@ -127,3 +127,22 @@ def test_it_says_so():
         "schedule accumulation: the default on one rank: a microbatch goes through all stages and "
         "back"
     ) in about.splitlines()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_it_says_what_it_runs(traced):
+    """No tables where none is run; with stages that are not alike there are some."""
+    data = (models.rows(ROWS), models.rows(ROWS)) if traced else ()
+    no_table = (
+        "no table: a loop takes each microbatch through all stages and back; what the way back "
+        "needs is the compiler's to keep"
+    )
+    alike = pipeline(models.build(Block, 2), remat=None).describe(*data).splitlines()
+    assert alike[3] == no_table
+    assert not [line for line in alike if "ticks" in line or "bubble" in line]
+    unlike = pipeline([*models.build(Block, 1), *models.build(Hostile, 1)], remat=None)
+    for pipe in (unlike, pipeline(models.build(Block, 2))):
+        lines = pipe.describe(*data).splitlines()
+        assert lines[3].startswith("16 ticks of slots FBIW: ")
+        assert lines[4].startswith("per rank 1 message buffers, ")
+        assert no_table not in lines

@@ -11,6 +11,11 @@ from pipeline.plan.plan import Plan
 from schedules import simulate
 from schedules.lowering.program import Program
 
+_STRAIGHT = (
+    "no table: a loop takes each microbatch through all stages and back; what the way back needs "
+    "is the compiler's to keep"
+)
+
 
 def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
     """What `print` shows of a pipeline, line by line.
@@ -57,10 +62,11 @@ def _axes(plan: Plan) -> str:
 
 def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
-    schedule, program = plan.schedule, plan.training
+    schedule, unlike = plan.schedule, _unlike(chunks)
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
-    event = simulate(schedule)
-    lockstep = simulate(schedule, clock="lockstep", pattern=plan.pattern, **plan.sends)
+    straight = plan.traces.straight
+    if straight is None:
+        straight = plan.is_straight and not unlike
     lines = [
         (
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
@@ -68,15 +74,10 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
         ),
         f"mesh {_axes(plan)}: {used} of {present} devices",
         f"schedule {schedule.name}: {plan.why}",
-        f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
-        f"per rank {_places(program)}",
-        (
-            f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
-            f"{lockstep.bubble_rate:.1%} in lockstep{' with delayed sends' * program.delayed}"
-        ),
+        *([_STRAIGHT] if straight else _ticks(plan)),
         *memory,
     ]
-    if program.delayed:
+    if not straight and plan.training.delayed:
         lines.append(
             "sends are delayed: a message travels beside the work of the next slot, and can be "
             "used from the one after"
@@ -89,12 +90,33 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     lines += _sharded(plan)
     if plan.traces.unsplit:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.traces.unsplit)}")
+    return "\n".join([*lines, *unlike])
+
+
+def _ticks(plan: Plan) -> list[str]:
+    """What the timetable is lowered to, and how long ranks idle in it."""
+    program = plan.training
+    event = simulate(plan.schedule)
+    lockstep = simulate(plan.schedule, clock="lockstep", pattern=plan.pattern, **plan.sends)
+    return [
+        f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
+        f"per rank {_places(program)}",
+        (
+            f"predicted bubble at F = I = W: {event.bubble_rate:.1%} if ranks wait only for data, "
+            f"{lockstep.bubble_rate:.1%} in lockstep{' with delayed sends' * program.delayed}"
+        ),
+    ]
+
+
+def _unlike(chunks: Sequence[Any]) -> list[str]:
+    """In what stages differ."""
+    lines = []
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, Overlaid):
             lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
         elif not isinstance(chunks[0], Overlaid) and (found := difference(chunks[0], chunk)):
             lines.append(f"chunk {index} is not like chunk 0: it differs {found}")
-    return "\n".join(lines)
+    return lines
 
 
 def _sharded(plan: Plan) -> list[str]:

@@ -161,7 +161,8 @@ def _share_known_before(
 
 def _train(local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step) -> Memory:
     """Run a step; returns the memory that holds what it has added up."""
-    if plan.is_straight and not isinstance(local, GroupedModel):
+    plan.traces.straight = plan.is_straight and not isinstance(local, GroupedModel)
+    if plan.traces.straight:
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.memory

@@ -36,6 +36,7 @@ class Traces:
 
     Attributes:
       unsplit: parts of a stage's backward that could not be split.
+      straight: whether a step was one loop over microbatches; None if none was traced.
       last: model, weights and batch of the last step, as types.
       warned: types of steps whose memory was looked at, and parameters that nobody reads.
       filtered: what filters were found to train.
@@ -44,6 +45,7 @@ class Traces:
     """
 
     unsplit: tuple[str, ...] = ()
+    straight: bool | None = None
     last: tuple[Any, Any, Any] | None = None
     warned: set[Any] = field(default_factory=set)
     filtered: dict[Any, Any] = field(default_factory=dict)
@@ -163,7 +165,10 @@ class Plan:
 
     @functools.cached_property
     def is_straight(self) -> bool:
-        """Whether a step is one loop over microbatches, with no need of a table."""
+        """Whether a step is one loop over microbatches, with no need of a table.
+
+        Where stages are alike; others take their turns in the ticks of a table.
+        """
         return self.keep == "residuals" and is_straight(self.schedule)
 
     @functools.cached_property
