@@ -378,6 +378,50 @@ def test_no_table_is_copied_in_a_tick():
         assert len(copies) <= 2
 
 
+def test_a_microbatch_writes_the_rows_of_its_words_alone():
+    """What is added to an embedding's sum is a scatter of rows, or a loop over them, in place."""
+    text = compiled("stage")[1].as_text()
+    rows = rf"= f32\[{N // S},{WIDTH}\]\S* ([\w-]+)\(.*op_name=\"[^\"]*"
+    assert "add" in re.findall(rows + "/head/", text) + re.findall(
+        rows + "/head/while/body/add", text
+    )
+    found = set(re.findall(rows + "/scatter/", text)) - {"get-tuple-element", "parameter"}
+    assert found
+    assert found <= {"dynamic-update-slice", "fusion", "scatter"}
+
+
+def test_other_tables_in_the_ends_are_no_matter():
+    """Of a head whose norm looks something up, and of an embedding that holds another."""
+
+    class Shifted(nnx.Module):
+        def __init__(self, rngs):
+            self.unit, self.zone = Unit(rngs), VocabularyEmbedding(3, WIDTH, rngs=rngs)
+
+        def __call__(self, y):
+            return self.unit(y) + self.zone(jnp.zeros((1,), jnp.int32))
+
+    class Both(VocabularyEmbedding):
+        def __init__(self, *args, **kwargs):
+            self.also = VocabularyEmbedding(7, WIDTH, rngs=nnx.Rngs(1))
+            super().__init__(*args, **kwargs)
+            self.zeta = VocabularyEmbedding(7, WIDTH, rngs=nnx.Rngs(2))
+
+    def take(mode):
+        embed = Both(WORDS, WIDTH, rngs=nnx.Rngs(5))
+        head = VocabularyHead(WORDS, WIDTH, norm=Shifted(nnx.Rngs(7)), tied=embed)
+        options = {"vocabulary": mode, "loss_fn": CrossEntropy(), "embed": embed, "head": head}
+        pipe = Pipeline(models.build(Block, 2), 2, mesh=make_mesh(stage=2), **options)
+        with pytest.warns(UserWarning, match=r"embed\.also"):  # nobody reads it
+            return pipe.value_and_grad(*batch())
+
+    (loss, grads), (wanted, want) = take("stage"), take("ends")
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for a, b in zip(
+        *map(jax.tree.leaves, (without_padding(grads, want["ends"]), want)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 # --- errors ---
 
 
@@ -416,6 +460,39 @@ def test_bad_options():
     assert refusal(embed=Mine(tied["embed"]), head=tied["head"]) == (
         "vocabulary='stage': embed of type Mine uses the table that all ranks share; make it a "
         "pipeline.vocabulary.VocabularyEmbedding too, or give vocabulary='ends'"
+    )
+
+
+def test_what_does_more_than_ranks_can_share():
+    """It was left out without a word."""
+
+    class Scaled(VocabularyEmbedding):
+        def __call__(self, ids):
+            return super().__call__(ids) * WIDTH**0.5
+
+    class Capped(VocabularyHead):
+        def __call__(self, y):
+            return 30 * jnp.tanh(super().__call__(y) / 30)
+
+    class Smooth(CrossEntropy):
+        def __call__(self, scores, targets):
+            return super().__call__(0.9 * scores, targets)
+
+    own, rest = (
+        "has a __call__ of its own, and ranks that share the words compute what",
+        "or use vocabulary='ends'",
+    )
+    assert refusal(embed=Scaled(WORDS, WIDTH, rngs=nnx.Rngs(0))) == (
+        f"vocabulary='stage': embed of type Scaled {own} VocabularyEmbedding does; let the first "
+        f"stage do the rest, {rest}"
+    )
+    assert refusal(head=Capped(WORDS, WIDTH, rngs=nnx.Rngs(0))) == (
+        f"vocabulary='stage': head of type Capped {own} VocabularyHead does; do the rest in its "
+        f"norm= or its features(), {rest}"
+    )
+    assert refusal(loss_fn=Smooth()) == (
+        f"vocabulary='stage': loss_fn of type Smooth {own} CrossEntropy does; give CrossEntropy() "
+        f"itself, with weights in the targets, {rest}"
     )
 
 

@@ -19,6 +19,11 @@ from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, Vocabu
 from schedules.clocks.shared import Shared
 
 Mode = Literal["ends", "stage"]
+_REMEDY = {  # for what does more than the class that ranks can share
+    "embed": "let the first stage do the rest",
+    "head": "do the rest in its norm= or its features()",
+    "loss_fn": "give CrossEntropy() itself, with weights in the targets",
+}
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,14 @@ class Tables:
 
 
 def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
-    """The tables among the parameters of embed and head."""
+    """The tables of embed and head that ranks share, whatever other tables these hold."""
     flat = nnx.to_flat_state(params)
-    named = {path[0]: n for n, (path, leaf) in enumerate(flat) if isinstance(leaf, Table)}
     # Where they are tied, the one table is listed with the embedding.
-    places = {"embed": named.get("embed", -1), "head": named.get("head", named.get("embed", -1))}
-    found = {part: places[part] for part in shared}
+    path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
+    place_of = {path: n for n, (path, _) in enumerate(flat)}
+    found = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
     words = {f"{part}_words": getattr(ends, part).words for part in shared}
-    paths = tuple(flat[n][0] for n in sorted({n for n in found.values() if n >= 0}))
+    paths = tuple(flat[n][0] for n in sorted(set(found.values())))
     return Tables(**found, **words, paths=paths)
 
 
@@ -90,6 +95,16 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
             f"loss_fn=pipeline.vocabulary.CrossEntropy(), with weights in the targets for what "
             f"does not count, or vocabulary='ends'"
         )
+    own: list[tuple[str, Any, type[Any]]] = [(name, ends[name], kinds[name]) for name in shared]
+    if "head" in shared and loss_fn is not None:
+        own.append(("loss_fn", loss_fn, CrossEntropy))
+    for name, end, kind in own:
+        if type(end).__call__ is not kind.__call__:
+            raise ValueError(
+                f"vocabulary='stage': {name} of type {type(end).__name__} has a __call__ of its "
+                f"own, and ranks that share the words compute what {kind.__name__} does; "
+                f"{_REMEDY[name]}, or use vocabulary='ends'"
+            )
     if isinstance(loss_fn, nnx.Module) and any(_shares(loss_fn, ends[name]) for name in shared):
         raise ValueError(
             f"vocabulary='stage': loss_fn of type {type(loss_fn).__name__} uses the table that all "
