@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +31,7 @@ from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
 from pipeline.model.loss import LossFn
-from pipeline.model.randomness import advance
+from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
@@ -239,8 +240,8 @@ class Pipeline(nnx.Module):
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
         """
-        model, *arrays = self._step("pipe", self._operands(inputs, (), extras))
-        with self._entered():
+        operands = self._operands(inputs, (), extras)
+        with self._step("pipe", operands) as (model, *arrays):
             found = differentiable.outputs(self.plan, model, see_that_it_fits, *arrays)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
@@ -257,8 +258,7 @@ class Pipeline(nnx.Module):
         multiplied with before it is differentiated) must be known to the schedule.
         """
         operands = self._operands(inputs, targets, extras, "loss")
-        model, *arrays = self._step("loss", operands)
-        with self._entered():
+        with self._step("loss", operands) as (model, *arrays):
             found = differentiable.loss(self.plan, model, see_that_it_fits, *arrays)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
@@ -288,9 +288,8 @@ class Pipeline(nnx.Module):
         """
         wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
         operands = self._operands(inputs, targets, extras, "value_and_grad", wrt)
-        operands = self._step("value_and_grad", operands)
         with (
-            self._entered(),
+            self._step("value_and_grad", operands) as operands,
             differentiable.refusing_twice(
                 "value_and_grad() was differentiated, and it returns gradients itself: "
                 "differentiate loss(), or call value_and_grad() alone"
@@ -429,11 +428,14 @@ class Pipeline(nnx.Module):
         """A context in which the kernel's mesh is in force."""
         return meshes.entered(self.plan.mesh, self.plan.home)
 
-    def _step(self, name: str, operands: Operands) -> Operands:
-        """The operands of a call that computes, with random streams that count it."""
+    @contextlib.contextmanager
+    def _step(self, name: str, operands: Operands) -> Iterator[Operands]:
+        """The operands of a call that computes; random streams count it, the mesh is in force."""
         require_arrays(name, operands)
-        advance(self)  # the weights hold the variables that count
-        return self._untyped(operands)
+        with counting(self):  # the weights hold the variables that count
+            operands = self._untyped(operands)
+            with self._entered():
+                yield operands
 
     def _untyped(self, operands: Operands) -> Operands:
         """The operands as the kernel takes them: copies, where the weights have types."""

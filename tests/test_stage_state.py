@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,32 @@ def assert_parity(stages, *, head=None, **options) -> Pipeline:
     models.assert_matches(pipe, pipe.value_and_grad(X, T), want)
     np.testing.assert_allclose(pipe(X), models.compose(stages, None, head, X), rtol=1e-5, atol=1e-5)
     return pipe
+
+
+# --- random streams ---
+
+
+def counts(pipe: Pipeline) -> list[list[int]]:
+    return [leaf.tolist() for leaf in jax.tree.leaves(nnx.state(pipe, nnx.RngCount))]
+
+
+def test_a_call_that_fails_does_not_count():
+    """What is mended and called again draws what it would have; it drew anew."""
+    pipe, other = (make(models.build(Noisy, 2), memory_limit=limit) for limit in (1, None))
+    before = counts(pipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="memory_limit"):
+            pipe.value_and_grad(X, T)
+    for step in (other.loss, other.value_and_grad):
+        with pytest.raises(TypeError, match="incompatible shapes"):
+            step(X, T[:, :5])
+    with pytest.raises((TypeError, ValueError), match=r"\(2, 5\)|\[2,5\]"):
+        other(X[:, :5])
+    assert counts(pipe) == counts(other) == before
+    again = pipe.value_and_grad(X, T)  # the warning comes once
+    np.testing.assert_array_equal(again[0], other.value_and_grad(X, T)[0])
+    assert counts(pipe) == counts(other) != before
 
 
 # --- arrays that are no variables ---

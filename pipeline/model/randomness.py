@@ -13,6 +13,8 @@ says which it is. A stream with the metadata ``alike`` has one key for all ranks
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,7 +82,19 @@ def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
     return keys
 
 
-def advance(module: nnx.Module) -> None:
-    """Count one call of the pipeline in every random stream, so that the next draws anew."""
-    for _, variable in nnx.to_flat_state(nnx.state(module, nnx.RngCount)):
-        variable.set_value(variable.get_value() + 1)
+@contextlib.contextmanager
+def counting(module: nnx.Module) -> Iterator[None]:
+    """Count one call of the pipeline in every random stream, so that the next draws anew.
+
+    A call that fails does not count: what is mended and called again draws what it would have.
+    """
+    counts = [variable for _, variable in nnx.to_flat_state(nnx.state(module, nnx.RngCount))]
+    before = [variable.get_value() for variable in counts]
+    for variable, value in zip(counts, before, strict=True):
+        variable.set_value(value + 1)
+    try:
+        yield
+    except BaseException:
+        for variable, value in zip(counts, before, strict=True):
+            variable.set_value(value)
+        raise
