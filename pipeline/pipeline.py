@@ -58,8 +58,9 @@ class Pipeline(nnx.Module):
         in what they return; where they are alike, all ranks share their code and a rank stores
         them as they are.
       num_microbatches: M; a batch of N rows is split into M * D equal parts.
-      schedule: a name out of `schedules.names()`, or "auto" for a search beyond them
-        (`schedules.auto`); a `Schedule`; the path of a CSV timetable; or None to choose one.
+      schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
+        stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
+        the path of a CSV timetable; or None to choose one.
       mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
         devices as share K stages equally.
       embed: a module or function of one microbatch of inputs; makes the first stage's input.

@@ -91,6 +91,27 @@ def test_the_reason_holds_under_the_clock():
     assert max(spans["1f1b"].peak_activations) < max(spans["eager_1f1b"].peak_activations)
 
 
+# --- a search ---
+
+
+@pytest.mark.parametrize(
+    ("options", "spans"),
+    [
+        ({"delayed": True}, (26, 30)),
+        ({"pattern": "paired"}, (27, 30)),
+        ({"pattern": "single"}, (25, 25)),
+    ],
+)
+def test_a_search_is_for_the_clock_of_the_mesh(options, spans):
+    """It was for ranks that wait only for data, whatever mesh, sends and slots."""
+    sizes = {"num_ranks": 2, "num_microbatches": 4, "num_stages": 4}
+    found, why = choose_schedule("auto", **sizes, **options)
+    assert found.name == "auto"
+    assert why.startswith("searched for: ")
+    both = found, build("auto", **sizes)
+    assert tuple(simulate(one, clock="lockstep", **options).makespan for one in both) == spans
+
+
 # --- the slots of a tick ---
 
 

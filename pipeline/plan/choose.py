@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.plan.options import Bubbles
-from schedules import Schedule, ScheduleError, build, check, names, simulate
+from schedules import Schedule, ScheduleError, auto, build, check, names, simulate
 from schedules.clocks.ticks import see_that_pattern_is_known
 from schedules.core.action import Action, Kind
 from schedules.core.arguments import need
@@ -124,6 +125,8 @@ def choose_schedule(
         return _default(sizes, partners=partners, delayed=delayed, pattern=pattern)
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), origin
+    if isinstance(schedule, str) and schedule == "auto":
+        return _searched(sizes, partners=partners, delayed=delayed, pattern=pattern)
     if isinstance(schedule, str):
         return build(schedule, **sizes), "asked for by name"
     raise ScheduleError(
@@ -174,6 +177,19 @@ def _default(
     if spans[0] <= spans[1]:
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
     return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
+
+
+def _searched(
+    sizes: dict[str, Any], *, partners: bool, delayed: bool, pattern: str | None
+) -> tuple[Schedule, str]:
+    """The best timetable that a search finds, under the clock that the kernel runs by."""
+    clock: dict[str, Any] = {"clock": "lockstep", "partners": partners, "delayed": delayed}
+    choice = auto(**sizes, **clock)
+    best = choice.schedule
+    if pattern is not None:  # the search takes the fastest slots of each
+        found = [one.schedule for one in choice.candidates if one.schedule is not None]
+        best = min(found, key=lambda one: simulate(one, pattern=pattern, **clock).makespan)
+    return replace(best, name="auto"), f"searched for: {best.name} is the fastest in slots as here"
 
 
 def _is_path(schedule: Any) -> bool:
