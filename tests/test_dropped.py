@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -92,3 +93,15 @@ def test_what_trainers_make_of_a_pipeline_goes_with_it(monkeypatch) -> None:
         gc.collect()
         found.append(executables())
     assert found[1] == found[2]
+
+
+def test_a_step_writes_nothing_into_its_plan_but_what_it_traced() -> None:
+    pipe = make()
+    fields = [one.name for one in dataclasses.fields(pipe.plan) if one.name != "traces"]
+    before = {name: getattr(pipe.plan, name) for name in fields}
+    pipe.value_and_grad(X, X)
+    pipe.describe()
+    assert {name: getattr(pipe.plan, name) for name in fields} == before
+    assert pipe.plan.traces.last is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        pipe.plan.remat = None

@@ -1,7 +1,7 @@
 """Transformers that nobody here wrote, unmodified, as stages: those of avitai-artifex.
 
-An optional lane, as `tests/test_foreign.py`: images whose condition, computed by embed, goes along
-with the activation, and an encoder whose output goes along through the stages of a decoder.
+An optional lane, as `tests/test_foreign.py`: images whose condition, computed by embed, goes
+along with the activation, and an encoder whose output goes along through the stages of a decoder.
 """
 
 from __future__ import annotations
