@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import TENSOR, vary, varying_axes
 from pipeline.backward.accumulate import differentiate
+from tests.models import row_error
 
 Call = Callable[..., Any]  # (module, *arrays) -> array
 
@@ -112,14 +113,14 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def assert_close(found: Any, wanted: Any, *, tolerance: float = 1e-5) -> None:
-    """Every leaf within `tolerance` of the largest entry of its own."""
+    """Every row of a leaf within `tolerance` of its largest entry (`models.row_error`)."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     for index, (x, y) in enumerate(pairs):
         if x.dtype == jax.dtypes.float0 or y.dtype == jax.dtypes.float0:
             continue
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert a.shape == b.shape
-        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        error = row_error(a, b)
         assert error <= tolerance, (index, a.shape, error)
 
 

@@ -131,6 +131,17 @@ def test_the_models_are_hostile():
     assert np.isnan(ends()["head"](jnp.zeros((1, models.WIDTH)))).all()
 
 
+def test_a_wrong_row_does_not_hide_behind_a_large_one():
+    wanted = np.array([[1.0, -20.0], [0.0, 2e-4], [0.0, 0.0]])
+    for row, wrong in ((0, 1e-3), (1, 1e-5), (2, 1e-5)):
+        found = wanted.copy()
+        found[row, 0] += wrong
+        assert models.row_error(found, wanted) > 1e-5, row
+        assert models.distance(found, wanted) == models.row_error(found, wanted)
+    assert models.row_error(wanted * (1 + 1e-6), wanted) < 1e-5
+    assert np.isnan(models.row_error(np.full(2, np.nan), np.ones(2)))
+
+
 def test_the_cases_hold_every_pair_of_values():
     every = set().union(*map(pairs, GRID))
     sizes = set().union(*map(pairs, itertools.product(RANKS, MICROBATCHES)))
