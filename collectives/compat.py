@@ -37,6 +37,12 @@ from jax._src.checkify import ErrorEffect, JaxException  # isort: skip
 # place. A public predicate would take its place.
 from jax._src.named_sharding import UnspecifiedValue  # isort: skip
 
+# Private, seen from 0.10.2 to 0.12.0: the coordination service's client and this process's number,
+# and who finds the cluster around. A public key-value store, and a public way to ask which process
+# this is without connecting, would take their place.
+from jax._src.clusters import ClusterEnv  # isort: skip
+from jax._src.distributed import global_state  # isort: skip
+
 Axes = str | tuple[str, ...]
 Tree = TypeVar("Tree")
 
@@ -304,3 +310,22 @@ def renamed_errors(
         {code: wrapped(kind) for code, kind in kinds.items()},
         {names[effect]: [*where, *leaves] for effect, leaves in payloads.items()},
     )
+
+
+# --- processes ---
+
+
+def coordination() -> tuple[Any, int]:
+    """The client of jax's coordination service, and the number of this process."""
+    return global_state.client, global_state.process_id
+
+
+def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
+    """(coordinator, processes, process, local devices) of the cluster around, None if unknown.
+
+    Args:
+      known: coordinator, processes and process; what is not None is not looked for.
+      seconds: that jax may wait for a name service.
+    """
+    find = ClusterEnv.auto_detect_unset_distributed_params
+    return tuple(find(*known, None, None, seconds))

@@ -21,7 +21,6 @@ from tests.test_rooms import modules
 
 PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._\w+(\.|$)")
 HOME = "collectives.compat"
-LEFT = {"pipeline.processes.cluster", "pipeline.processes.waiting"}  # nothing may be added
 
 
 def names(tree: ast.Module) -> set[str]:
@@ -58,7 +57,7 @@ def test_what_is_private_or_of_one_release_is_in_one_file() -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if any(PRIVATE.match(n) or n == "jax.__version_info__" for n in names(tree)):
             found.add(module)
-    assert found == {HOME} | LEFT
+    assert found == {HOME}
 
 
 def test_effects() -> None:

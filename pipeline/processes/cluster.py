@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.processes import service
+from collectives.compat import find_cluster
 
 # What `pipeline.processes.launch` sets, and what anybody else may set by hand.
 COORDINATOR = "SHARDPIPE_COORDINATOR"
@@ -114,7 +114,7 @@ def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
     coordinator, count, index = known.values()
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
-        return service.detect(coordinator, count, index, timeout)
+        return find_cluster(coordinator, count, index, seconds=int(timeout))
     except Exception as error:  # of sockets, of Kubernetes, of numbers
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
