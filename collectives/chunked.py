@@ -23,12 +23,12 @@ from collectives.tensor import group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,
     LOWEST,
+    check_parts,
     combine,
     find_rows,
     logit_gradient,
     losses_of,
     mask_losses,
-    require_parts,
     sum_up,
 )
 
@@ -63,7 +63,7 @@ def linear_cross_entropy(
       ValueError: C does not divide v; or the table does not vary over the axis.
     """
     rows = table.shape[0]
-    require_parts("table", table, axis)
+    check_parts("table", table, axis)
     if chunks < 1 or rows % chunks:
         fits = ", ".join(str(c) for c in range(1, min(rows, 64) + 1) if rows % c == 0)
         raise ValueError(

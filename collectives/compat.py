@@ -327,5 +327,5 @@ def find_cluster(*known: Any, seconds: int) -> tuple[Any, ...]:
       known: coordinator, processes and process; what is not None is not looked for.
       seconds: that jax may wait for a name service.
     """
-    find = ClusterEnv.auto_detect_unset_distributed_params
+    find: Any = ClusterEnv.auto_detect_unset_distributed_params
     return tuple(find(*known, None, None, seconds))

@@ -66,15 +66,13 @@ def make_mesh(
     pool = by_process(jax.devices() if devices is None else devices)
     sizes = fill({name: integer(size) for name, size in asked.items()}, len(pool))
     chosen = take(pool, sizes)
-    _see_that_groups_are_even(chosen, sizes, len(pool))
+    _check_groups(chosen, sizes, len(pool))
     grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))
     # The default of axis_types changed between releases.
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _see_that_groups_are_even(
-    devices: list[jax.Device], sizes: dict[str, int], available: int
-) -> None:
+def _check_groups(devices: list[jax.Device], sizes: dict[str, int], available: int) -> None:
     if devices[0].platform == "tpu":
         return  # chips of one process are a block of the torus, not a run
     processes = len(set(map(process_of, devices)))

@@ -70,7 +70,7 @@ def from_rank(tree: Tree, rank: int, axis: str) -> Tree:
       ValueError: outside shard_map, under `check_vma=False`, or `rank` outside 0..S-1.
     """
     ranks = axis_size(axis)
-    _require_tracking((axis,))
+    _check_tracking((axis,))
     position = integer(rank)
     if position is None or not 0 <= position < ranks:
         raise ValueError(
@@ -95,7 +95,7 @@ def _reduce(tree: Tree, axes: Axes, *, mean: bool) -> Tree:
             f"that has them"
         )
     wanted = manual_axes(axes)
-    _require_tracking(wanted)
+    _check_tracking(wanted)
     leaves, treedef = jax.tree.flatten(tree)
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
@@ -113,7 +113,7 @@ def _reduce(tree: Tree, axes: Axes, *, mean: bool) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _require_tracking(axes: tuple[str, ...]) -> None:
+def _check_tracking(axes: tuple[str, ...]) -> None:
     """Refuse to run where no value can be seen to vary: a sum would be wrong without a word."""
     for axis in axes:
         if not tracks_varying(axis):

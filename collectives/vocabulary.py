@@ -52,7 +52,7 @@ def vocabulary_embedding(
     Raises:
       ValueError: the table does not vary over the axis; or as `row_output`.
     """
-    require_parts("table", table, axis)
+    check_parts("table", table, axis)
     local, mine = _find(tokens, table.shape[0], axis)
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype or table.dtype)
     others = jnp.zeros((), rows.dtype)
@@ -85,7 +85,7 @@ def vocabulary_cross_entropy(
     Raises:
       ValueError: the logits do not vary over the axis, so they are not a part of anything.
     """
-    require_parts("logits", logits, axis)
+    check_parts("logits", logits, axis)
     logits = vary(logits, tuple(varying_axes(labels) - varying_axes(logits) - {axis}))
     losses = _cross_entropy(logits, labels, axis)
     return mask_losses(losses, labels, group_size(axis) * logits.shape[-1], ignore)
@@ -207,7 +207,7 @@ def mask_losses(losses: jax.Array, labels: jax.Array, size: int, ignore: int | N
     return losses if ignore is None else jnp.where(labels == ignore, 0.0, losses)
 
 
-def require_parts(name: str, x: jax.Array, axis: str | None) -> None:
+def check_parts(name: str, x: jax.Array, axis: str | None) -> None:
     """Refuse what is not spread over the axis: every rank would count it again."""
     if is_manual(axis) and axis not in varying_axes(x):
         raise ValueError(

@@ -18,13 +18,13 @@ from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.forecast.ahead import lower_step
 from pipeline.forecast.describe import describe, summary
 from pipeline.forecast.describe_memory import describe_memory
-from pipeline.forecast.limit import see_that_it_fits
+from pipeline.forecast.limit import warn_of_memory
 from pipeline.forecast.step_memory import describe_step
 from pipeline.kernel import differentiable, runtime
 from pipeline.kernel.jitted import hold
 from pipeline.kernel.nans import watched
-from pipeline.kernel.operands import Operands, make_operands, require_arrays
-from pipeline.layers.weights import see_that_layers_fit
+from pipeline.kernel.operands import Operands, check_arrays, make_operands
+from pipeline.layers.weights import check_layers
 from pipeline.layerwise.convert import from_layers, to_layers
 from pipeline.layerwise.layout import Layout, check_layout, mark
 from pipeline.model.chunks import make_chunks, make_ends
@@ -39,7 +39,7 @@ from pipeline.plan.resolve import make_plan
 from pipeline.processes.replicas import see_that_replicas_agree
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.sharding import meshes
-from pipeline.sharding.fit import see_that_weights_are_divided
+from pipeline.sharding.fit import warn_of_undivided_weights
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
@@ -176,13 +176,13 @@ class Pipeline(nnx.Module):
         stages, self.ignored = ignoring(stages, ignore)
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
-        see_that_layers_fit(given, plan.mesh, plan.auto_axes)
+        check_layers(given, plan.mesh, plan.auto_axes)
         placement = Placement(plan.home, data_parallel, sharding, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
-        see_that_weights_are_divided(self, plan.mesh, given)
+        warn_of_undivided_weights(self, plan.mesh, given)
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
@@ -243,7 +243,7 @@ class Pipeline(nnx.Module):
         """
         operands = self._operands(inputs, (), extras)
         with self._step("pipe", operands) as (model, *arrays):
-            found = differentiable.outputs(self.plan, model, see_that_it_fits, *arrays)
+            found = differentiable.outputs(self.plan, model, warn_of_memory, *arrays)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
         specs = meshes.outputs_specs(mesh, found, given, shared=shared)
@@ -260,7 +260,7 @@ class Pipeline(nnx.Module):
         """
         operands = self._operands(inputs, targets, extras, "loss")
         with self._step("loss", operands) as (model, *arrays):
-            found = differentiable.loss(self.plan, model, see_that_it_fits, *arrays)
+            found = differentiable.loss(self.plan, model, warn_of_memory, *arrays)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
     def value_and_grad(
@@ -296,7 +296,7 @@ class Pipeline(nnx.Module):
                 "differentiate loss(), or call value_and_grad() alone"
             ),
         ):
-            see_that_it_fits(self.plan, *operands)
+            warn_of_memory(self.plan, *operands)
             value, grads, _ = watched(runtime.train, self.plan, *operands, scale=scale)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
         grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
@@ -320,7 +320,7 @@ class Pipeline(nnx.Module):
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with self._entered():
-            see_that_it_fits(self.plan, *operands)
+            warn_of_memory(self.plan, *operands)
             return runtime.train.lower(self.plan, *operands)
 
     def stages(self) -> list[nnx.Module]:
@@ -432,7 +432,7 @@ class Pipeline(nnx.Module):
     @contextlib.contextmanager
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:
         """The operands of a call that computes; random streams count it, the mesh is in force."""
-        require_arrays(name, operands)
+        check_arrays(name, operands)
         with counting(self):  # the weights hold the variables that count
             operands = self._untyped(operands)
             with self._entered():

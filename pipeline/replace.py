@@ -30,7 +30,7 @@ _ENDS = "embed", "head", "loss_fn"
 
 
 def check_changes(changes: Mapping[str, Any], options: Sequence[str]) -> None:
-    """See that only options of a pipeline are to be changed.
+    """Check that only options of a pipeline are to be changed.
 
     Raises:
       TypeError: there are other names.

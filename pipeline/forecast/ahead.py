@@ -58,7 +58,7 @@ def _placed(batch: Tree, mesh: Mesh) -> Tree:
 
 
 def check_optimizer(pipe: Any, optimizer: Any) -> None:
-    """See that an optimizer can update a pipeline.
+    """Check that an optimizer can update a pipeline.
 
     Raises:
       ValueError: it is no `nnx.Optimizer`, or one of other parameters.

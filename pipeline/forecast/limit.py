@@ -21,7 +21,7 @@ from schedules import ScheduleError, build, names
 from schedules.build import options
 
 
-def see_that_it_fits(
+def warn_of_memory(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> None:
     """Warn, once for each type of batch, if a step is predicted to exceed a device's memory.

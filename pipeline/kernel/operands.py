@@ -81,7 +81,7 @@ def make_operands(
     return model, Weights(params, ends_params, rests, ends_rest), batch
 
 
-def require_arrays(method: str, operands: Operands) -> Operands:
+def check_arrays(method: str, operands: Operands) -> Operands:
     """The operands of a step that computes.
 
     Raises:

@@ -28,7 +28,7 @@ from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
 from pipeline.rank.activations import follow
-from pipeline.rank.effects import see_that_effects_happen_once
+from pipeline.rank.effects import check_effects
 from pipeline.rank.groups import GroupedModel, make_local_model
 from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
@@ -166,7 +166,7 @@ def _train(local: LocalModel, plan: Plan, program: Program, tables: Row, step: S
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.memory
-    see_that_effects_happen_once(local, again=plan.keep == "input", masked=plan.is_masked)
+    check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
     halves = actions.memory.halves
     plan.traces.unsplit = tuple(halves.whole) if halves else ()
@@ -193,7 +193,7 @@ def infer(
         ways = model.trained.ways(want_inputs=False, backward=False)
         state, activations = follow(_rank_state(plan, model, weights, batch))
         local = make_local_model(state, activations, ways)
-        see_that_effects_happen_once(local, again=False, masked=plan.is_masked)
+        check_effects(local, again=False, masked=plan.is_masked)
         actions = make_actions(local, plan.forward, Step(training=False, take_loss=take_loss))
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:

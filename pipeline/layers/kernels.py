@@ -69,7 +69,7 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     Raises:
       ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
     """
-    _refuse("splash", q, _wrong_for_splash(q))
+    _check("splash", q, _wrong_for_splash(q))
     interpret = platform() != "tpu"
 
     def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -106,7 +106,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     Raises:
       ValueError: as for `splash`, or a dtype other than bfloat16 and float16.
     """
-    _refuse("cudnn", q, _wrong_for_cudnn(q))
+    _check("cudnn", q, _wrong_for_cudnn(q))
 
     def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -114,7 +114,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return local(on_this_device)(q, k, v)
 
 
-def _refuse(name: str, q: jax.Array, wrong: list[str]) -> None:
+def _check(name: str, q: jax.Array, wrong: list[str]) -> None:
     if wrong:
         raise ValueError(
             f"implementation={name!r} for queries {q.dtype}{list(q.shape)} of [sequences, "

@@ -18,7 +18,7 @@ from collectives.chunked import linear_cross_entropy
 from collectives.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
-from pipeline.layers.weights import Initializer, make_weight, read_weight, require_cut, scaled
+from pipeline.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
 
 
 class Table(nnx.Param[jax.Array]):
@@ -62,7 +62,7 @@ class VocabularyEmbedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Look the words up."""
-        require_cut(self.table, self.axis)
+        check_cut(self.table, self.axis)
         return vocabulary_embedding(
             self.table.get_value(),
             tokens,

@@ -64,11 +64,11 @@ def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.A
             f"x is {x.dtype}{list(x.shape)}: a layer computes in the dtype of its input, which "
             f"must be a float; embed integers first"
         )
-    require_cut(weight, axis)
+    check_cut(weight, axis)
     return value.astype(x.dtype)
 
 
-def require_cut(weight: nnx.Param[Any], axis: str | None) -> None:
+def check_cut(weight: nnx.Param[Any], axis: str | None) -> None:
     """Refuse a weight that is not this rank's part; it would be summed once per rank."""
     if not is_manual(axis):
         return
@@ -112,8 +112,8 @@ def check_axis(module: Any, axis: str, ranks: int) -> None:
         raise ValueError("\n".join(wrong))
 
 
-def see_that_layers_fit(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
-    """See that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
+def check_layers(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
+    """Check that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
 
     Args:
       modules: stages, embed and head; what is no module is passed over.

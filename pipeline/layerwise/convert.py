@@ -106,7 +106,7 @@ def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
 
 
 def _check_layers(view: LayerView, layers: Any) -> None:
-    """See that it is a tree of the pipeline's layers."""
+    """Check that it is a tree of the pipeline's layers."""
     wanted = len(view.tree["stages"])
     if not (isinstance(layers, Mapping) and layers.keys() == view.tree.keys()):
         said = sorted(layers) if isinstance(layers, Mapping) else type(layers).__name__

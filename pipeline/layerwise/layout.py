@@ -81,7 +81,7 @@ def mark(chunks: Iterable[nnx.Module], stages_of: Held) -> None:
 def check_layout(
     what: str, stages_of: Held, layout: Layout, variables: Iterable[tuple[Any, Any]]
 ) -> None:
-    """See that a state's layers lie as a pipeline has them.
+    """Check that a state's layers lie as a pipeline has them.
 
     Args:
       what: whose state it is.

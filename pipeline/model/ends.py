@@ -127,8 +127,8 @@ def _shares(module: nnx.Module, other: Any) -> bool:
     return any(variable is other.table for variable in held)
 
 
-def see_that_activations_are_alike(activations: Sequence[Tree]) -> None:
-    """See that what all ranks embed, and what they do the head of, are messages.
+def check_activations(activations: Sequence[Tree]) -> None:
+    """Check that what all ranks embed, and what they do the head of, are messages.
 
     Raises:
       ValueError: they are not.
@@ -152,8 +152,8 @@ def see_that_activations_are_alike(activations: Sequence[Tree]) -> None:
             )
 
 
-def see_that_they_are_words(inputs: Tree) -> None:
-    """See that all ranks can look inputs up.
+def check_words(inputs: Tree) -> None:
+    """Check that all ranks can look inputs up.
 
     Raises:
       ValueError: they are not one array of integers.

@@ -62,13 +62,13 @@ class Definition:
         """
         module = self._merged(params, rest)
         result = method(module, *given)
-        self._see_that_nothing_is_written(method, params, rest, given, nnx.state(module))
+        self._check_nothing_is_written(method, params, rest, given, nnx.state(module))
         return result
 
     def _merged(self, params: Tree, rest: Tree) -> Any:
         return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
 
-    def _see_that_nothing_is_written(
+    def _check_nothing_is_written(
         self, method: Callable[..., Any], params: Tree, rest: Tree, given: Any, after: Tree
     ) -> None:
         had, now = _flat(params, rest), dict(nnx.to_flat_state(after))
@@ -195,7 +195,7 @@ class Ends(nnx.Module):
 
 
 def check_kinds(stages: Any, **ends: Any) -> None:
-    """See that a model is made of arrays or of types, and not of both.
+    """Check that a model is made of arrays or of types, and not of both.
 
     Raises:
       ValueError: some part is of types, and some of arrays.

@@ -130,7 +130,7 @@ def _check_sharded(
     spots: Sequence[Sequence[Spot]],
     why: str,
 ) -> None:
-    """See that what is sharded over further axes lies in cells that can be."""
+    """Check that what is sharded over further axes lies in cells that can be."""
     pairs = [
         pair
         for leaves, found in zip(lists, spots, strict=True)

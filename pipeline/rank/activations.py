@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from collectives import DATA, STAGE
 from collectives.compat import has_check
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
-from pipeline.model.ends import see_that_activations_are_alike, see_that_they_are_words
+from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
@@ -56,7 +56,7 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
     """
     model, inputs = state.model, at(state.batch.inputs, 0)
     if model.tables.embed >= 0:
-        see_that_they_are_words(inputs)
+        check_words(inputs)
 
     def first(state: RankState) -> Tree:
         return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
@@ -74,7 +74,7 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
             break
         state = dataclasses.replace(state, widest=joined)
     if model.tables.is_used:
-        see_that_activations_are_alike(found.types)
+        check_activations(found.types)
     if any(has_check(body.effects) for body in found.bodies):
         state = dataclasses.replace(state, checks=True)
     return state, found

@@ -15,7 +15,7 @@ from pipeline.rank.groups import GroupedModel
 from pipeline.rank.local_model import LocalModel
 
 
-def see_that_effects_happen_once(local: LocalModel, *, again: bool, masked: bool) -> None:
+def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
     """Refuse a stage with side effects where it runs more often than its microbatches say.
 
     Args:

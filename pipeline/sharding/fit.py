@@ -17,7 +17,7 @@ from pipeline.sharding.report import alike
 _OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
-def see_that_weights_are_divided(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]) -> None:
+def warn_of_undivided_weights(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]) -> None:
     """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
 
     Args:

@@ -78,7 +78,7 @@ def with_types_in_force(mesh: Mesh) -> Mesh:
     here = mesh_in_force()
     if here is None:
         return mesh
-    _see_that_meshes_agree(mesh, here)
+    _check_meshes(mesh, here)
     return _with_types(mesh, here.axis_types) if here.explicit_axes else mesh
 
 
@@ -86,7 +86,7 @@ def _with_types(mesh: Mesh, types: Sequence[AxisType]) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(types))
 
 
-def _see_that_meshes_agree(mesh: Mesh, here: Any) -> None:
+def _check_meshes(mesh: Mesh, here: Any) -> None:
     same = mesh.shape_tuple == here.shape_tuple
     known = _devices_in_force()
     if not same or (known is not None and not np.array_equal(known.devices, mesh.devices)):
@@ -123,7 +123,7 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
     here = mesh_in_force()
     if here is None:
         return contextlib.nullcontext()
-    _see_that_meshes_agree(mesh, here)
+    _check_meshes(mesh, here)
     if home.explicit_axes and home.axis_types != here.axis_types:
         raise ValueError(
             f"jax.set_mesh has a mesh of {_text(here)}, and the pipeline was made under one of "

@@ -73,7 +73,7 @@ def find_trained(
         owners.count("embed"),
     )
     if not trained.is_anything:
-        asks.refuse_nothing()
+        asks.check_found()
     return trained
 
 
@@ -181,7 +181,7 @@ class _Asks:
             f"nnx.All(nnx.Param, ...) does with all state that is no parameter"
         )
 
-    def refuse_nothing(self) -> None:
+    def check_found(self) -> None:
         """Refuse a filter that found nothing; by default a model may have no parameters."""
         if self._is_default:
             return
