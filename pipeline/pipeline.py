@@ -36,7 +36,7 @@ from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
 from pipeline.plan.resolve import make_plan
-from pipeline.processes.replicas import see_that_replicas_agree
+from pipeline.processes.replicas import check_replicas
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_undivided_weights
@@ -181,7 +181,7 @@ class Pipeline(nnx.Module):
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
-        see_that_replicas_agree(leaves_by_name(nnx.state(self)), plan.mesh)
+        check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
         warn_of_undivided_weights(self, plan.mesh, given)
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))

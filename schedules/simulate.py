@@ -14,7 +14,7 @@ from schedules.clocks.lockstep import fastest
 from schedules.clocks.meetings import meet
 from schedules.clocks.shared import Shared, parts
 from schedules.core.action import Action, ScheduleError, shorten
-from schedules.core.arguments import is_one_of, need, see_that_it_is_a_duration
+from schedules.core.arguments import check_duration, is_one_of, need
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import run
 from schedules.core.flat import Flat, flatten
@@ -60,7 +60,7 @@ def simulate(
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
     """
-    see_that_arguments_fit(clock, pattern, partners, delayed, durations)
+    check_arguments(clock, pattern, partners, delayed, durations)
     shared = parts(shared)
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
@@ -93,7 +93,7 @@ def _share(flat: Flat, pair: float, starts: Times, lasting: Times) -> None:
     starts[first + 1] = starts[first] + lasting[first]
 
 
-def see_that_arguments_fit(
+def check_arguments(
     clock: str,
     pattern: str | None,
     partners: bool,
@@ -146,5 +146,5 @@ def _durations(
         )
     times = [measured[action] for action in actions]
     for action, time in zip(actions, times, strict=True):
-        see_that_it_is_a_duration(f"durations[{action}]={shorten(time)}", time)
+        check_duration(f"durations[{action}]={shorten(time)}", time)
     return np.array(times, np.float64)

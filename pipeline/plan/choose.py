@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.plan.options import Bubbles
 from schedules import Schedule, ScheduleError, auto, build, check, names, simulate
-from schedules.clocks.ticks import see_that_pattern_is_known
+from schedules.clocks.ticks import check_pattern
 from schedules.core.action import Action, Kind
 from schedules.core.arguments import need
 from schedules.schedule import from_orders
@@ -81,7 +81,7 @@ def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
     if pattern is None:
         # Without conditionals a slot computes every kind it may hold: keep F and B apart.
         return "paired" if bubbles == "masked" else None
-    see_that_pattern_is_known(pattern)
+    check_pattern(pattern)
     return pattern
 
 

@@ -88,7 +88,7 @@ def find(
         *found, devices = _detected(known, timeout)
         known = dict(zip(known, found, strict=True))
     if all(value is None for value in known.values()):
-        _see_that_it_is_alone(environment)
+        _check_alone(environment)
         return Cluster()
     _check(known)
     if known["num_processes"] == 1:
@@ -123,7 +123,7 @@ def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:
         ) from error
 
 
-def _see_that_it_is_alone(environment: Mapping[str, str]) -> None:
+def _check_alone(environment: Mapping[str, str]) -> None:
     """Refuse to train several times what is one job."""
     for variable, (least, why) in SEVERAL.items():
         text = environment.get(variable, "")

@@ -22,7 +22,7 @@ REMEDY = (
 )
 
 
-def see_that_replicas_agree(arrays: Mapping[str, Any], mesh: Mesh) -> None:
+def check_replicas(arrays: Mapping[str, Any], mesh: Mesh) -> None:
     """See that processes hold the same bits where they hold the same part of an array.
 
     Does nothing for traced arrays, for types, and where not all processes have devices in the mesh.

@@ -19,7 +19,7 @@ from schedules.core.arguments import is_number
 from schedules.core.costs import Times
 from schedules.core.events import run
 from schedules.core.flat import B, F, I, activations, is_dense, once
-from schedules.core.parts import is_count, see_that_it_is_one
+from schedules.core.parts import check_schedule, is_count
 from schedules.core.timetable import Timetable
 
 Made = TypeVar("Made", bound=Timetable)
@@ -41,7 +41,7 @@ def check(schedule: Made, *, memory_limit: float | None = None) -> Made:
     Raises:
       ScheduleError: with every fault, and a grid in which the culprits are marked.
     """
-    see_that_it_is_one(schedule)
+    check_schedule(schedule)
     if memory_limit is not None and not _is_limit(memory_limit):
         raise ScheduleError(
             f"memory_limit={shorten(memory_limit)} is not a number >= 1 of stage inputs per rank; "

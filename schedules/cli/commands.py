@@ -31,7 +31,7 @@ ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 
 def draw(options: argparse.Namespace) -> int:
     """A timetable on the terminal, or in the files named."""
-    files.see_that_they_can_be_written(options.output, files.DRAWINGS)
+    files.check_writable(options.output, files.DRAWINGS)
     schedules = [given.load(options, name) for name in options.schedules]
     for path in options.output:
         files.draw(options, schedules, path)
@@ -136,7 +136,7 @@ def _candidates(options: argparse.Namespace) -> list[tuple[str, Callable[[], Rep
     """(label, how to time it) of all that is to be compared."""
     costs = given.costs(options)
     for name in options.schedules:
-        given.see_that_it_is_there(name)
+        given.check_source(name)
     if options.ranks is None and not all(map(given.is_file, options.schedules or [""])):
         raise given.UsageError("families are compared at given sizes, for example -S 4 -M 8")
     counts = options.stages_list or [options.ranks]
@@ -179,7 +179,7 @@ def choose(options: argparse.Namespace) -> int:
         raise given.UsageError(
             "auto chooses slots itself, and without pairs; leave out --pattern and --pair"
         )
-    files.see_that_they_can_be_written(options.output, (".csv", *files.DRAWINGS))
+    files.check_writable(options.output, (".csv", *files.DRAWINGS))
     try:
         choice = auto(
             options.ranks,

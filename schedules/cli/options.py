@@ -178,7 +178,7 @@ def read(path: str) -> Schedule:
     return read_json(path) if Path(path).suffix.lower() == ".json" else Schedule.from_csv(path)
 
 
-def see_that_it_is_there(name: str) -> None:
+def check_source(name: str) -> None:
     """See to it before anything is timed.
 
     Raises:
@@ -209,7 +209,7 @@ def load(
     """
     if is_file(name):
         return read(name)
-    see_that_it_is_there(name)
+    check_source(name)
     if options.ranks is None or options.microbatches is None:
         raise UsageError(f"{name} is a family: give its sizes, for example -S 4 -M 8")
     return build(

@@ -16,7 +16,7 @@ from schedules.schedule import Schedule
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 
 
-def see_that_they_can_be_written(paths: Sequence[str], suffixes: Sequence[str]) -> None:
+def check_writable(paths: Sequence[str], suffixes: Sequence[str]) -> None:
     """See to it before anything is searched for, simulated or written.
 
     Raises:

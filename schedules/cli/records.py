@@ -100,13 +100,13 @@ def read_json(path: str | os.PathLike[str]) -> Schedule:
             name=name if isinstance(name, str) else Path(os.fsdecode(path)).stem,
             placement=record["placement"],
         )
-        _see_that_count_is(record.get("num_microbatches"), schedule.num_microbatches)
+        _check_count(record.get("num_microbatches"), schedule.num_microbatches)
         return check(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{where}: {error}") from None
 
 
-def _see_that_count_is(given: object, found: int) -> None:
+def _check_count(given: object, found: int) -> None:
     if given not in (None, found):
         raise ScheduleError(
             f"num_microbatches is {shorten(given)}, but the orders run {found}; correct it, or add "

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedules.clocks.shared import Shared, lasting, together
-from schedules.clocks.ticks import Ticks, exchanges, lay_out, see_that_pattern_is_known
+from schedules.clocks.ticks import Ticks, check_pattern, exchanges, lay_out
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, Mask, flatten
@@ -191,7 +191,7 @@ def fastest(
       ScheduleError: no such pattern, or ``delayed`` is none of the three.
     """
     if pattern is not None:
-        see_that_pattern_is_known(pattern)
+        check_pattern(pattern)
     if delayed is not None:
         need("delayed", delayed, bool, "give True or False, or None for what is faster")
     choices = [

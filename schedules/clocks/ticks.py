@@ -17,7 +17,7 @@ import numpy as np
 from schedules.clocks.slots import Pattern, slot_times
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of
-from schedules.core.capacity import see_that_slots_fit
+from schedules.core.capacity import check_slots_fit
 from schedules.core.flat import Ints, flatten
 from schedules.core.messages import links
 from schedules.schedule import Schedule
@@ -79,7 +79,7 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
     delayed &= schedule.num_ranks > 1
     times = slot_times(schedule, PATTERNS[name], delayed=delayed)
     ticks = Ticks(schedule, name, times, delayed)
-    see_that_slots_fit(schedule, ticks.num_ticks * ticks.width)
+    check_slots_fit(schedule, ticks.num_ticks * ticks.width)
     return ticks
 
 
@@ -91,7 +91,7 @@ def exchanges(ticks: Ticks) -> int:
     return ticks.num_ticks * len(np.unique(slot * ranks + shift))
 
 
-def see_that_pattern_is_known(pattern: str) -> None:
+def check_pattern(pattern: str) -> None:
     """See that there are ticks of this name.
 
     Raises:

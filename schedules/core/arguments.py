@@ -34,7 +34,7 @@ def is_number(value: object) -> bool:
     return True
 
 
-def see_that_it_is_a_duration(what: str, value: object) -> None:
+def check_duration(what: str, value: object) -> None:
     """See that a time can be added up, a million times.
 
     Raises:

@@ -19,14 +19,14 @@ SLOT = 40  # bytes for a slot of one rank, in a program's tables, or for an exch
 ALWAYS_FITS = 1 << 28  # bytes; below this nobody is asked what there is
 
 
-def see_that_actions_fit(num_stages: int, num_microbatches: int) -> None:
+def check_actions_fit(num_stages: int, num_microbatches: int) -> None:
     """See that a schedule of these sizes can be held and checked; it has 2KM actions or more.
 
     Raises:
       ScheduleError: it takes more memory than this process can have.
     """
     actions = 2 * num_stages * num_microbatches
-    _see_that_it_fits(
+    _check_fits(
         actions * HELD,
         f"num_microbatches={shorten(num_microbatches)} with num_stages={shorten(num_stages)}: a "
         f"schedule of {shorten(actions)} actions or more",
@@ -34,14 +34,14 @@ def see_that_actions_fit(num_stages: int, num_microbatches: int) -> None:
     )
 
 
-def see_that_slots_fit(schedule: Timetable, num_slots: int) -> None:
+def check_slots_fit(schedule: Timetable, num_slots: int) -> None:
     """See that a schedule can be lowered to this many slots, of all ticks together.
 
     Raises:
       ScheduleError: it takes more memory than this process can have.
     """
     actions = sum(map(len, schedule.orders))
-    _see_that_it_fits(
+    _check_fits(
         actions * (HELD + LOWERED) + (num_slots + schedule.num_ranks) * schedule.num_ranks * SLOT,
         f"schedule {schedule.name!r} ({schedule.num_ranks} ranks, {actions} actions): its tables "
         f"of {num_slots} slots for every rank",
@@ -49,7 +49,7 @@ def see_that_slots_fit(schedule: Timetable, num_slots: int) -> None:
     )
 
 
-def _see_that_it_fits(needed: int, what: str, remedy: str) -> None:
+def _check_fits(needed: int, what: str, remedy: str) -> None:
     if needed > ALWAYS_FITS and needed > memory():
         raise ScheduleError(
             f"{what}, which need about {bytes_text(needed)} of memory; this process can have "

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import integer, is_number, need, see_that_it_is_a_duration
+from schedules.core.arguments import check_duration, integer, is_number, need
 
 Times = NDArray[np.float64]
 
@@ -77,7 +77,7 @@ class Costs:
             self._set("pair", self.pair)
 
     def _set(self, name: str, value: object) -> None:
-        _see_that_it_lasts(name, value, value)
+        _check_lasts(name, value, value)
         object.__setattr__(self, name, _plain(value))
 
     def table(self, num_stages: int, shared: Sequence[str] = ()) -> Times:
@@ -148,9 +148,9 @@ def _plain(value: object) -> float:
     return number
 
 
-def _see_that_it_lasts(name: str, given: object, value: object) -> None:
+def _check_lasts(name: str, given: object, value: object) -> None:
     within = "" if value is given else f" has {shorten(value)}"
-    see_that_it_is_a_duration(f"Costs({name}={shorten(given)}){within}", value)
+    check_duration(f"Costs({name}={shorten(given)}){within}", value)
 
 
 def _tuple(
@@ -162,7 +162,7 @@ def _tuple(
         parts: tuple[float, ...] = tuple(value)  # type: ignore[arg-type]
         if parts and each is None:
             for part in parts:
-                _see_that_it_lasts(name, given, part)
+                _check_lasts(name, given, part)
             return tuple(map(_plain, parts))
         if parts:
             return parts

@@ -14,7 +14,7 @@ from schedules.core.timetable import Timetable
 MOST = 10**18  # numbers below it fit 64 bits, and so do a few times as many
 
 
-def see_that_it_is_one(schedule: Timetable) -> None:
+def check_schedule(schedule: Timetable) -> None:
     """See that an object is a schedule, legal or not.
 
     Raises:

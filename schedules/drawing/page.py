@@ -98,14 +98,14 @@ def save_page(
             f"path={os.fspath(path)!r} ends in {suffix!r}; a page is written as .html, so choose "
             f"that suffix"
         )
-    _see_that_it_is_not_too_much(given)
+    _check_size(given)
     entries = _entries(given)
     names = dict.fromkeys(printable(entry.schedule.name) for entry in entries)
     text = render(entries, title if title is not None else f"Timeline of {' and '.join(names)}")
     Path(path).write_text(text, encoding="utf-8", newline="\n")
 
 
-def _see_that_it_is_not_too_much(given: Sequence[Report | Schedule]) -> None:
+def _check_size(given: Sequence[Report | Schedule]) -> None:
     """Counted before anything is simulated: two clocks for each schedule."""
     schedules = [item.schedule if isinstance(item, Report) else item for item in given]
     total = sum(2 * len(order) for schedule in schedules for order in schedule.orders)

@@ -21,7 +21,7 @@ from schedules.families.constructions.sizes import check_sizes, need_memory
 from schedules.report import Report
 from schedules.schedule import Schedule
 from schedules.search.contest import Find, Setting, known, search
-from schedules.simulate import see_that_arguments_fit
+from schedules.simulate import check_arguments
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # timetables that local improvement times by default, if they are small
@@ -112,7 +112,7 @@ def auto(
         or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
-    see_that_arguments_fit(clock, None, partners, delayed, None)
+    check_arguments(clock, None, partners, delayed, None)
     setting = replace(setting, partners=partners, delayed=delayed)
     if budget is None:
         budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))

@@ -10,7 +10,7 @@ import math
 
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_number
-from schedules.core.capacity import see_that_actions_fit
+from schedules.core.capacity import check_actions_fit
 
 
 def check_sizes(
@@ -32,7 +32,7 @@ def check_sizes(
             f"rank holds the same number of stages; use "
             f"num_stages={' or '.join(map(shorten, near))}, or another number of ranks"
         )
-    see_that_actions_fit(stages, microbatches)
+    check_actions_fit(stages, microbatches)
     return ranks, microbatches, stages
 
 
