@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -37,13 +38,14 @@ from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_sta
 from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
 from pipeline.plan.resolve import make_plan
 from pipeline.processes.replicas import check_replicas
+from pipeline.profile import trace
 from pipeline.replace import check_changes, refusal, replaced
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_undivided_weights
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
-from schedules import Schedule
+from schedules import Report, Schedule
 
 
 class Pipeline(nnx.Module):
@@ -322,6 +324,39 @@ class Pipeline(nnx.Module):
         with self._entered():
             warn_of_memory(self.plan, *operands)
             return runtime.train.lower(self.plan, *operands)
+
+    def trace(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        steps: int = 3,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Report:
+        """What each rank did when, in seconds, from steps that run under `jax.profiler`.
+
+        A report of the clock "measured", to be drawn as any other (`schedules.drawing`). Its costs
+        are the means of the actions of each stage, so that `schedules.differences(report)` says
+        what a step takes beyond them, and why. The step is compiled anew, and runs once before it
+        is measured; weights, and random streams, stay as they are.
+
+        Args:
+          inputs: as of `value_and_grad`.
+          targets: likewise.
+          extras: likewise.
+          steps: how many are measured; the report is the median.
+          directory: where the profile is kept, for XProf or Perfetto; by default it is not.
+
+        Raises:
+          ValueError: a batch that does not fit; ``bubbles="masked"``, plain accumulation on one
+            rank, or a mesh of several processes; or a profile without our name scopes.
+        """
+        operands = self._untyped(self._operands(inputs, targets, extras, "trace"))
+        require_arrays("trace", operands)
+        with self._entered():
+            see_that_it_fits(self.plan, *operands)
+            return trace(self.plan, operands, steps, directory)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""

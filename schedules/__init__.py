@@ -4,6 +4,7 @@ from schedules.build import build, names
 from schedules.checks.check import check
 from schedules.core.action import Action, Kind, ScheduleError
 from schedules.core.costs import Costs
+from schedules.differences import Difference, differences
 from schedules.lowering.check_program import check_program
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
@@ -16,6 +17,7 @@ __all__ = [
     "Action",
     "Choice",
     "Costs",
+    "Difference",
     "Explanation",
     "Kind",
     "Program",
@@ -26,6 +28,7 @@ __all__ = [
     "build",
     "check",
     "check_program",
+    "differences",
     "from_orders",
     "lower",
     "names",

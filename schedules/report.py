@@ -122,7 +122,8 @@ class Report:
       schedule: what was timed.
       costs: the durations.
       clock: "event", "lockstep" or "measured".
-      pattern: the slots of a lockstep tick, as in `lower`; None under the other clocks.
+      pattern: the slots of a lockstep tick, as in `lower`, or of those that a run was measured of;
+        None if there were none.
       partners: whether a lockstep exchange makes only those ranks meet that it joins.
       delayed: whether a lockstep exchange runs beside the work of the slot after its own.
       shared: which ends of the model all ranks share.

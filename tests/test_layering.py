@@ -26,8 +26,8 @@ LAZY = {("schedules", "draw.py"): {"matplotlib"}}
 
 PUBLIC = {
     "schedules": """
-        Action Choice Costs Explanation Kind Program Report Schedule ScheduleError auto build
-        check check_program from_orders lower names simulate
+        Action Choice Costs Difference Explanation Kind Program Report Schedule ScheduleError auto
+        build check check_program differences from_orders lower names simulate
     """,
     "collectives": """
         DATA STAGE TENSOR axis_size check_divides check_mesh column_input describe_mesh exchange

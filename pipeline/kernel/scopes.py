@@ -9,17 +9,69 @@ do together around a slot, is a loop of at most one trip: the tables say how man
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.core.action import Action
 from schedules.lowering.program import Program
 
 ONCE = "once"  # a loop of exactly one trip
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
+_PLACE = re.compile(
+    rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})"
+)
+
+
+class Place(NamedTuple):
+    """Where in a program a loop of at most one trip stands.
+
+    Attributes:
+      start: its ticks are start..stop - 1.
+      stop: likewise.
+      slot: of every one of them.
+      label: `Op.label`, or one of `COMMON`.
+      stages: that share its code, where stages are not alike.
+    """
+
+    start: int
+    stop: int
+    slot: int
+    label: str
+    stages: tuple[int, ...] | None
+
+    def actions(self, program: Program, rank: int) -> Iterator[tuple[int, Action | None]]:
+        """(tick, action) of every trip that a rank makes; None for what all ranks do together."""
+        ticks = range(self.start, self.stop)
+        if self.label in COMMON:
+            table = getattr(program, self.label)
+            yield from ((tick, None) for tick in ticks if table[tick, self.slot] >= 0)
+            return
+        branches = dict(enumerate(program.slots[self.slot].ops, start=1))
+        for tick in ticks:
+            op = branches.get(int(program.op[tick, self.slot, rank]))
+            if op is None or op.label != self.label:
+                continue
+            stage = program.schedule.stages_of[rank][op.chunk]
+            if self.stages is None or stage in self.stages:
+                microbatch = int(program.microbatch[tick, self.slot, rank])
+                yield tick, Action(stage, op.kind, microbatch)
+
+
+def place_of_loop(scope: str) -> Place | None:
+    """Of which action a loop is, by the name scopes that end with it; None for any other loop."""
+    around, _, last = scope.rpartition("/")
+    found = _PLACE.search(around) if last == "while" else None
+    if found is None or found.end() != len(around):
+        return None
+    start, stop, slot, stages, label = found.groups()
+    alike = tuple(map(int, stages.strip("_").split("_"))) if stages else None
+    return Place(int(start), int(stop), int(slot), label, alike)
 
 
 def of_ticks(start: int, stop: int) -> str:

@@ -1,0 +1,155 @@
+"""Where the time of a run differs from what was predicted, and why.
+
+A step lasts until its last rank has ended, so S ranks have S makespans of time between them. A rank
+works, or waits while another works (for its message, or for it to come to an exchange), or no rank
+works at all: then a step is between actions, in exchanges, in the loop over ticks, in dispatch.
+Letters as in `schedules.core.action`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from schedules.core.action import KINDS, ScheduleError, shorten
+from schedules.core.arguments import need
+from schedules.core.flat import Flat, flatten
+from schedules.report import Report
+from schedules.simulate import simulate
+
+MOST = 8  # lines of text
+
+
+class Difference(NamedTuple):
+    """One cause.
+
+    Attributes:
+      measured: time of ranks, in the unit of the report.
+      predicted: likewise.
+      cause: where it goes, in words.
+    """
+
+    measured: float
+    predicted: float
+    cause: str
+
+    @property
+    def more(self) -> float:
+        """What is measured beyond what was predicted."""
+        return self.measured - self.predicted
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What two reports of a schedule differ by.
+
+    Attributes:
+      measured: of a run.
+      predicted: of a clock.
+      found: every cause, the largest difference first; they sum to S times that of the makespans.
+      slow: (time, cause) of actions that took longer than others of their kind and stage, by how
+        much, the most first; they are within ``found``.
+    """
+
+    measured: Report
+    predicted: Report
+    found: tuple[Difference, ...]
+    slow: tuple[tuple[float, str], ...]
+
+    def __str__(self) -> str:
+        """A line for the makespans, and one for each of the largest differences."""
+        took, said = self.measured.makespan, self.predicted.makespan
+        whole = said * self.measured.schedule.num_ranks or 1.0
+        against = f" ({took / said - 1:+.1%})" if said else ""
+        lines = [f"makespan {took:.4g}, predicted {said:.4g}{against}; of all ranks' time:"]
+        lines += [
+            f"{one.more / whole:+7.1%}  {one.cause}: {one.measured:.4g}, predicted "
+            f"{one.predicted:.4g}"
+            for one in self.found[:MOST]
+            if abs(one.more) >= whole / 2000
+        ]
+        lines += [f"{more / whole:+7.1%}  of which {cause}" for more, cause in self.slow]
+        return "\n".join(lines)
+
+
+def differences(measured: Report, predicted: Report | None = None) -> Differences:
+    """Compare a run with what was predicted of it.
+
+    Args:
+      measured: what `pipeline.Pipeline.trace` returned, or any other report.
+      predicted: of the same schedule, in the same unit; by default the lockstep clock with the
+        costs and the slots of ``measured``: then actions take what they took, and all differences
+        are in what lies between them.
+
+    Raises:
+      ScheduleError: no reports, or those of two schedules.
+    """
+    need("measured", measured, Report, "give what pipe.trace() or simulate() returned")
+    if predicted is None:
+        predicted = simulate(
+            measured.schedule,
+            measured.costs,
+            "lockstep",
+            pattern=measured.pattern,
+            partners=measured.partners,
+            delayed=measured.delayed,
+            shared=measured.shared,
+        )
+    need("predicted", predicted, Report, "give what simulate() returned, or leave it out")
+    if measured.schedule != predicted.schedule:
+        raise ScheduleError(
+            f"predicted is of {shorten(predicted.schedule.name)}, and measured of "
+            f"{shorten(measured.schedule.name)}: their actions differ; give reports of one schedule"
+        )
+    flat = flatten(measured.schedule)
+    one, other = _parts(measured, flat), _parts(predicted, flat)
+    found = [Difference(one[cause], other[cause], cause) for cause in one]
+    found.sort(key=lambda difference: -abs(difference.more))
+    return Differences(measured, predicted, tuple(found), tuple(_slow(measured, flat)))
+
+
+def _parts(report: Report, flat: Flat) -> dict[str, float]:
+    """All ranks' time by what it goes to."""
+    schedule, found = report.schedule, {}
+    starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
+    for stage in range(schedule.num_stages):
+        for n, kind in enumerate(KINDS):
+            mine = (flat.kind == n) & (flat.stage == stage)
+            if mine.any():
+                total = float((ends - starts)[mine].sum())
+                found[f"{int(mine.sum())} times {kind} of stage {stage}"] = total
+    ranks, together = schedule.num_ranks, sum(end - start for start, end in report.common)
+    if report.shared:
+        found["what all ranks do together"] = ranks * together
+    spans = [*zip(starts.tolist(), ends.tolist(), strict=True), *report.common]
+    nobody = report.makespan - _covered(spans)
+    for rank, (begun, ended) in enumerate(zip(report.starts, report.ends, strict=True)):
+        works = sum(ended) - sum(begun) + together
+        found[f"rank {rank} waits while others work"] = report.makespan - works - nobody
+    found["no rank works: exchanges, the loop over ticks, dispatch"] = ranks * nobody
+    return found
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """How much time some interval holds."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _slow(report: Report, flat: Flat) -> list[tuple[float, str]]:
+    """Up to three actions that took half as long again as the median of their kind and stage."""
+    actions = [action for order in report.schedule.orders for action in order]
+    starts, ends = (np.concatenate(rows) for rows in (report.starts, report.ends))
+    lasting, found = ends - starts, []
+    for kind, stage in sorted(set(zip(flat.kind.tolist(), flat.stage.tolist(), strict=True))):
+        mine = np.flatnonzero((flat.kind == kind) & (flat.stage == stage))
+        middle = float(np.median(lasting[mine]))
+        for n in mine[lasting[mine] > 1.5 * middle].tolist():
+            cause = f"{actions[n]} took {lasting[n]:.4g}, others of its kind {middle:.4g}"
+            found.append((float(lasting[n]) - middle, cause))
+    return sorted(found, reverse=True)[:3]
