@@ -22,7 +22,12 @@ def seconds(variant: Variant) -> float:
 
 
 def interleaved(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, float]:
-    """The median of each timer, in seconds, after one unmeasured run.
+    """The median of each timer, in seconds, after one unmeasured run."""
+    return {name: statistics.median(times) for name, times in in_turns(timers, rounds).items()}
+
+
+def in_turns(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, list[float]]:
+    """All times of each timer, in seconds, after one unmeasured run.
 
     A round runs each timer once: whatever slows the machine for a while slows all alike.
     """
@@ -32,7 +37,7 @@ def interleaved(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, float]:
     for _ in range(rounds):
         for name, timer in timers.items():
             taken[name].append(timer())
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return taken
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

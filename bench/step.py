@@ -39,26 +39,38 @@ def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(outputs - targets))
 
 
-def make_stages() -> list[Stage]:
-    """Equal stages of GPT blocks."""
-    rngs = nnx.Rngs(0)
-    return [Stage(SIZES, SIZES.layers // RANKS, rngs) for _ in range(RANKS)]
+def make_stages(ranks: int = RANKS, chunks: int = 1) -> list[Stage]:
+    """Equal stages of GPT blocks, of which every rank has as many."""
+    rngs, each = nnx.Rngs(0), SIZES.layers // RANKS // chunks
+    return [Stage(SIZES, each, rngs) for _ in range(ranks * chunks)]
 
 
-def data() -> tuple[jax.Array, jax.Array]:
+def data(microbatches: int = MICROBATCHES) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets of a step, [M * rows, context, width]."""
-    shape = (MICROBATCHES * ROWS, SIZES.context, SIZES.width)
+    shape = (microbatches * ROWS, SIZES.context, SIZES.width)
     return jax.random.normal(jax.random.key(1), shape), jax.random.normal(jax.random.key(2), shape)
 
 
-def pipelined(schedule: str, remat: Any) -> Variant:
+def pipelined(
+    schedule: str,
+    remat: Any,
+    *,
+    ranks: int = RANKS,
+    chunks: int = 1,
+    microbatches: int = MICROBATCHES,
+) -> Variant:
     """A training step through the kernel."""
-    mesh = make_mesh(stage=RANKS)
+    mesh = make_mesh(stage=ranks)
     pipe = Pipeline(
-        make_stages(), MICROBATCHES, schedule=schedule, mesh=mesh, loss_fn=mean_square, remat=remat
+        make_stages(ranks, chunks),
+        microbatches,
+        schedule=schedule,
+        mesh=mesh,
+        loss_fn=mean_square,
+        remat=remat,
     )
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    inputs, targets = jax.device_put(data(), replicated)
+    inputs, targets = jax.device_put(data(microbatches), replicated)
     return functools.partial(pipe.value_and_grad, inputs, targets)
 
 

@@ -432,7 +432,7 @@ def _in_order(order: Sequence[Action], found: Mapping[Key, Interval]) -> NDArray
     One that was not seen takes no time, when the next begins; at the end, when the last has ended.
     """
     rows: list[Interval] = []
-    after = max(end for _, end in found.values())
+    after = max((end for _, end in found.values()), default=0.0)
     for action in reversed(order):
         rows.append(found.get(action, (after, after)))
         after = rows[-1][0]

@@ -1,0 +1,331 @@
+"""Efficiency against the number of microbatches: ``python -m bench.bubble``.
+
+Efficiency is the time in which a rank does what it must over the time of the step. Of it there is
+
+- what the formula of GPipe and 1F1B says, M / (M + S - 1);
+- what two clocks say of a timetable with F = 1 and B = 2 (I = W = 1): the event clock, in which a
+  rank waits for its messages alone, and lockstep, in which ranks meet at the end of every slot of
+  the ticks that run, all of them as on virtual CPU devices, or with ``--partners`` those that
+  exchange something, as on GPUs and TPUs;
+- what is measured on virtual devices of this machine, one core a rank: the work of one rank,
+  unpipelined, over the step (`bench.step`, whose ideal it reaches if the kernel costs nothing).
+
+Numbers that cannot be right end it: an efficiency above 1, a clock below the one that waits more, a
+formula that its own families do not meet, or a step quicker than the event clock allows.
+Letters: S ranks, V chunks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+from bench import step
+from bench.measure import Timer, in_turns, seconds, table
+from bench.pinned import Pinned
+
+import jax  # isort: skip
+
+import schedules
+from schedules import Costs, ScheduleError, simulate
+
+RANKS = (2, 4, 8)
+MICROBATCHES = (4, 8, 16, 32, 64, 128)
+MEASURED = (4, 8, 16, 32)
+FAMILIES = (
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b:2",
+    "interleaved_1f1b:4",
+    "zb_h1",
+    "zb_v:2",
+)
+BY_FORMULA = ("gpipe", "1f1b", "eager_1f1b")
+NOISE = 0.05  # of a measurement, where its own spread is less
+ROUNDED = 1e-9
+
+
+class NonsenseError(RuntimeError):
+    """A number that cannot be right."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Efficiencies of a family at one size.
+
+    Attributes:
+      family: its name.
+      ranks: S.
+      chunks: V.
+      microbatches: M.
+      formula: M / (M + S - 1).
+      event: under the event clock.
+      lockstep: with the slots that run.
+      measured: of a step on this machine; None if it was not measured.
+      noise: the spread of that, relative.
+    """
+
+    family: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    formula: float
+    event: float
+    lockstep: float
+    measured: float | None = None
+    noise: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """With its chunks, where they are several."""
+        return self.family + f", V={self.chunks}" * (self.chunks > 1)
+
+
+def clocked(wanted: str, ranks: int, microbatches: int, *, partners: bool) -> Point | None:
+    """What the clocks say of a family, ``name`` or ``name:V``; None if it has no such size."""
+    family, _, given = wanted.partition(":")
+    chunks = int(given or 1)
+    sizes = {"num_ranks": ranks, "num_microbatches": microbatches, "num_stages": chunks * ranks}
+    try:
+        one = schedules.build(family, **sizes)
+    except ScheduleError:
+        return None
+    event = simulate(one, Costs()).against_ideal
+    lockstep = simulate(one, Costs(), "lockstep", partners=partners).against_ideal
+    formula = microbatches / (microbatches + ranks - 1)
+    return Point(family, ranks, chunks, microbatches, formula, event, lockstep)
+
+
+def measure(points: Sequence[Point], rounds: int) -> list[Point]:
+    """The same with the steps of this machine, interleaved."""
+    timers: dict[Any, Timer] = {}
+    work = "one rank, forward and backward"
+    with Pinned(step.baselines) as pinned:
+        timers[work] = functools.partial(pinned.seconds, work)
+        for point in points:
+            sizes = {
+                "ranks": point.ranks,
+                "chunks": point.chunks,
+                "microbatches": point.microbatches,
+            }
+            variant = step.pipelined(point.family, None, **sizes)
+            timers[point] = functools.partial(seconds, variant)
+        taken = in_turns(timers, rounds)
+    each = [time / step.MICROBATCHES for time in taken[work]]
+    found = []
+    for point in points:
+        efficiency = point.microbatches * statistics.median(each) / statistics.median(taken[point])
+        spread = max(map(_spread, (each, taken[point])))
+        found.append(replace(point, measured=efficiency, noise=max(NOISE, spread)))
+    return found
+
+
+def _spread(times: Sequence[float]) -> float:
+    """How far times lie from their median, relative."""
+    middle = statistics.median(times)
+    return max(abs(time - middle) for time in times) / middle
+
+
+def see_that_they_make_sense(points: Iterable[Point]) -> None:
+    """See that efficiencies are possible, and in the order that follows from what they count.
+
+    Raises:
+      NonsenseError: they are not.
+    """
+    for point in points:
+        at = f"{point.name}, S={point.ranks}, M={point.microbatches}"
+        shown = {"formula": point.formula, "event": point.event, "lockstep": point.lockstep}
+        for name, value in shown.items():
+            if not 0 < value <= 1 + ROUNDED:
+                raise NonsenseError(f"{at}: efficiency {value:.4f} ({name}) is not within 0 and 1")
+        if point.lockstep > point.event + ROUNDED:
+            raise NonsenseError(
+                f"{at}: lockstep {point.lockstep:.4f} is above the event clock's "
+                f"{point.event:.4f}, in which ranks wait for less"
+            )
+        if point.family in BY_FORMULA and abs(point.event - point.formula) > ROUNDED:
+            raise NonsenseError(
+                f"{at}: the event clock says {point.event:.4f}, and M / (M + S - 1) is "
+                f"{point.formula:.4f}"
+            )
+        if point.measured is not None and point.measured > point.event * (1 + point.noise):
+            raise NonsenseError(
+                f"{at}: measured {point.measured:.3f}, better than the event clock's "
+                f"{point.event:.3f} by more than the noise of {point.noise:.0%}: the step does not "
+                f"do all of its work, or the machine is not quiet; see bench.step, or give more "
+                f"--rounds"
+            )
+
+
+def conclusion(points: Sequence[Point], *, partners: bool) -> str:
+    """What a reader should know, in two lines."""
+    ranks = max(point.ranks for point in points)
+    counts = sorted({point.microbatches for point in points if point.ranks == ranks})
+    count = min(counts, key=lambda m: abs(m - 4 * ranks))
+    here = [one for one in points if one.ranks == ranks and one.microbatches == count]
+    best, who = max(here, key=lambda one: one.event), "partners" if partners else "all ranks"
+    clocks = (
+        f"S={ranks}, M={count}: GPipe and 1F1B can work {best.formula:.1%} of a step, {best.name} "
+        f"{best.event:.1%} ({best.lockstep:.1%} where {who} meet after every slot)."
+    )
+    timed = [one for one in points if one.measured is not None]
+    if not timed:
+        return f"{clocks}\nNothing was measured."
+    count = max(one.microbatches for one in timed)
+    timed = [one for one in timed if one.microbatches == count]
+    best = max(timed, key=lambda one: one.measured or 0.0)
+    return (
+        f"{clocks}\nMeasured, S={best.ranks}, M={count}: {best.name} works {best.measured:.1%} "
+        f"(give or take {best.noise:.0%}), where the clocks say {best.event:.1%} and "
+        f"{best.lockstep:.1%}; the rest is what the kernel costs."
+    )
+
+
+def tables(points: Sequence[Point]) -> str:
+    """For each S, families as rows, M as columns."""
+    parts = []
+    for ranks in dict.fromkeys(point.ranks for point in points):
+        mine = [point for point in points if point.ranks == ranks]
+        columns = sorted({point.microbatches for point in mine})
+        formula = [f"{m / (m + ranks - 1):.3f}" for m in columns]
+        rows = [["M / (M + S - 1)", "formula", *formula]]
+        for name in dict.fromkeys(point.name for point in mine):
+            by = {point.microbatches: point for point in mine if point.name == name}
+            for kind in ("event", "lockstep", "measured"):
+                values = [getattr(by[m], kind) if m in by else None for m in columns]
+                if any(value is not None for value in values):
+                    cells = ["" if value is None else f"{value:.3f}" for value in values]
+                    rows.append([name if kind == "event" else "", kind, *cells])
+        parts.append(table([f"S={ranks}", "efficiency", *(f"M={m}" for m in columns)], rows))
+    return "\n\n".join(parts)
+
+
+def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
+    """Efficiency over M, one panel for each S."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  optional
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
+    groups = list(dict.fromkeys(point.ranks for point in points))
+    names = list(dict.fromkeys(point.name for point in points))
+    colours = {name: f"C{n}" for n, name in enumerate(names)}
+    figure = Figure(figsize=(1.5 + 4.2 * len(groups), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, ranks in zip(panels, groups, strict=True):
+        mine = [point for point in points if point.ranks == ranks]
+        columns = sorted({point.microbatches for point in mine})
+        axes.plot(columns, [m / (m + ranks - 1) for m in columns], color="0.75", linewidth=5)
+        for name, colour in colours.items():
+            by = [point for point in mine if point.name == name]
+            m = [point.microbatches for point in by]
+            axes.plot(m, [point.event for point in by], color=colour)
+            axes.plot(m, [point.lockstep for point in by], color=colour, linestyle=":")
+            timed = [point for point in by if point.measured is not None]
+            dots = [point.measured for point in timed]
+            axes.plot(
+                [point.microbatches for point in timed], dots, "o", color=colour, markersize=5
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(columns, [str(m) for m in columns])
+        axes.set(title=f"S = {ranks} ranks", xlabel="M, microbatches", ylim=(0, 1.02))
+        axes.grid(axis="y", color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("efficiency: work / time of the step")
+    handles = [Line2D([], [], color="0.75", linewidth=5, label="M / (M + S - 1)")]
+    handles += [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    handles += [
+        Line2D([], [], color="black", label="event clock"),
+        Line2D([], [], color="black", linestyle=":", label="lockstep"),
+    ]
+    if any(point.measured is not None for point in points):
+        handles.append(Line2D([], [], color="black", marker="o", linestyle="", label="measured"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=160)
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.bubble",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    counts: dict[str, Any] = {"type": int, "nargs": "*"}
+    parser.add_argument("--ranks", default=list(RANKS), help="S (2 4 8)", **counts)
+    parser.add_argument("--microbatches", default=list(MICROBATCHES), help="M (4 to 128)", **counts)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="name or name:V")
+    parser.add_argument("--partners", action="store_true", help="lockstep of those that exchange")
+    parser.add_argument(
+        "--measure",
+        default=list(MEASURED),
+        help="M that are run (4 to 32); none for none",
+        **counts,
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs per variant (3)")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, .png or .svg")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print conclusion and tables."""
+    options = parsed()
+    points = [
+        point
+        for ranks in options.ranks
+        for family in options.families
+        for m in options.microbatches
+        if (point := clocked(family, ranks, m, partners=options.partners)) is not None
+    ]
+    if not points:
+        sys.exit("no family can have such sizes; see python -m schedules compare")
+    cores, others = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    free = min(cores, jax.device_count())
+    wanted = [
+        point
+        for point in points
+        if point.ranks <= free
+        and point.microbatches in options.measure
+        and len(step.make_stages(1)[0].blocks) % point.chunks == 0
+    ]
+    timed = dict(zip(wanted, measure(wanted, options.rounds) if wanted else [], strict=True))
+    points = [timed.get(point, point) for point in points]
+    try:
+        see_that_they_make_sense(points)
+    except NonsenseError as error:
+        sys.exit(f"nonsense: {error}")
+    said = conclusion(points, partners=options.partners)
+    where = (
+        f"jax {jax.__version__}, {platform.machine()}, {cores} cores; measured: GPT blocks as in "
+        f"bench.step, remat=None, medians of {options.rounds} interleaved runs"
+    )
+    if any(one.measured is not None for one in points) and others > cores / 2:
+        said += f" Others were at work (load {others:.1f} on {cores} cores): measure again."
+    if options.plot:
+        plot(points, options.plot, title=said)
+    if options.json:
+        found = {
+            "conclusion": said.splitlines(),
+            "where": where,
+            "points": [asdict(one) for one in points],
+        }
+        print(json.dumps(found, indent=2))
+        return
+    print(said, where, "", tables(points), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
