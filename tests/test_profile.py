@@ -19,6 +19,8 @@ from collectives import make_mesh
 from pipeline import Pipeline, profile
 from pipeline.kernel.scopes import Place, place_of_loop
 from schedules import Costs, lower, simulate
+from schedules.drawing.draw import save_timeline
+from schedules.drawing.page import save_page
 from tests import models
 
 HLO = """HloModule jit_train, is_scheduled=true
@@ -112,6 +114,23 @@ def test_differences_sum_to_that_of_the_makespans() -> None:
         f"{more:+7.1%}  no rank works: exchanges, the loop over ticks, dispatch: {gaps:.4g}, "
         f"predicted 0"
     )
+
+
+def test_it_is_drawn_beside_what_was_predicted(tmp_path: Path) -> None:
+    """One timeline of the page, with a switch between the two; two rows of the picture."""
+    lowered = program()
+    loops = loops_of(lowered)
+    seen = played(lowered, loops, {"F": 100.0, "B": 200.0})
+    measured = profile.report(lowered, loops, seen, [[0], [1]], steps=2, pattern="single")
+    both = [measured, schedules.differences(measured).predicted]
+    save_page(both, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert re.findall(r'"clock":"(\w+)"', text) == ["lockstep", "measured"]
+    assert text.count('"note":') == 1
+    save_timeline(both, tmp_path / "step.svg")
+    said = (tmp_path / "step.svg").read_text(encoding="utf-8")
+    assert "measured, single ticks" in said
+    assert "lockstep, single ticks" in said
 
 
 def test_an_action_that_is_slower_than_its_cost_is_named() -> None:
