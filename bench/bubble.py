@@ -7,8 +7,10 @@ Efficiency is the time in which a rank does what it must over the time of the st
   rank waits for its messages alone, and lockstep, in which ranks meet at the end of every slot of
   the ticks that run, all of them as on virtual CPU devices, or with ``--partners`` those that
   exchange something, as on GPUs and TPUs;
-- what is measured on virtual devices of this machine, one core a rank: the work of one rank,
-  unpipelined, over the step (`bench.step`, whose ideal it reaches if the kernel costs nothing).
+- what is measured on virtual devices of this machine. With a core for every rank that is the work
+  of one rank, unpipelined, over the step (`bench.step`, whose ideal it reaches if the kernel costs
+  nothing). With fewer cores stages wait and do not compute (`bench.waiting`), which shows
+  exchanges, loops and dispatch, but nothing of copies and of memory.
 
 Numbers that cannot be right end it: an efficiency above 1, a clock below the one that waits more, a
 formula that its own families do not meet, or a step quicker than the event clock allows.
@@ -23,20 +25,27 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+import bench  # (sets XLA_FLAGS, before jax is imported)
 from bench import step
 from bench.measure import Timer, in_turns, seconds, table
 from bench.pinned import Pinned
+from bench.waiting import FORWARD, Halves
 
 import jax  # isort: skip
+import jax.numpy as jnp
+from flax import nnx
 
 import schedules
+from collectives import make_mesh
+from pipeline import Pipeline
 from schedules import Costs, ScheduleError, simulate
 
 RANKS = (2, 4, 8)
@@ -54,6 +63,7 @@ FAMILIES = (
 BY_FORMULA = ("gpipe", "1f1b", "eager_1f1b")
 NOISE = 0.05  # of a measurement, where its own spread is less
 ROUNDED = 1e-9
+WIDTH = 64  # of stages that wait
 
 
 class NonsenseError(RuntimeError):
@@ -74,6 +84,7 @@ class Point:
       lockstep: with the slots that run.
       measured: of a step on this machine; None if it was not measured.
       noise: the spread of that, relative.
+      waits: whether its stages waited, for want of cores.
     """
 
     family: str
@@ -85,6 +96,7 @@ class Point:
     lockstep: float
     measured: float | None = None
     noise: float = 0.0
+    waits: bool = False
 
     @property
     def name(self) -> str:
@@ -122,13 +134,56 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
             variant = step.pipelined(point.family, None, **sizes)
             timers[point] = functools.partial(seconds, variant)
         taken = in_turns(timers, rounds)
-    each = [time / step.MICROBATCHES for time in taken[work]]
-    found = []
+    each = [time / step.MICROBATCHES for time in taken.pop(work)]
+    return [_measured(point, each, times) for point, times in taken.items()]
+
+
+def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
+    """The same with stages that wait; on as many devices as there are ranks."""
+    timers: dict[Point, Timer] = {}
     for point in points:
-        efficiency = point.microbatches * statistics.median(each) / statistics.median(taken[point])
-        spread = max(map(_spread, (each, taken[point])))
-        found.append(replace(point, measured=efficiency, noise=max(NOISE, spread)))
-    return found
+        rngs, chunks = nnx.Rngs(0), point.chunks
+        pipe = Pipeline(
+            [Halves(WIDTH, FORWARD / chunks, rngs) for _ in range(chunks * point.ranks)],
+            point.microbatches,
+            schedule=point.family,
+            mesh=make_mesh(stage=point.ranks),
+            loss_fn=step.mean_square,
+            remat=None,
+        )
+        x = jnp.ones((point.microbatches, WIDTH))
+        variant = functools.partial(pipe.value_and_grad, x, x)
+        timers[point] = functools.partial(seconds, variant)
+    taken = in_turns(timers, rounds)
+    found = [_measured(point, [3 * FORWARD], times) for point, times in taken.items()]
+    return [replace(point, waits=True) for point in found]
+
+
+def elsewhere(points: Sequence[Point], rounds: int) -> list[Point]:
+    """`measure_waiting` in a process that has a device for every rank.
+
+    Raises:
+      RuntimeError: it failed.
+    """
+    devices = f"{bench.COUNT}={max(point.ranks for point in points)}"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.bubble", "--waiting", str(rounds)],
+        env=os.environ | {"XLA_FLAGS": devices},
+        input=json.dumps([asdict(point) for point in points]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the process whose stages wait ended with {done.returncode}")
+    return [Point(**one) for one in json.loads(done.stdout)]
+
+
+def _measured(point: Point, each: Sequence[float], times: Sequence[float]) -> Point:
+    """With seconds of one rank's work on a microbatch, and of steps."""
+    efficiency = point.microbatches * statistics.median(each) / statistics.median(times)
+    noise = max(NOISE, _spread(each), _spread(times))
+    return replace(point, measured=efficiency, noise=noise)
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -182,13 +237,14 @@ def conclusion(points: Sequence[Point], *, partners: bool) -> str:
     timed = [one for one in points if one.measured is not None]
     if not timed:
         return f"{clocks}\nNothing was measured."
+    timed = [one for one in timed if not one.waits] or timed
     count = max(one.microbatches for one in timed)
     timed = [one for one in timed if one.microbatches == count]
     best = max(timed, key=lambda one: one.measured or 0.0)
     return (
         f"{clocks}\nMeasured, S={best.ranks}, M={count}: {best.name} works {best.measured:.1%} "
         f"(give or take {best.noise:.0%}), where the clocks say {best.event:.1%} and "
-        f"{best.lockstep:.1%}; the rest is what the kernel costs."
+        f"{best.lockstep:.1%}; the rest is what the kernel costs{' stages that wait' * best.waits}."
     )
 
 
@@ -202,11 +258,13 @@ def tables(points: Sequence[Point]) -> str:
         rows = [["M / (M + S - 1)", "formula", *formula]]
         for name in dict.fromkeys(point.name for point in mine):
             by = {point.microbatches: point for point in mine if point.name == name}
+            waits = any(point.waits for point in by.values())
             for kind in ("event", "lockstep", "measured"):
                 values = [getattr(by[m], kind) if m in by else None for m in columns]
                 if any(value is not None for value in values):
                     cells = ["" if value is None else f"{value:.3f}" for value in values]
-                    rows.append([name if kind == "event" else "", kind, *cells])
+                    said = "measured, waiting" if waits and kind == "measured" else kind
+                    rows.append([name if kind == "event" else "", said, *cells])
         parts.append(table([f"S={ranks}", "efficiency", *(f"M={m}" for m in columns)], rows))
     return "\n\n".join(parts)
 
@@ -234,9 +292,9 @@ def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
             axes.plot(m, [point.lockstep for point in by], color=colour, linestyle=":")
             timed = [point for point in by if point.measured is not None]
             dots = [point.measured for point in timed]
-            axes.plot(
-                [point.microbatches for point in timed], dots, "o", color=colour, markersize=5
-            )
+            face = "white" if any(point.waits for point in timed) else colour
+            style: dict[str, Any] = {"color": colour, "markersize": 5, "markerfacecolor": face}
+            axes.plot([point.microbatches for point in timed], dots, "o", **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(columns, [str(m) for m in columns])
         axes.set(title=f"S = {ranks} ranks", xlabel="M, microbatches", ylim=(0, 1.02))
@@ -249,10 +307,15 @@ def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
         Line2D([], [], color="black", label="event clock"),
         Line2D([], [], color="black", linestyle=":", label="lockstep"),
     ]
-    if any(point.measured is not None for point in points):
-        handles.append(Line2D([], [], color="black", marker="o", linestyle="", label="measured"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle(title, fontsize=10)
+    dot: dict[str, Any] = {"color": "black", "marker": "o", "linestyle": ""}
+    if any(point.measured is not None and not point.waits for point in points):
+        handles.append(Line2D([], [], label="measured", **dot))
+    if any(point.waits for point in points):
+        label = "measured, stages that wait"
+        handles.append(Line2D([], [], label=label, markerfacecolor="white", **dot))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    lines = [textwrap.fill(line, int(13 * figure.get_figwidth())) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), fontsize=10)
     figure.savefig(path, dpi=160)
 
 
@@ -275,14 +338,31 @@ def parsed() -> argparse.Namespace:
         **counts,
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs per variant (3)")
+    parser.add_argument("--waiting", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, .png or .svg")
     return parser.parse_args()
 
 
+def with_steps(points: Sequence[Point], cores: int, options: argparse.Namespace) -> list[Point]:
+    """The points, measured where that was asked for."""
+    wanted = [point for point in points if point.microbatches in options.measure]
+    blocks, free = len(step.make_stages(1)[0].blocks), min(cores, jax.device_count())
+    computing = [one for one in wanted if one.ranks <= free and blocks % one.chunks == 0]
+    waiting = [one for one in wanted if one.ranks > free]
+    found = measure(computing, options.rounds) if computing else []
+    found += elsewhere(waiting, options.rounds) if waiting else []
+    timed = dict(zip([*computing, *waiting], found, strict=True))
+    return [timed.get(point, point) for point in points]
+
+
 def main() -> None:
     """Print conclusion and tables."""
     options = parsed()
+    if options.waiting:
+        given = [Point(**one) for one in json.load(sys.stdin)]
+        print(json.dumps([asdict(one) for one in measure_waiting(given, options.waiting)]))
+        return
     points = [
         point
         for ranks in options.ranks
@@ -293,16 +373,7 @@ def main() -> None:
     if not points:
         sys.exit("no family can have such sizes; see python -m schedules compare")
     cores, others = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    free = min(cores, jax.device_count())
-    wanted = [
-        point
-        for point in points
-        if point.ranks <= free
-        and point.microbatches in options.measure
-        and len(step.make_stages(1)[0].blocks) % point.chunks == 0
-    ]
-    timed = dict(zip(wanted, measure(wanted, options.rounds) if wanted else [], strict=True))
-    points = [timed.get(point, point) for point in points]
+    points = with_steps(points, cores, options)
     try:
         see_that_they_make_sense(points)
     except NonsenseError as error:
@@ -310,10 +381,11 @@ def main() -> None:
     said = conclusion(points, partners=options.partners)
     where = (
         f"jax {jax.__version__}, {platform.machine()}, {cores} cores; measured: GPT blocks as in "
-        f"bench.step, remat=None, medians of {options.rounds} interleaved runs"
+        f"bench.step, or waits of {1e3 * FORWARD:.0f} ms a rank for F, I and W; remat=None, "
+        f"medians of {options.rounds} interleaved runs"
     )
     if any(one.measured is not None for one in points) and others > cores / 2:
-        said += f" Others were at work (load {others:.1f} on {cores} cores): measure again."
+        said += f"\nOthers were at work (load {others:.1f} on {cores} cores): measure again."
     if options.plot:
         plot(points, options.plot, title=said)
     if options.json:

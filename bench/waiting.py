@@ -57,3 +57,31 @@ class Waiting(nnx.Module):
         for scale in self.blocks:
             x = x + _waited(0.1 * jnp.tanh(x * scale[...]))  # the weights' gradient waits too
         return x
+
+
+def _held_up(x: jax.Array, forward: float, backward: float) -> jax.Array:
+    """x, after a while; and so its gradient."""
+
+    @jax.custom_vjp
+    def held_up(x: jax.Array) -> jax.Array:
+        return _pause(x, forward) if forward else x
+
+    held_up.defvjp(lambda x: (held_up(x), None), lambda _, g: (_pause(g, backward),))
+    return held_up(x)
+
+
+class Halves(nnx.Module):
+    """A stage whose F, I and W wait equally long: [rows, d] -> [rows, d].
+
+    Args:
+      d: width.
+      duration: of each, in seconds.
+      rngs: for its weight.
+    """
+
+    def __init__(self, d: int, duration: float, rngs: nnx.Rngs) -> None:
+        self.scale, self.duration = nnx.Param(rngs.params.normal((1, d))), duration
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = _held_up(self.scale[...], 0.0, self.duration)
+        return x + _held_up(0.1 * jnp.tanh(x * scale), self.duration, self.duration)

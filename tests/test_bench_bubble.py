@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import pipeline
 
 # In a process of its own: the package is for those that have not imported jax.
@@ -37,16 +39,20 @@ more --rounds
 """
 
 
-def test_clocks_and_nonsense() -> None:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[1]
     places = os.pathsep.join([str(root), str(Path(pipeline.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
-        env=os.environ | {"PYTHONPATH": places},
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env=os.environ | {"PYTHONPATH": places} | environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_clocks_and_nonsense() -> None:
+    done = run("-c", CODE)
     assert (done.returncode, done.stderr) == (0, ERRORS)
     found = json.loads(done.stdout)
     clocks = (
@@ -57,3 +63,16 @@ def test_clocks_and_nonsense() -> None:
     events = {(one["family"], one["chunks"]): one["event"] for one in found["points"]}
     assert events["interleaved_1f1b", 2] == 16 / 19  # V M / (V M + S - 1)
     assert events["zb_h1", 1] == 24 / 27  # 3 M / (3 M + S - 1)
+
+
+@pytest.mark.slow
+def test_stages_wait_where_there_are_not_enough_cores() -> None:
+    """F, I and W of 10 ms each: a step is no shorter than the event clock says."""
+    sizes = ["--ranks", "4", "--microbatches", "2", "--measure", "2"]
+    given = ["--families", "zb_h1", "interleaved_1f1b:2", "--rounds", "1", "--json"]
+    devices = "--xla_force_host_platform_device_count=2"
+    done = run("-m", "bench.bubble", *sizes, *given, XLA_FLAGS=devices)
+    assert done.returncode == 0, done.stderr
+    points = json.loads(done.stdout)["points"]
+    assert [one["waits"] for one in points] == [True, True]
+    assert all(0.02 < one["measured"] <= 1.05 * one["event"] for one in points)
