@@ -353,9 +353,9 @@ class Pipeline(nnx.Module):
             rank, or a mesh of several processes; or a profile without our name scopes.
         """
         operands = self._untyped(self._operands(inputs, targets, extras, "trace"))
-        require_arrays("trace", operands)
+        check_arrays("trace", operands)
         with self._entered():
-            see_that_it_fits(self.plan, *operands)
+            warn_of_memory(self.plan, *operands)
             return trace(self.plan, operands, steps, directory)
 
     def stages(self) -> list[nnx.Module]:
