@@ -19,7 +19,7 @@ from collectives import compat, make_mesh
 from pipeline.jaxpr import primitives
 from tests.test_rooms import modules
 
-PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._\w+(\.|$)")
+PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._(?!_)\w+(\.|$)")
 HOME = "collectives.compat"
 
 
@@ -44,6 +44,7 @@ def names(tree: ast.Module) -> set[str]:
         ("from flax.nnx import _x", True),
         ("jax._src.core.Effect", True),
         ("import jax.numpy, pipeline._x", False),
+        ("jax.__version__", False),
         ("from pipeline.layers import _x; self._jax._src", False),
     ],
 )
