@@ -1,4 +1,4 @@
-"""The command line: ``python -m pipeline launch``."""
+"""The command line: ``python -m pipeline launch|plan``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
+from pipeline.planner.makespan import CLOCKS
 from pipeline.processes.launch import Job, run
 
-USAGE_EXIT = 2
+USAGE_EXIT, UNFIT_EXIT = 2, 1
 ABOUT = """Start the processes of a job on this machine, connected by gloo, for development.
 
 Each process finds the others by `pipeline.initialize()`. Lines of process 2 begin with "[2] ".
@@ -26,6 +28,19 @@ exit codes: 0 all processes ended well; 2 the command cannot run as given; 130 a
 143 after SIGTERM; else that of the first process that failed, 128 + n after signal n.
 """
 EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
+
+PLAN_ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
+
+Prints the quickest layouts, what limits each and why the others lost; says so where no pipeline is
+best. docs/planner.md has what is counted.
+"""
+PLAN_EPILOG = """examples:
+  python -m pipeline plan --model llama-70b --devices 512 --chip v5p --batch 1024 --seq 8192
+  python -m pipeline plan --model config.json --devices 64 --chip h100 --batch 256 --seq 4096 \\
+      --out plan.toml
+
+exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run as given
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in given:
         own, program = given[: given.index("--")], given[given.index("--") + 1 :]
     parser = Parser(prog="python -m pipeline", description="Runs of pipelines.", allow_abbrev=False)
-    sub = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    sub = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
     launch = sub.add_parser(
         "launch",
         help="start several processes on this machine",
@@ -54,19 +69,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     _add_options(launch)
+    planner = sub.add_parser(
+        "plan",
+        help="find mesh, schedule and remat for a model on chips",
+        description=PLAN_ABOUT,
+        epilog=PLAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_sizes(planner)
     options, unknown = parser.parse_known_args(own)
+    if options.command == "plan":
+        if unknown or program is not None:
+            planner.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
+        return _plan(planner, options)
     if (problem := _problem(program)) is not None:
         launch.error(problem)
     if unknown:
         launch.error(f"{unknown[0]} is not an option; --help lists them, the program's follow --")
     command = [sys.executable, *(program or ())]
     job = Job(command, options.processes, options.devices_per_process, options.port, options.grace)
-    code = run(job)
+    return _flushed(run(job))
+
+
+def _flushed(code: int) -> int:
+    """The code, when all is written that somebody reads."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # `... | head`: nothing more can be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def _plan(parser: Parser, options: argparse.Namespace) -> int:
+    """Print a plan; returns the exit code."""
+    wanted = ("model", "devices", "chip", "batch", "seq", "slices", "clock")
+    try:
+        plans = plan(**{name: getattr(options, name) for name in wanted})
+        if options.out is not None:
+            plans.write(options.out)
+    except DoesNotFitError as error:
+        parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(plans)
+    return _flushed(0)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    models = f"{', '.join(MODELS)}, or the path of a Hugging Face config.json"
+    add("--model", required=True, help=models)
+    add("--devices", type=_whole(1), required=True, metavar="N", help="how many chips")
+    add("--chip", required=True, help=", ".join(CHIPS))
+    add("--batch", type=_whole(1), required=True, metavar="N", help="sequences of a step")
+    add("--seq", type=_whole(1), required=True, metavar="T", help="positions of a sequence")
+    add(
+        "--slices",
+        type=_whole(1),
+        metavar="G",
+        help="groups that only the network joins (as few as the chip allows; of GPUs, hosts)",
+    )
+    add("--clock", choices=CLOCKS, default="lockstep", help="of pipelines (lockstep)")
+    add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

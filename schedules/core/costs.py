@@ -5,6 +5,7 @@ Letters as in `schedules.core.action`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -149,6 +150,8 @@ def _plain(value: object) -> float:
 
 
 def _check_lasts(name: str, given: object, value: object) -> None:
+    if isinstance(value, float) and 0 <= value < math.inf:
+        return  # before `given` is spelt out, which of [S, S] numbers takes long
     within = "" if value is given else f" has {shorten(value)}"
     check_duration(f"Costs({name}={shorten(given)}){within}", value)
 

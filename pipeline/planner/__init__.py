@@ -1,0 +1,13 @@
+"""How to spread a model over chips that need not be there: which mesh, schedule, remat, and why.
+
+Here live a table of chips, the sizes of models, what a step costs by arithmetic, and the search
+over ways to lay it out. Nothing here traces, compiles or knows a device, and nothing is measured:
+what `pipeline.forecast` reads off a traced step and what a calibration times are truer, and later.
+"""
+
+from pipeline.planner.chips import CHIPS, Chip
+from pipeline.planner.models import MODELS, ModelSizes
+from pipeline.planner.plans import DoesNotFitError, Plans
+from pipeline.planner.search import plan
+
+__all__ = ["CHIPS", "MODELS", "Chip", "DoesNotFitError", "ModelSizes", "Plans", "plan"]

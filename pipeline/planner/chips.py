@@ -1,0 +1,91 @@
+"""What chips can do by their vendors' words: one table."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+GB = 10**9
+GIB = 2**30
+
+# The share of peak that the products of a block reach. TPUs: by the cycles that the compiler of v5p
+# writes (docs/llama.md; attention apart) .65 in F of 8B, .68 in B, .76 in F of 70B: nothing ran.
+# GPUs: the plain step of docs/gpu.md, 249 ms for 1.19e14 operations on an H100, is .48 of peak.
+TPU_EFFICIENCY = 0.7
+GPU_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A chip and its links; bytes and seconds.
+
+    Attributes:
+      name: as in `CHIPS`.
+      flops: bfloat16 operations a second at peak.
+      hbm: bytes that a program may use.
+      hbm_bandwidth: bytes a second.
+      link: bytes a second, one way: of one link of a torus, or of a chip into its switch.
+      axes: of the torus; 0 where a switch joins all chips.
+      domain: the most chips that such links join: of a pod, or of a host with NVLink.
+      network: bytes a second of a chip, one way, to chips outside its slice or host.
+      efficiency: the share of `flops` that the products of a block reach.
+      clock: cycles a second, None where the vendor names none.
+    """
+
+    name: str
+    flops: float
+    hbm: int
+    hbm_bandwidth: float
+    link: float
+    axes: int
+    domain: int
+    network: float
+    efficiency: float = TPU_EFFICIENCY
+    clock: float | None = None
+
+    def ring(self, axes: int = 1) -> float:
+        """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
+        return self.link if not self.axes else 2 * self.link * axes
+
+
+_TABLE = (
+    # cloud.google.com/tpu/docs/v4: peak, HBM, pod. Links, clock: Jouppi et al., "TPU v4", ISCA
+    # 2023, table 4 (6 links of 50 GB/s, 1050 MHz). Network: not published, taken as v5p's.
+    Chip("v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, clock=1.05e9),
+    # cloud.google.com/tpu/docs/v5e: 400 GB/s of ICI both ways over 4 ports; 6.4 Tb/s of network for
+    # 256 chips.
+    Chip("v5e", 197e12, 16 * GB, 819e9, 50e9, 2, 256, 3.125e9),
+    # cloud.google.com/tpu/docs/v5p: 1200 GB/s of ICI both ways over 6 ports; 50 Gb/s of network;
+    # jobs of up to 6144 chips. HBM is called 95 GiB there, and 95 GB elsewhere: the smaller. Clock:
+    # 459e12 over the 2^18 operations a cycle of its matrix units.
+    Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, clock=1.75e9),
+    # cloud.google.com/tpu/docs/v6e and /tpu7x (which compares): 800 GB/s of ICI both ways over 4
+    # ports; 100 Gb/s of network.
+    Chip("v6e", 918e12, 32 * GB, 1638e9, 100e9, 2, 256, 12.5e9),
+    # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
+    Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9),
+    # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
+    # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU).
+    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, GPU_EFFICIENCY),
+    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, GPU_EFFICIENCY),
+)
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
+
+
+def find_chip(chip: Chip | str) -> Chip:
+    """A chip by name.
+
+    Raises:
+      ValueError: no such chip in the table.
+    """
+    if isinstance(chip, Chip):
+        return chip
+    name = chip.lower() if isinstance(chip, str) else chip
+    if name in CHIPS:
+        return CHIPS[name]
+    near = difflib.get_close_matches(str(name), CHIPS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"chip={chip!r} is not in the table; {hint}known: {', '.join(CHIPS)}; or give a "
+        f"pipeline.planner.Chip of your own"
+    )

@@ -1,0 +1,222 @@
+"""What the search found: the best few, why the others lost, as text and as a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.planner.costs import Estimate, Job, Layout, mfu, usable
+
+GB = 10**9
+COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
+SHARES = {"recompute": "recomputed", "bubble": "bubble", "tensor": "tensor", "data": "data"}
+
+
+class DoesNotFitError(ValueError):
+    """No layout fits the chips: says what is nearest, and what it gives up.
+
+    Attributes:
+      least: the layout that takes the fewest bytes.
+      nearest: what fits, of a job with something given up; None if nothing that was tried does.
+    """
+
+    def __init__(self, message: str, least: Estimate, nearest: Plans | None) -> None:
+        super().__init__(message)
+        self.least = least
+        self.nearest = nearest
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Layouts of one job, the quickest first.
+
+    Attributes:
+      job: what is to be trained on what.
+      ranked: the best few, no two of the same mesh and schedule.
+      alone: the best without a pipeline; None if none fits.
+      pipeline: the best with one; None if none fits or none is quicker than all that were found.
+      lost: a line on each mesh and schedule that is not the best.
+      tried: how many layouts there were.
+    """
+
+    job: Job
+    ranked: tuple[Estimate, ...]
+    alone: Estimate | None
+    pipeline: Estimate | None
+    lost: tuple[str, ...] = field(repr=False)
+    tried: int
+
+    @property
+    def best(self) -> Estimate:
+        """The quickest that fits."""
+        return self.ranked[0]
+
+    @property
+    def verdict(self) -> str:
+        """Whether to pipeline, in a sentence."""
+        if self.pipeline is None:
+            return "do not pipeline: no pipeline fits these sizes"
+        if self.alone is None:
+            return f"pipeline, {short(self.pipeline.layout)}: nothing without one fits"
+        one, other = short(self.alone.layout), short(self.pipeline.layout)
+        ratio = self.alone.step / self.pipeline.step
+        if self.best.layout.schedule is None:
+            return (
+                f"do not pipeline: {one} takes {self.alone.step:.3g} s, the best pipeline, "
+                f"{other}, {self.pipeline.step:.3g} s"
+            )
+        return f"pipeline, {other}: {ratio:.2f} times as fast as {one} alone"
+
+    def __str__(self) -> str:
+        """The verdict, a table of the best, and a line on each that lost."""
+        job = self.job
+        within = f" in {job.slices} groups" if job.slices > 1 else ""
+        lines = [
+            (
+                f"{job.devices} x {job.chip.name}{within}, batch {job.batch} x {job.seq}, "
+                f"{job.model.parameters / 1e9:.3g}e9 parameters; {self.tried} layouts"
+            ),
+            self.verdict,
+            "",
+            *_table(job, self.ranked),
+            "",
+            f"HBM of the best, GB of {job.chip.hbm / GB:.0f}: "
+            + ", ".join(f"{what} {n / GB:.2f}" for what, n in self.best.bytes.items() if n),
+        ]
+        if self.lost:
+            lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost)]
+        return "\n".join(lines)
+
+    def write(self, path: str | os.PathLike[str], estimate: Estimate | None = None) -> Path:
+        """Write a layout as TOML that `pipeline.ParallelConfig` reads; returns where.
+
+        ``ParallelConfig.from_dict(tomllib.load(file))``. What `Pipeline` itself is to be told, and
+        that no configuration holds, stands in comments.
+
+        Args:
+          path: of the file.
+          estimate: which; the best by default.
+        """
+        chosen = self.best if estimate is None else estimate
+        target = Path(path)
+        target.write_text(configuration(self.job, chosen), encoding="utf-8")
+        return target
+
+
+def configuration(job: Job, chosen: Estimate) -> str:
+    """TOML of a layout."""
+    layout = chosen.layout
+    values: Mapping[str, int | str] = {
+        "world_size": job.devices,
+        "data": layout.data,
+        "stage": layout.stage,
+        "tensor": layout.tensor,
+        "num_microbatches": layout.microbatches,
+        "microbatch_size": layout.rows,
+        "batch_size": job.batch,
+        "param_dtype": "float32",
+        "compute_dtype": "bfloat16",
+    }
+    lines = [
+        f"# {job.chip.name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
+        *(
+            f"{name} = " + (f'"{value}"' if isinstance(value, str) else f"{value}")
+            for name, value in values.items()
+        ),
+        *(f"# {line}" for line in _beside(job, layout)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _beside(job: Job, layout: Layout) -> list[str]:
+    """What a configuration does not hold."""
+    blocks = "each block under jax.checkpoint (remat_blocks=True), remat=None"
+    slices = f"slices: {layout.data_slices} along data, {layout.stage_slices} along stage"
+    if layout.schedule is None:
+        again = "nothing is computed again" if layout.remat is None else blocks.partition(",")[0]
+        sharding = {
+            "fsdp": "weights over data (FSDP), gathered block by block",
+            "hsdp": "weights over the data shards of a slice (HSDP)",
+        }.get(layout.data_parallel, f'data_parallel="{layout.data_parallel}"')
+        lines = ["no pipeline: plain jit", sharding, again]
+    else:
+        gather = ', gather="action"' if layout.data_parallel == "fsdp" else ""
+        remat = blocks if layout.remat == "block" else f"remat={_quoted(layout.remat)}"
+        lines = [
+            (
+                f'Pipeline: schedule="{layout.schedule}", {layout.chunks} stages on a rank, '
+                f"{job.model.layers // (layout.stage * layout.chunks)} layers each"
+            ),
+            (
+                f'Pipeline: data_parallel="{layout.data_parallel}"{gather}, '
+                f'vocabulary="{layout.vocabulary}", {remat}'
+            ),
+        ]
+    return [*lines, slices] if job.slices > 1 else lines
+
+
+def _quoted(word: str | None) -> str:
+    return "None" if word is None else f'"{word}"'
+
+
+def short(layout: Layout) -> str:
+    """A layout in a few words."""
+    names = {"data": layout.data, "stage": layout.stage, "tensor": layout.tensor}
+    mesh = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one chip"
+    how = layout.data_parallel.upper() if layout.data > 1 else "no sharding"
+    if layout.schedule is None:
+        return f"{how.replace('ZERO1', 'ZeRO-1')} on {mesh}"
+    return f"{layout.schedule} on {mesh}"
+
+
+def limits(job: Job, one: Estimate) -> str:
+    """What a layout's step goes to beside the model's own operations, the largest first."""
+    shares = {name: one.seconds[name] / one.step for name in SHARES}
+    said = [
+        f"{SHARES[name]} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    ]
+    if one.bytes:
+        said.append(f"HBM {one.hbm / job.chip.hbm:.0%}")
+    return ", ".join(said) or "its operations"
+
+
+def _table(job: Job, ranked: Sequence[Estimate]) -> list[str]:
+    rows = [(*COLUMNS, "s", "MFU", "GB", "limited by")]
+    for one in ranked:
+        at = one.layout
+        rows.append(
+            (
+                " x ".join(map(str, at.mesh)),
+                at.schedule or "-",
+                str(at.chunks),
+                str(at.microbatches),
+                str(at.rows),
+                at.remat or "-",
+                at.data_parallel,
+                at.vocabulary if at.schedule else "-",
+                f"{one.step:.4g}",
+                f"{mfu(job, one.step):.1%}",
+                f"{one.hbm / GB:.1f}",
+                limits(job, one),
+            )
+        )
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def why(job: Job, one: Estimate, best: Estimate) -> str:
+    """Why a layout lost against the best: what it spends more on."""
+    if one.bytes and one.hbm > usable(job):
+        largest = max(one.bytes, key=lambda name: one.bytes[name])
+        return (
+            f"does not fit: {one.hbm / GB:.0f} of {usable(job) / GB:.0f} GB, {largest} "
+            f"{one.bytes[largest] / GB:.0f}"
+        )
+    more = {name: one.seconds[name] - best.seconds[name] for name in one.seconds}
+    worst = max(more, key=lambda name: more[name])
+    least = "at least " if one.bound else ""
+    return f"{least}{one.step:.4g} s: {more[worst]:.3g} s more of {SHARES.get(worst, worst)}"

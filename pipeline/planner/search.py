@@ -1,0 +1,369 @@
+"""All ways to lay a job out, from the quickest that could be to the quickest that is.
+
+A layout without its bubble is a bound, found by arithmetic alone. The search goes through layouts
+in the order of their bounds, times each under the clock, and ends where no bound is below what it
+has found.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from collectives.sizes import is_size
+from pipeline.planner.chips import Chip, find_chip
+from pipeline.planner.costs import (
+    Estimate,
+    Job,
+    Layout,
+    alone_bytes,
+    estimate,
+    pipeline_bytes,
+    usable,
+)
+from pipeline.planner.makespan import CLOCKS, built
+from pipeline.planner.models import ModelSizes, find_model
+from pipeline.planner.plans import GB, DoesNotFitError, Plans, short, why
+from schedules import Costs, ScheduleError, names
+from schedules.build import options
+
+# All that are the same for all costs: those made to measure take longer than a plan may.
+SCHEDULES = tuple(name for name in names() if not options(name))
+REMAT = (None, "block", "stage")
+CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can
+ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
+MOST_TENSOR = 16
+KEPT = 3  # of those with a pipeline, and of those without
+MORE_DEVICES = tuple(2**n for n in range(1, 8))
+SHORTER = (2, 4, 8)
+
+
+def plan(
+    *,
+    model: ModelSizes | str | Path,
+    devices: int,
+    chip: Chip | str,
+    batch: int,
+    seq: int,
+    slices: int | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    remat: Sequence[str | None] = REMAT,
+    clock: str = "lockstep",
+    efficiency: float | None = None,
+    costs: Costs | None = None,
+) -> Plans:
+    """Find how to train a model on chips, which need not be there.
+
+    Args:
+      model: "llama-8b" or another of `MODELS`, the path of a ``config.json``, or sizes.
+      devices: how many chips.
+      chip: "v5p" or another of `CHIPS`, or a `Chip` of your own.
+      batch: sequences of a step.
+      seq: positions of each.
+      slices: groups that only the network joins; as few as the chip allows by default. GPUs: hosts.
+      schedules: families to try.
+      remat: what may be computed again: None, "block" or "stage".
+      clock: "lockstep", which is how the kernel runs, or "event".
+      efficiency: the share of peak that products reach; the chip's by default.
+      costs: measured instead: seconds of one block and one sequence on one chip without
+        recomputation, ``f``, ``i``, ``w``, ``b``, ``head`` and ``embed``, each one number.
+
+    Raises:
+      DoesNotFitError: a ValueError that names what is nearest.
+      ValueError: sizes that cannot be, or that nothing divides.
+    """
+    job = _job(model, devices, chip, batch, seq, slices, clock, efficiency, costs)
+    _see_that_they_are_known("schedules", schedules, names())
+    _see_that_they_are_known("remat", remat, REMAT)
+    faults: dict[str, list[int]] = {}
+    layouts = list(_layouts(job, schedules, remat, faults))
+    if not layouts:
+        raise ValueError(
+            f"{job.devices} devices, batch={job.batch} and this model have no layout: "
+            f"{'; '.join(_said(faults))}. Change devices or batch, so that data x stage x tensor "
+            f"is the devices, data divides the batch and stage the layers"
+        )
+    found = _search(job, layouts)
+    if found is None:
+        raise _refusal(job, layouts, schedules, remat)
+    ranked, alone, piped = found
+    lost = _lost(job, layouts, ranked[0], piped, _said(faults))
+    return Plans(job, ranked, alone, piped, lost, len(layouts))
+
+
+def _job(
+    model: ModelSizes | str | Path,
+    devices: Any,
+    chip: Chip | str,
+    batch: Any,
+    seq: Any,
+    slices: Any,
+    clock: str,
+    efficiency: float | None,
+    costs: Costs | None,
+) -> Job:
+    """All of it checked."""
+    sizes, found = find_model(model), find_chip(chip)
+    for name, value in {"devices": devices, "batch": batch, "seq": seq}.items():
+        if not is_size(value):
+            raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+    groups = -(-devices // found.domain) if slices is None else slices
+    if not is_size(groups):
+        raise ValueError(f"slices={slices!r}: must be an integer >= 1, or None")
+    if devices % groups:
+        raise ValueError(
+            f"devices={devices} cannot be shared equally by slices={groups}"
+            f"{', the fewest that hold them' if slices is None else ''}; give a multiple"
+        )
+    if devices // groups > found.domain:
+        raise ValueError(
+            f"slices={groups} of {devices // groups} chips: {found.name} joins at most "
+            f"{found.domain}; give slices={-(-devices // found.domain)} or more"
+        )
+    if clock not in CLOCKS:
+        raise ValueError(f"clock={clock!r}: must be one of {', '.join(map(repr, CLOCKS))}")
+    if efficiency is not None and not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency={efficiency!r}: must be a share of peak, above 0 and up to 1")
+    if costs is not None:
+        uneven = [n for n in ("f", "i", "w", "b") if isinstance(getattr(costs, n), tuple)]
+        if uneven:
+            raise ValueError(
+                f"costs has a number for each stage in {', '.join(uneven)}: a plan splits layers "
+                f"anew; give seconds of one block, one number each"
+            )
+    rate = found.efficiency if efficiency is None else efficiency
+    return Job(sizes, found, devices, batch, seq, groups, clock, rate, costs)
+
+
+def _see_that_they_are_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+    if isinstance(given, str) or not given or any(one not in known for one in given):
+        raise ValueError(
+            f"{what}={given!r}: must be a sequence out of {', '.join(map(repr, known))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int]]:
+    """D, S, T that the model and the batch can share; others are noted with their rule."""
+    model, each = job.model, job.devices // job.slices
+
+    def refuse(rule: str, size: int) -> None:
+        sizes = faults.setdefault(rule, [])
+        if size not in sizes:
+            sizes.append(size)
+
+    for T in _divisors(each):
+        if T > MOST_TENSOR:
+            break
+        if model.kv_heads % T or model.hidden % T or job.seq % T:
+            refuse(f"tensor: must divide {model.kv_heads} heads of keys, columns, positions", T)
+            continue
+        for S in _divisors(job.devices // T):
+            D = job.devices // (S * T)
+            if model.layers % S:
+                refuse(f"stage: must divide {model.layers} layers", S)
+            elif job.batch % D:
+                refuse(f"data: must divide the batch of {job.batch}", D)
+            else:
+                yield D, S, T
+
+
+def _layouts(
+    job: Job,
+    schedules: Sequence[str],
+    remat: Sequence[str | None],
+    faults: dict[str, list[int]],
+) -> Iterator[Layout]:
+    """Everything that divides."""
+    each = job.devices // job.slices
+    for D, S, T in _meshes(job, faults):
+        for stages in _divisors(math.gcd(S, job.slices)):
+            slices = job.slices // stages
+            if D % slices or (D // slices) * (S // stages) * T != each:
+                continue
+            base = Layout(D, S, T, slices, stages)
+            yield from _alone(job, base, remat) if S == 1 else _piped(job, base, schedules, remat)
+
+
+def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layout]:
+    each = job.batch // base.data
+    ways = ["replicated"]
+    if base.data > 1:
+        ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
+    kept = [one for one in remat if one != "stage"] or [None]  # all of it is one stage
+    for rows, way, again in itertools.product(_divisors(each), ways, kept):
+        yield replace(base, microbatches=each // rows, rows=rows, data_parallel=way, remat=again)
+
+
+def _piped(
+    job: Job, base: Layout, schedules: Sequence[str], remat: Sequence[str | None]
+) -> Iterator[Layout]:
+    S, each = base.stage, job.batch // base.data
+    ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
+    words = ["ends", "stage"] if base.tensor == 1 else ["ends"]  # tables go over one of the two
+    for name, rows in itertools.product(schedules, ROWS):
+        if each % rows:
+            continue
+        for V in CHUNKS:
+            M = each // rows
+            if job.model.layers % (S * V) or not _can(name, S, V, M):
+                continue
+            for again, way, word in itertools.product(remat, ways, words):
+                yield replace(
+                    base,
+                    schedule=name,
+                    chunks=V,
+                    microbatches=M,
+                    rows=rows,
+                    remat=again,
+                    data_parallel=way,
+                    vocabulary=word,
+                )
+
+
+@functools.lru_cache(maxsize=8192)
+def _can(name: str, S: int, V: int, M: int) -> bool:
+    """Whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
+    try:
+        built(name, S, V, min(M, 8 * S + M % S))
+    except ScheduleError:
+        return False
+    return True
+
+
+def hbm(job: Job, layout: Layout) -> float:
+    """Bytes of a chip."""
+    held = alone_bytes if layout.schedule is None else pipeline_bytes
+    return sum(held(job, layout).values())
+
+
+def _bounds(job: Job, layouts: Iterable[Layout]) -> list[Estimate]:
+    found = (estimate(job, layout, bound=True) for layout in layouts)
+    return sorted(found, key=lambda one: one.step)
+
+
+def _best(job: Job, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
+    """The quickest that fit, no two of one mesh and schedule, out of sorted bounds."""
+    best: dict[Any, Estimate] = {}
+    limit = math.inf
+    for bound in bounds:
+        if bound.step >= limit:
+            break
+        if hbm(job, bound.layout) > usable(job):
+            continue
+        one = estimate(job, bound.layout)
+        key = bound.layout.mesh, bound.layout.schedule
+        if key not in best or one.step < best[key].step:
+            best[key] = one
+            order = sorted(other.step for other in best.values())
+            limit = order[kept - 1] if len(order) >= kept else math.inf
+    return sorted(best.values(), key=lambda one: one.step)[:kept]
+
+
+def _search(
+    job: Job, layouts: Sequence[Layout]
+) -> tuple[tuple[Estimate, ...], Estimate | None, Estimate | None] | None:
+    """The best few, the best without a pipeline and the best with one; None if nothing fits."""
+    bounds = _bounds(job, layouts)
+    alone = _best(job, (one for one in bounds if one.layout.schedule is None), KEPT)
+    piped = _best(job, (one for one in bounds if one.layout.schedule is not None), KEPT)
+    ranked = sorted(alone + piped, key=lambda one: one.step)
+    if not ranked:
+        return None
+    return tuple(ranked), alone[0] if alone else None, piped[0] if piped else None
+
+
+def _lost(
+    job: Job,
+    layouts: Sequence[Layout],
+    best: Estimate,
+    piped: Estimate | None,
+    faults: Iterable[str],
+) -> tuple[str, ...]:
+    """A line on each mesh that lost, on each schedule of the best pipeline's mesh, on each rule."""
+    lines: list[tuple[str, Estimate]] = []
+    meshes: dict[tuple[int, int, int], list[Layout]] = {}
+    for layout in layouts:
+        meshes.setdefault(layout.mesh, []).append(layout)
+    for (D, S, T), own in meshes.items():
+        if best.layout.mesh != (D, S, T):
+            lines.append((f"data {D} x stage {S} x tensor {T}", _nearest_of(job, own, best)))
+    lines.sort(key=lambda line: (line[1].hbm > usable(job), line[1].step))
+    if piped is not None:
+        own = meshes[piped.layout.mesh]
+        for name in dict.fromkeys(one.schedule for one in own):
+            alike = [one for one in own if one.schedule == name]
+            if name != piped.layout.schedule:
+                found = _nearest_of(job, alike, None)
+                lines.append((short(found.layout), found))
+    said = [f"{what}: {why(job, one, best)}" for what, one in lines]
+    return (*said, *faults)
+
+
+def _nearest_of(job: Job, layouts: Sequence[Layout], best: Estimate | None) -> Estimate:
+    """The quickest that fits, or a bound above the best; else that of the fewest bytes."""
+    bounds = _bounds(job, layouts)
+    for bound in bounds:
+        if hbm(job, bound.layout) <= usable(job):
+            if best is not None and bound.step > best.step:
+                return bound
+            return _best(job, bounds)[0]
+    least = min(layouts, key=lambda layout: hbm(job, layout))
+    return estimate(job, least)
+
+
+def _said(faults: dict[str, list[int]]) -> list[str]:
+    return [
+        f"{rule.partition(':')[0]} {', '.join(map(str, sorted(sizes)))}:{rule.partition(':')[2]}"
+        for rule, sizes in faults.items()
+    ]
+
+
+def _refusal(
+    job: Job, layouts: Sequence[Layout], schedules: Sequence[str], remat: Sequence[str | None]
+) -> DoesNotFitError:
+    """What is nearest: other remat, more chips, or shorter sequences, and what it then takes."""
+    least = estimate(job, min(layouts, key=lambda layout: hbm(job, layout)))
+    most = max(least.bytes, key=lambda name: least.bytes[name])
+    text = (
+        f"no layout fits {job.devices} x {job.chip.name}: the least takes "
+        f"{least.hbm / GB:.1f} GB a chip, {short(least.layout)}, of which {most} "
+        f"{least.bytes[most] / GB:.1f}; a chip has {usable(job) / GB:.1f} GB for it"
+    )
+    more = [_larger(job, job.devices * times) for times in MORE_DEVICES]
+    less = [replace(job, seq=job.seq // n) for n in SHORTER if job.seq % n == 0]
+    tries: dict[str, tuple[list[Job], Sequence[str | None]]] = {
+        "computing blocks again (remat)": ([job] * (set(REMAT) != set(remat)), REMAT),
+        "on more devices": (more, remat),
+        "with shorter sequences": (less, remat),
+    }
+    said, nearest = [], None
+    for what, (others, allowed) in tries.items():
+        plans = next(filter(None, (_if_it_fits(one, schedules, allowed) for one in others)), None)
+        if plans is not None:
+            nearest = nearest or plans
+            sizes = f"devices={plans.job.devices}, seq={plans.job.seq}"
+            said.append(f"{what}, {sizes}: {short(plans.best.layout)}, {plans.best.step:.3g} s")
+    text += ". What fits: " + ("; or ".join(said) if said else "nothing that was tried")
+    return DoesNotFitError(f"{text}. A smaller batch frees nothing", least, nearest)
+
+
+def _larger(job: Job, devices: int) -> Job:
+    return replace(job, devices=devices, slices=max(job.slices, -(-devices // job.chip.domain)))
+
+
+def _if_it_fits(job: Job, schedules: Sequence[str], remat: Sequence[str | None]) -> Plans | None:
+    """The best of another job, if any of it fits."""
+    layouts = list(_layouts(job, schedules, remat, {}))
+    if not any(hbm(job, layout) <= usable(job) for layout in layouts):
+        return None
+    found = _search(job, layouts)
+    return None if found is None else Plans(job, *found, (), len(layouts))

@@ -1,0 +1,212 @@
+"""The planner: its arithmetic by hand, what it refuses, and what it chooses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from pipeline import ParallelConfig, cli
+from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
+from pipeline.planner.costs import Job, Layout, estimate, mfu, stage_costs
+from pipeline.planner.makespan import makespan
+from pipeline.planner.search import _layouts
+from schedules import Costs, build, simulate
+
+SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
+# No links to speak of, nothing but products: 1e12 operations a second.
+IDEAL = Chip("ideal", 1e12, 10**12, 1e30, 1e30, 3, 1024, 1e30, efficiency=1.0)
+
+
+def job(model=SMALL, chip=IDEAL, devices=4, batch=16, seq=32, **changes) -> Job:
+    known = {"slices": 1, "clock": "event", "efficiency": chip.efficiency}
+    return Job(model, chip, devices, batch, seq, **known | changes)
+
+
+def test_parameters_and_operations_of_llama_8b_by_hand():
+    model, seq = MODELS["llama-8b"], 8192
+    block = 4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert model.block_matrices == block == 218_103_808
+    tables = 2 * 128256 * 4096
+    assert model.parameters == 32 * (block + 2 * 4096) + tables + 4096 == 8_030_261_248
+    # Six for every parameter that is multiplied with (the embedding is looked up), and the scores:
+    # two products of seq x 4096, the masked half left out, three times.
+    multiplied = 32 * block + 128256 * 4096
+    scores = 32 * 3 * 2 * (2 * seq * 4096) / 2
+    assert model.step_operations(seq) == 6 * multiplied + scores
+    assert MODELS["llama-70b"].parameters == 70_553_706_496
+
+
+def test_bytes_of_a_small_pipeline_by_hand():
+    layout = Layout(
+        1, 4, 1, schedule="gpipe", microbatches=8, rows=2, remat="stage", vocabulary="ends"
+    )
+    held = estimate(job(), layout).bytes
+    matrices = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
+    blocks, ends = 2 * (matrices + 2 * 64), 2 * 256 * 64 + 64
+    tokens, activation = 2 * 32, 2 * 32 * 64 * 2
+    residuals = 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 128) * tokens
+    assert held == {
+        "weights": 4 * (blocks + ends),
+        "optimizer": 8 * (blocks + ends),
+        "gradients": 4 * (blocks + ends),
+        "stashes": 8 * activation,  # GPipe holds all 8 inputs of a stage
+        "weights cast": 2 * blocks,
+        "messages": 2 * activation,
+        "workspace": 2 * residuals + 2 * residuals,  # a block's and its gradients, and the stage's
+    }
+
+
+def test_gpipes_formula_where_messages_and_ends_are_free():
+    free = Costs(f=1.0, i=1.0, w=1.0)
+    layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
+    found = estimate(job(costs=free), layout)
+    work = found.seconds["compute"] + found.seconds["recompute"]
+    assert work == pytest.approx(16 * 2 * 4)  # F, F again and B of two blocks
+    assert work / (work + found.seconds["bubble"]) == pytest.approx(16 / (16 + 4 - 1))
+    assert found.seconds["tensor"] == 0
+    assert found.seconds["data"] < 1e-9
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_long_pipelines_are_timed_by_short_ones(name):
+    costs = Costs(f=1.0, i=1.2, w=0.9, b=2.0, comm=0.1, head=0.3)
+    schedule = build(name, num_ranks=4, num_microbatches=61)
+    for clock, slots in {"event": {}, "lockstep": {"partners": True, "delayed": None}}.items():
+        whole = simulate(schedule, costs, clock, **slots).makespan
+        assert makespan(name, 4, 1, 61, costs, (), clock) == pytest.approx(whole, rel=1e-9)
+
+
+def test_everything_that_is_tried_divides():
+    found = list(_layouts(job(devices=8, slices=2), ("gpipe", "interleaved_1f1b"), (None,), {}))
+    assert {one.mesh for one in found} >= {(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 2, 1)}
+    for one in found:
+        assert one.data * one.stage * one.tensor == 8
+        assert one.data * one.microbatches * one.rows == 16
+        assert 8 % (one.stage * one.chunks) == 0
+        assert one.data_slices * one.stage_slices == 2
+        assert one.data % one.data_slices == one.stage % one.stage_slices == 0
+
+
+def test_messages_take_the_link_they_cross():
+    chip = replace(CHIPS["v5p"], network=1e9)
+    layout = Layout(1, 4, 1, stage_slices=2, schedule="1f1b", microbatches=16)
+    comm = stage_costs(job(chip=chip, slices=2), layout).comm
+    size = 32 * 64 * 2
+    assert comm[0][1] == comm[2][3] == size / 100e9
+    assert comm[1][2] == comm[3][0] == size / 1e9
+
+
+def test_one_slice_where_fsdp_fits_needs_no_pipeline():
+    found = plan(model="llama-8b", devices=64, chip="v5p", batch=128, seq=8192, schedules=("1f1b",))
+    assert found.verdict.startswith("do not pipeline: FSDP on data 64 takes ")
+    assert found.best is found.alone
+    assert found.best.hbm < found.job.chip.hbm
+    assert mfu(found.job, found.best.step) < found.job.efficiency
+    assert "Not chosen:" in str(found)
+    assert any("data 1 x stage 32 x tensor 2: " in line for line in found.lost)
+    assert "stage 64: must divide 32 layers" in found.lost
+
+
+def test_slow_links_between_slices_are_crossed_by_a_pipeline(tmp_path):
+    found = plan(
+        model="llama-8b",
+        devices=16,
+        chip="v5p",
+        batch=32,
+        seq=2048,
+        slices=4,
+        schedules=("interleaved_1f1b",),
+        clock="event",
+    )
+    assert found.verdict.startswith("pipeline, interleaved_1f1b on data 4 x stage 4: 1.")
+    assert found.best.layout.stage_slices == 4
+    path = found.write(tmp_path / "plan.toml")
+    with path.open("rb") as file:
+        config = ParallelConfig.from_dict(tomllib.load(file))
+    assert (config.data, config.stage, config.tensor) == found.best.layout.mesh
+    assert config.num_microbatches == found.best.layout.microbatches
+    assert 'schedule="interleaved_1f1b"' in path.read_text(encoding="utf-8")
+
+
+def test_what_cannot_fit_names_what_does():
+    tiny = replace(CHIPS["v5e"], hbm=3_000_000)
+    given = {"model": SMALL, "chip": tiny, "batch": 16, "seq": 256}
+    with pytest.raises(DoesNotFitError) as error:
+        plan(**given, devices=2, schedules=("1f1b",))
+    assert "no layout fits 2 x v5e: the least takes " in str(error.value)
+    assert "; a chip has 0.0 GB for it. What fits: on more devices, devices=" in str(error.value)
+    assert str(error.value).endswith("A smaller batch frees nothing")
+    nearest = error.value.nearest
+    assert nearest is not None
+    assert nearest.job.devices > 2
+    assert nearest.best.hbm <= 0.95 * tiny.hbm < error.value.least.hbm
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chip": "v5q"}, "chip='v5q' is not in the table; did you mean 'v5p'? known: v4, v5e, "),
+        ({"model": "llama-7b"}, "model='llama-7b' is neither a known model nor a file; did you "),
+        ({"devices": 0}, "devices=0: must be an integer >= 1"),
+        ({"slices": 3}, "devices=8 cannot be shared equally by slices=3; give a multiple"),
+        ({"chip": "h100", "devices": 16, "slices": 1}, "h100 joins at most 8; give slices=2 or"),
+        ({"schedules": ("1f2b",)}, "schedules=('1f2b',): must be a sequence out of 'gpipe', "),
+        ({"remat": "block"}, "remat='block': must be a sequence out of None, 'block', 'stage'"),
+        ({"clock": "wall"}, "clock='wall': must be one of 'lockstep', 'event'"),
+        ({"efficiency": 40}, "efficiency=40: must be a share of peak, above 0 and up to 1"),
+        ({"costs": Costs(f=[1.0, 2.0])}, "costs has a number for each stage in f: a plan splits"),
+        ({"batch": 3, "devices": 128}, "this model have no layout: data 8, 16, 32, 64, 128: must "),
+    ],
+)
+def test_refusals(changes, said):
+    given = {"model": SMALL, "devices": 8, "chip": "v5p", "batch": 16, "seq": 32}
+    with pytest.raises(ValueError) as error:
+        plan(**given | changes)
+    assert said in str(error.value)
+
+
+def test_models_from_configurations(tmp_path):
+    path = tmp_path / "config.json"
+    content = {
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+    given = {"devices": 1, "chip": "v5p", "batch": 4, "seq": 32}
+    assert plan(model=path, **given).job.model == SMALL
+    path.write_text(json.dumps(content | {"vocab_size": None}), encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        plan(model=path, **given)
+    assert str(error.value) == (
+        f"model={str(path)!r} lacks vocab_size: a Hugging Face config.json has them"
+    )
+    with pytest.raises(ValueError) as error:
+        ModelSizes(8, 64, 4, 3, 128, 256)
+    assert str(error.value) == "ModelSizes: heads=4 is no multiple of kv_heads=3"
+
+
+def test_the_command_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    path.write_text(json.dumps(dict(zip(keys, (64, 4, 4, 128), strict=True)) | {"vocab_size": 256}))
+    out = tmp_path / "plan.toml"
+    sizes = ["--devices", "2", "--batch", "8", "--seq", "32"]
+    arguments = ["plan", "--model", str(path), *sizes]
+    assert cli.main([*arguments, "--chip", "v5p", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("2 x v5p, batch 8 x 32, ")
+    assert ParallelConfig.from_dict(tomllib.loads(out.read_text())).world_size == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments, "--chip", "v9"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("python -m pipeline plan: chip='v9' is not in the ")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", "llama-405b", *sizes, "--chip", "v5e"])
+    assert ended.value.code == 1
+    assert "no layout fits 2 x v5e: " in capsys.readouterr().err
