@@ -108,8 +108,8 @@ def test_compare_stages_of_several_sizes(capsys):
     code, _, err = run(capsys, "compare", *names, *SIZES, "-K", "4", "8", "--f", "1,1,1,2")
     assert code == 2
     assert err == (
-        "python -m schedules: --f, --i, --w and --b give a duration per stage, which fits one K "
-        "only; give one number each to compare several\n"
+        "python -m schedules: --f, --i, --w and --b, or the file of --costs, give a duration per "
+        "stage, which fits one K only; give one number each to compare several\n"
     )
 
 
@@ -128,6 +128,40 @@ def test_a_whole_backward_of_its_own_price(capsys):
     assert "ideal" not in run(capsys, "table", "gpipe", *options[:-1])[1]
     split = run(capsys, "table", "zb_h1", "-S", "1", "-M", "8", *options[len(SIZES) : -1])[1]
     assert split.endswith("93.8% of the ideal, where every backward takes what is less\n")
+
+
+def test_costs_from_a_file(capsys, tmp_path):
+    """What one report says of its costs the next command takes."""
+    stated = ["--f", "1,2,3,4", "--i", "2", "--w", "1", "--b", "2.5", "--comm", "0.5"]
+    _, out, _ = run(capsys, "table", "zb_h1", *SIZES, *stated, "--json")
+    path = tmp_path / "costs.json"
+    path.write_text(out, encoding="utf-8")
+    for command in (["table", "zb_h1"], ["compare", "zb_h1", "gpipe"], ["auto", "--budget", "9"]):
+        found = run(capsys, *command, *SIZES, "--costs", str(path))
+        assert found == run(capsys, *command, *SIZES, *stated)
+        assert found[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, [], "cannot be read as costs: No such file or directory; give a JSON file as"),
+        ("{", [], "cannot be read as costs: "),
+        ("[]", [], "holds no JSON object; give a JSON file as Calibration.to_json writes it"),
+        ('{"costs": {"f": 1, "i": 1}}', [], 'has no "costs" with f, i and w, and of f, i, w, b,'),
+        ('{"costs": {"f": 1, "i": 1, "w": 1, "x": 1}}', [], 'has no "costs" with f, i and w'),
+        ('{"costs": {"f": -1, "i": 1, "w": 1}}', [], "Costs(f=-1): a duration is a finite number"),
+        ('{"costs": {"f": 1, "i": 1, "w": 1}}', ["--w", "1"], "says them all; leave out --w"),
+    ],
+)
+def test_a_file_that_holds_no_costs(capsys, tmp_path, text, options, message):
+    path = tmp_path / "costs.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    code, out, err = run(capsys, "table", "1f1b", *SIZES, "--costs", str(path), *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert str(path) in err
 
 
 def test_halves_are_merged(capsys, tmp_path):

@@ -17,6 +17,7 @@ from schedules.build import options as options_of
 from schedules.cli.records import read_json
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
+from schedules.files.costs import read_costs
 from schedules.report import Report
 from schedules.schedule import Schedule
 from schedules.simulate import CLOCKS, simulate
@@ -26,6 +27,9 @@ SIZES = (
     ("-S", "--ranks", "devices on the stage axis"),
     ("-M", "--microbatches", "slices of the batch"),
 )
+
+
+_COSTS = ("f", "i", "w", "b", "comm", "optimizer", "pair")
 
 
 class UsageError(Exception):
@@ -54,12 +58,17 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     """Costs."""
     group = parser.add_argument_group("costs", "in any one unit of time")
     each = "one number, or K of them with commas between"
-    group.add_argument("--f", type=durations, default=1.0, help=f"forward of a stage: {each} (1)")
-    group.add_argument("--i", type=durations, default=1.0, help="input gradient, likewise (1)")
-    group.add_argument("--w", type=durations, default=1.0, help="weight gradient, likewise (1)")
+    group.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="all of them, as pipe.calibrate(...).to_json(FILE) has measured them, in seconds",
+    )
+    group.add_argument("--f", type=durations, help=f"forward of a stage: {each} (1)")
+    group.add_argument("--i", type=durations, help="input gradient, likewise (1)")
+    group.add_argument("--w", type=durations, help="weight gradient, likewise (1)")
     group.add_argument("--b", type=durations, help="whole backward, likewise (I + W)")
-    group.add_argument("--comm", type=float, default=0.0, help="message between ranks (0)")
-    group.add_argument("--optimizer", type=float, default=0.0, help="synchronous update (0)")
+    group.add_argument("--comm", type=float, help="message between ranks (0)")
+    group.add_argument("--optimizer", type=float, help="synchronous update (0)")
     group.add_argument("--pair", type=float, help="an overlapped F & B pair (their sum)")
 
 
@@ -138,16 +147,18 @@ def durations(text: str) -> float | tuple[float, ...]:
 
 
 def costs(options: argparse.Namespace) -> Costs:
-    """The costs that the options state."""
-    return Costs(
-        f=options.f,
-        i=options.i,
-        w=options.w,
-        b=options.b,
-        comm=options.comm,
-        optimizer=options.optimizer,
-        pair=options.pair,
-    )
+    """The costs that the options state, or the file that they name.
+
+    Raises:
+      UsageError: both.
+      ScheduleError: a file that holds no costs, or costs that cannot be.
+    """
+    stated = {name: value for name in _COSTS if (value := getattr(options, name)) is not None}
+    if options.costs is None:
+        return Costs(**stated)
+    if stated:
+        raise UsageError(f"--costs {options.costs} says them all; leave out --{next(iter(stated))}")
+    return read_costs(options.costs)
 
 
 def scaled(given: Costs, share: float) -> Costs:
@@ -162,8 +173,8 @@ def scaled(given: Costs, share: float) -> Costs:
     lengths = {name: value for name, value in lengths.items() if value is not None}
     if not all(isinstance(value, int | float) for value in lengths.values()):
         raise UsageError(
-            "--f, --i, --w and --b give a duration per stage, which fits one K only; give one "
-            "number each to compare several"
+            "--f, --i, --w and --b, or the file of --costs, give a duration per stage, which fits "
+            "one K only; give one number each to compare several"
         )
     return replace(given, **{name: value * share for name, value in lengths.items()})
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from schedules.checks.check import check
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import in_cells, steps
+from schedules.files.costs import costs_record
 from schedules.files.whole import read, replace
 from schedules.report import Report
 from schedules.schedule import Schedule, from_orders
@@ -48,7 +48,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "delayed": report.delayed,
         "makespan": report.makespan,
         "step_time": report.step_time,
-        "costs": asdict(report.costs),
+        "costs": costs_record(report.costs),
         "ideal": report.ideal,
         "against_ideal": report.against_ideal,
         "efficiency": report.efficiency,

@@ -1,4 +1,4 @@
-"""Files of timetables: read whole or refused, written whole or not at all."""
+"""Files of timetables and costs: read whole or refused, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from schedules.core.action import ScheduleError, shorten
 Where = str | os.PathLike[str]
 
 
-def read(path: Where, wanted: str) -> bytes:
+def read(path: Where, wanted: str, what: str = "a timetable") -> bytes:
     """All of a file; pipes and devices are none, since they may never end.
 
     Raises:
-      ScheduleError: it cannot be read; ``wanted`` is what to give instead.
+      ScheduleError: it cannot be read; ``wanted`` is what to give instead, ``what`` what is sought.
     """
     file = Path(os.fsdecode(path))
     try:
@@ -26,7 +26,7 @@ def read(path: Where, wanted: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
     where = shorten(os.fsdecode(path), 200)
-    raise ScheduleError(f"{where}: cannot be read as a timetable: {reason}; give {wanted}")
+    raise ScheduleError(f"{where}: cannot be read as {what}: {reason}; give {wanted}")
 
 
 def replace(text: str, path: Where) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from schedules.checks.check import check
+from schedules.clocks.ticks import check_pattern
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of
 from schedules.core.costs import Costs, of_unit_length_by_default
@@ -61,6 +62,11 @@ class Choice:
     report: Report
     candidates: tuple[Candidate, ...]
 
+    @property
+    def won(self) -> str:
+        """How the winner was made."""
+        return self.candidates[0].name
+
     def __str__(self) -> str:
         """A table, one line for each candidate."""
         rows = [("candidate", "makespan", "peak", "")]
@@ -83,6 +89,7 @@ def auto(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     clock: str = "event",
+    pattern: str | None = None,
     partners: bool = False,
     delayed: bool | None = False,
     budget: int | None = None,
@@ -100,6 +107,7 @@ def auto(
       costs: durations; by default F = I = W = 1 and messages are free.
       memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
       clock: "event" or "lockstep", as in `simulate`.
+      pattern: in lockstep, the slots of a tick, as in `simulate`; None for what is faster.
       partners: in lockstep, as in `simulate`.
       delayed: likewise; None for what is faster.
       budget: how many timetables local improvement may time; by default 2000, and fewer if they
@@ -112,8 +120,10 @@ def auto(
         or seed that is no number.
     """
     setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
-    check_arguments(clock, None, partners, delayed, None)
-    setting = replace(setting, partners=partners, delayed=delayed)
+    check_arguments(clock, pattern, partners, delayed, None)
+    if pattern is not None:
+        check_pattern(pattern)
+    setting = replace(setting, pattern=pattern, partners=partners, delayed=delayed)
     if budget is None:
         budget = min(BUDGET, _WORK // (3 * setting.num_stages * setting.num_microbatches))
     budget, seed = _count("budget", budget), _count("seed", seed)

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
@@ -44,6 +45,7 @@ class Setting:
       clock: "event" or "lockstep".
       partners: as in `simulate`.
       delayed: likewise.
+      pattern: the only one that may be, in lockstep; None for any.
     """
 
     num_ranks: int
@@ -54,6 +56,7 @@ class Setting:
     clock: str
     partners: bool = False
     delayed: bool | None = False
+    pattern: str | None = None
     _timers: dict[tuple[int, ...], list[Timer]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -64,14 +67,14 @@ class Setting:
             sizes = self.num_ranks, self.num_microbatches
             problem = pose(placement, *sizes, self.costs, self.limit)
             self._timers[placement] = timers(
-                problem, self.clock, partners=self.partners, delayed=self.delayed
+                problem, self.clock, self.pattern, partners=self.partners, delayed=self.delayed
             )
         return self._timers[placement]
 
     def simulate(self, schedule: Schedule) -> Report:
         """When it runs."""
-        partners, delayed = self.partners, self.delayed
-        return simulate(schedule, self.costs, self.clock, partners=partners, delayed=delayed)
+        slots: dict[str, Any] = {n: getattr(self, n) for n in ("pattern", "partners", "delayed")}
+        return simulate(schedule, self.costs, self.clock, **slots)
 
     def placements(self) -> list[tuple[int, ...]]:
         """A loop and, with V > 1, a V: there and back on consecutive chunks."""

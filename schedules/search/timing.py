@@ -119,9 +119,16 @@ class Timer:
 
 
 def timers(
-    problem: Problem, clock: str, *, partners: bool = False, delayed: bool | None = False
+    problem: Problem,
+    clock: str,
+    only: str | None = None,
+    *,
+    partners: bool = False,
+    delayed: bool | None = False,
 ) -> list[Timer]:
     """One for the event clock; in lockstep, one for each pattern, without delays and with them.
+
+    Or for ``only`` one pattern.
 
     Where every exchange is a barrier and nothing is delayed, slots that differ from rank to rank
     seldom gain.
@@ -132,7 +139,8 @@ def timers(
         Timer(problem, name, _waits(problem, pattern), partners, late)
         for late in ([False, True] if delayed is None else [delayed])
         for name, pattern in PATTERNS.items()
-        if partners or late or all(len(slot) == 1 for slot in pattern)
+        if name == only
+        or (only is None and (partners or late or all(len(slot) == 1 for slot in pattern)))
     ]
 
 
