@@ -6,6 +6,8 @@ from collectives.compat import check_releases
 
 check_releases()  # before flax is used with a jax that it does not know
 
+from pipeline.calibrate.calibration import Calibration
+from pipeline.calibrate.conclude import CalibrationError
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline
@@ -16,6 +18,8 @@ from pipeline.vocabulary import CrossEntropy
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
+    "CalibrationError",
     "CrossEntropy",
     "ParallelConfig",
     "Pipeline",

@@ -16,6 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from pipeline.backward.masks import Trained
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
+from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
+from pipeline.calibrate.measure import calibrate
+from pipeline.forecast import traffic
 from pipeline.forecast.ahead import lower_step
 from pipeline.forecast.describe import describe, summary
 from pipeline.forecast.describe_memory import describe_memory
@@ -45,7 +48,7 @@ from pipeline.sharding.fit import warn_of_undivided_weights
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
-from schedules import Report, Schedule
+from schedules import Costs, Report, Schedule
 
 
 class Pipeline(nnx.Module):
@@ -104,6 +107,10 @@ class Pipeline(nnx.Module):
       wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
         model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
         is frozen has no gradient, and stages before the first that is trained no backward.
+      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
+        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
+        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
+        repeats; embed and head count nothing.
 
     Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
     each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
@@ -145,12 +152,23 @@ class Pipeline(nnx.Module):
         memory_limit: int | None = None,
         ignore: Sequence[str] = (),
         wrt: nnx.filterlib.Filter = nnx.Param,
+        costs: Costs | Calibration | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
+        count = count_stages(stages)
+        model = signature_of(
+            stages,
+            embed,
+            head,
+            remat=remat,
+            compute_dtype=check_dtype("compute_dtype", compute_dtype),
+            param_dtype=check_dtype("param_dtype", param_dtype),
+        )
+        known, costs_from = costs_for(costs, model)
         self.plan = plan = make_plan(
-            count_stages(stages),
+            count,
             num_microbatches,
             schedule=schedule,
             mesh=mesh,
@@ -169,6 +187,9 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
             wrt=wrt,
+            costs=known,
+            costs_from=costs_from,
+            signature=model,
             options=options,
         )
         warn_of_parameters_read_from_outside(
@@ -357,6 +378,48 @@ class Pipeline(nnx.Module):
         with self._entered():
             warn_of_memory(self.plan, *operands)
             return trace(self.plan, operands, steps, directory)
+
+    def calibrate(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        rounds: int = 5,
+        repeats: int = 16,
+        split: bool = True,
+    ) -> Calibration:
+        """Measure what its actions take on the devices of its first rank, for ``costs``.
+
+        Each action (F, B, I, W) of each stage that differs from others, the first with embed and
+        the last with head and loss, is timed within the kernel, on microbatches of the size that
+        these rows give; on a mesh of several ranks an exchange too. The stages that differ are
+        copied to those devices. Weights stay as they are.
+
+        Args:
+          inputs: as of `value_and_grad`, arrays.
+          targets: likewise.
+          extras: likewise.
+          rounds: how often each step is timed. Results are medians.
+          repeats: how often an action runs within a step; more where actions are short.
+          split: whether I and W are measured too, which compiles a second program. Without them
+            the result says that splitting gains nothing: that I takes what B takes, and W nothing.
+
+        Raises:
+          ValueError: arguments that do not fit, a mesh of several processes or one that is in
+            force, or ``auto_axes`` on virtual CPU devices.
+          CalibrationError: times that cannot all be right, which and what to do; or whose spread is
+            too large to say anything.
+        """
+        given = inputs, targets, extras
+        operands = check_arrays("calibrate", self._operands(*given, "calibrate"))
+
+        def message() -> int:
+            with self._entered():
+                return traffic.predict(self.plan, *self._untyped(operands)).message
+
+        counts = {"rounds": rounds, "repeats": repeats}
+        return calibrate(self, type(self), *given, **counts, split=split, message=message)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole."""

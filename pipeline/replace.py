@@ -73,7 +73,7 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     new = nnx.merge(*nnx.split(pipe), copy=True)  # with what the user has added
 
     def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:
-        make(new, whole.stages(), **(options | _ends_of(whole) | dict(ends)))
+        make(new, whole.stages(), **(options | ends_of(whole) | dict(ends)))
 
     ends = {name: changes[name] for name in _ENDS if name in changes}
     if is_abstract(nnx.state(pipe)):
@@ -94,7 +94,7 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     return new
 
 
-def _ends_of(pipe: Any) -> dict[str, Any]:
+def ends_of(pipe: Any) -> dict[str, Any]:
     """Embed and head as they were before they were placed."""
     graphdef, state = nnx.split(pipe.ends)
     ends = nnx.merge(graphdef, as_before(state))

@@ -36,8 +36,8 @@ PUBLIC = {
         vocabulary_embedding
     """,
     "pipeline": """
-        CrossEntropy ParallelConfig Pipeline check_sharding describe_sharding initialize local_rows
-        make_optimizer shard_batch shard_optimizer
+        Calibration CalibrationError CrossEntropy ParallelConfig Pipeline check_sharding
+        describe_sharding initialize local_rows make_optimizer shard_batch shard_optimizer
     """,
 }
 

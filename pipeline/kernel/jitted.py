@@ -31,7 +31,7 @@ class PerPlan:
 
     Args:
       run: ``run(plan, model, weights, batch, **options)``, all static but weights and batch, and
-        a scale behind them, if one is given.
+        what is given behind them: a scale, and which entries of tables run.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -45,10 +45,13 @@ class PerPlan:
         weights: Weights,
         batch: Batch,
         scale: jax.Array | None = None,
+        runs: Any = None,
         **options: Any,
     ) -> Any:
         """As `jax.jit` calls it."""
-        given = () if scale is None else (scale,)
+        given: tuple[Any, ...] = scale, runs
+        while given and given[-1] is None:
+            given = given[:-1]
         return self._of(plan, model, options)(weights, batch, *given)
 
     def trace(

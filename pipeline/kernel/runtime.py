@@ -23,7 +23,7 @@ from pipeline.kernel.jitted import PerPlan
 from pipeline.kernel.memory import Memory, Step, scale_in_place
 from pipeline.kernel.scopes import COMMON
 from pipeline.kernel.straight import Straight
-from pipeline.kernel.ticks import run_ticks, without
+from pipeline.kernel.ticks import run_ticks, was_sent, without
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.plan.plan import Plan
@@ -54,6 +54,7 @@ def train(
     weights: Weights,
     batch: Batch,
     scale: jax.Array | None = None,
+    runs: jax.Array | None = None,
     *,
     want_inputs: bool = False,
     normalise: bool = True,
@@ -66,6 +67,8 @@ def train(
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
       scale: what the loss is multiplied with before it is differentiated, a scalar.
+      runs: [T, slots, S] which entries of the program's table run, to time them; others are idle,
+        and what they would have sent does not arrive.
       want_inputs: whether to return gradients for the inputs.
       normalise: divide by the total weight of the loss.
 
@@ -93,7 +96,7 @@ def train(
             masked=plan.is_masked,
             loss_share=share,
         )
-        sums = _train(local, plan, program, tables, step)
+        sums = _train(local, plan, program, tables, step, by_table=runs is not None)
         total, weight = total_over(sums.loss.all(), plan.axes)
         value = total
         if normalise and known is None:
@@ -134,7 +137,8 @@ def train(
         _gradient_specs(layout.ends, trained.ends),
     )
     out_specs = P(), _manual(plan, specs), data
-    loss, grads, inputs = _shard(plan, model, program, body, out_specs)(weights, batch, scale)
+    run = _shard(plan, model, program, body, out_specs, runs)
+    loss, grads, inputs = run(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
@@ -159,10 +163,12 @@ def _share_known_before(
     return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
 
 
-def _train(local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step) -> Memory:
+def _train(
+    local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step, *, by_table: bool
+) -> Memory:
     """Run a step; returns the memory that holds what it has added up."""
     plan.traces.straight = plan.is_straight and not isinstance(local, GroupedModel)
-    if plan.traces.straight:
+    if plan.traces.straight and not by_table:
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.memory
@@ -214,14 +220,25 @@ def infer(
 
 
 def _shard(
-    plan: Plan, model: Model, program: Program, body: Callable[..., Any], out_specs: Any
+    plan: Plan,
+    model: Model,
+    program: Program,
+    body: Callable[..., Any],
+    out_specs: Any,
+    runs: jax.Array | None = None,
 ) -> Any:
     """The body on every device, given its rank's tables, weights and shard of the batch.
 
-    A last operand, if it is not None, is the same on all.
+    A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
+    are not idle, if not all.
     """
     data = P(DATA) if DATA in plan.axes else P()
-    tables = {name: jnp.moveaxis(jnp.asarray(getattr(program, name)), 2, 0) for name in FIELDS}
+    found = {name: jnp.asarray(getattr(program, name)) for name in FIELDS}
+    if runs is not None:
+        found["op"] = jnp.where(runs, found["op"], 0)
+        sent = was_sent(program, runs)
+        found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
+    tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
     of_tables = dict.fromkeys(FIELDS, P(STAGE))
     if program.shared:
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}

@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.plan.options import Bubbles
-from schedules import Schedule, ScheduleError, auto, build, check, names, simulate
+from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
+from schedules.build import options
+from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import check_pattern
 from schedules.core.action import Action, Kind
 from schedules.core.arguments import need
@@ -94,6 +96,8 @@ def choose_schedule(
     partners: bool = False,
     delayed: bool = False,
     pattern: str | None = None,
+    costs: Costs | None = None,
+    shared: Shared = (),
     origin: str = "given as a Schedule",
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
@@ -106,6 +110,8 @@ def choose_schedule(
       partners: exchanges keep only those ranks that they join, not all.
       delayed: they run beside the work of the slot after their own.
       pattern: the slots of a tick, or None for the fastest.
+      costs: durations, for the default and for what is made to measure.
+      shared: which of embed and head all ranks share.
       origin: why, if a timetable is given.
 
     Raises:
@@ -121,14 +127,19 @@ def choose_schedule(
     if schedule is None and num_ranks == 1:
         alone = straight(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
+    clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
     if schedule is None:
-        return _default(sizes, partners=partners, delayed=delayed, pattern=pattern)
+        return _default(sizes, costs, clock | {"shared": shared})
     if isinstance(schedule, Schedule):
         return _fitting(check(schedule), sizes), origin
     if isinstance(schedule, str) and schedule == "auto":
-        return _searched(sizes, partners=partners, delayed=delayed, pattern=pattern)
+        if costs is not None and shared:  # what all do together is no part of any stage
+            costs = replace(costs, embed=0.0, head=0.0)
+        found = auto(**sizes, costs=costs, clock="lockstep", **clock)
+        return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
     if isinstance(schedule, str):
-        return build(schedule, **sizes), "asked for by name"
+        measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
+        return build(schedule, **sizes, **measure), "asked for by name"
     raise ScheduleError(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
@@ -157,39 +168,23 @@ def straight(num_stages: int, num_microbatches: int) -> Schedule:
 
 def _default(
     sizes: dict[str, Any],
-    *,
-    partners: bool,
-    delayed: bool,
-    pattern: str | None,
+    costs: Costs | None,
+    clock: dict[str, Any],
     barriers: str = "eager_1f1b",
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
     """What runs when nothing is asked for: one choice for barriers, one for partners."""
-    eager = build(barriers, **sizes)
-    if not partners:
-        return eager, "the default: its paired ticks lose nothing where every exchange is a barrier"
-    frugal = build(joined, **sizes)
-    spans = [
-        simulate(one, None, "lockstep", pattern=pattern, partners=True, delayed=delayed).makespan
-        for one in (frugal, eager)
-    ]
+    eager, frugal = build(barriers, **sizes), build(joined, **sizes)
+    spans = [simulate(one, costs, "lockstep", **clock).makespan for one in (frugal, eager)]
+    if not clock["partners"]:
+        if spans[1] <= spans[0]:
+            why = "its paired ticks lose nothing where every exchange is a barrier"
+            return eager, f"the default: {why}"
+        return frugal, f"the default: faster than {eager.name}, though every exchange is a barrier"
     where = "where an exchange keeps only those ranks that it joins"
     if spans[0] <= spans[1]:
         return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
     return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
-
-
-def _searched(
-    sizes: dict[str, Any], *, partners: bool, delayed: bool, pattern: str | None
-) -> tuple[Schedule, str]:
-    """The best timetable that a search finds, under the clock that the kernel runs by."""
-    clock: dict[str, Any] = {"clock": "lockstep", "partners": partners, "delayed": delayed}
-    choice = auto(**sizes, **clock)
-    best = choice.schedule
-    if pattern is not None:  # the search takes the fastest slots of each
-        found = [one.schedule for one in choice.candidates if one.schedule is not None]
-        best = min(found, key=lambda one: simulate(one, pattern=pattern, **clock).makespan)
-    return replace(best, name="auto"), f"searched for: {best.name} is the fastest in slots as here"
 
 
 def _is_path(schedule: Any) -> bool:

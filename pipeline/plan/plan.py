@@ -15,8 +15,10 @@ from collectives import DATA, STAGE
 from pipeline.backward.accumulate import GradDtype
 from pipeline.model.loss import Loss
 from pipeline.plan.choose import is_straight
+from pipeline.plan.costs import own_costs
 from pipeline.plan.options import Bubbles, Gather, Remat
 from pipeline.sharding.placement import DataParallel
+from schedules import Costs
 from schedules.clocks.shared import Shared
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Keep, Program
@@ -76,6 +78,9 @@ class Plan:
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
       wrt: a filter, what is trained.
+      given_costs: how long actions take, as it was given; None for what follows from the program.
+      costs_from: where it is from, in a few words.
+      signature: what the model is, for costs that are measured (`pipeline.calibrate`).
       options: those of the pipeline, as the user gave them.
       traces: what was found when its steps were traced; all else is never written.
     """
@@ -98,6 +103,9 @@ class Plan:
     shared: Shared = ()
     memory_limit: int | None = None
     wrt: Any = nnx.Param
+    given_costs: Costs | None = None
+    costs_from: str = ""
+    signature: Any = None
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     traces: Traces = field(default_factory=Traces, init=False, repr=False)
 
@@ -163,6 +171,19 @@ class Plan:
         """What `lower` and `simulate` are told of messages."""
         return {"partners": self.partners, "delayed": self.delayed}
 
+    @property
+    def costs(self) -> Costs:
+        """How long actions take: as given, or of this program in units of a forward pass."""
+        if self.given_costs is not None:
+            return self.given_costs
+        return own_costs(self.schedule.num_stages, self.remat)
+
+    @property
+    def clock(self) -> dict[str, Any]:
+        """What `simulate` is told of this program in lockstep."""
+        sizes = {"costs": self.costs, "pattern": self.pattern, "shared": self.shared}
+        return {"clock": "lockstep", **sizes, **self.sends}
+
     @functools.cached_property
     def is_straight(self) -> bool:
         """Whether a step is one loop over microbatches, with no need of a table.
@@ -178,6 +199,7 @@ class Plan:
             self.schedule,
             keep=self.keep,
             pattern=self.pattern,
+            costs=self.costs,
             shared=self.shared,
             **self.sends,
         )

@@ -22,6 +22,7 @@ from pipeline.plan.choose import (
     exchanges_are_barriers,
     read,
 )
+from pipeline.plan.costs import check_costs, own_costs
 from pipeline.plan.options import (
     Bubbles,
     Gather,
@@ -58,9 +59,15 @@ def make_plan(
     vocabulary: Mode,
     memory_limit: int | None,
     wrt: Any,
+    costs: Any,
+    costs_from: str,
+    signature: Any,
     options: dict[str, Any],
 ) -> Plan:
     """The plan of K stages; arguments as of `pipeline.Pipeline`, and what of them is remembered.
+
+    But ``costs`` are no calibration: ``costs_from`` says where they are from, and ``signature`` is
+    what a calibration of this pipeline would be of.
 
     Raises:
       ValueError: options that do not fit each other.
@@ -68,6 +75,7 @@ def make_plan(
     num_microbatches = check_microbatches(num_microbatches)
     check_options(remat, bubbles)
     memory_limit = check_limit(memory_limit)
+    costs = check_costs(costs, num_stages)
     check_functions(loss_fn=loss_fn, embed=embed, head=head)
     mesh = default_mesh() if mesh is None else mesh
     schedule, origin = read(schedule)
@@ -77,6 +85,9 @@ def make_plan(
     auto = check_axes(mesh, auto_axes, data_parallel, gather)
     bubbles = choose_bubbles(bubbles, auto, partners=partners)
     pattern = choose_pattern(pattern, bubbles)
+    shared = choose_shared(vocabulary, embed, head, loss_fn)
+    if mesh.shape[STAGE] == 1:  # alone with all words
+        shared = ()
     timetable, why = choose_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
@@ -85,11 +96,10 @@ def make_plan(
         partners=partners,
         delayed=delayed,
         pattern=pattern,
+        costs=own_costs(num_stages, remat) if costs is None else costs,
+        shared=shared,
         origin=origin,
     )
-    shared = choose_shared(vocabulary, embed, head, loss_fn)
-    if mesh.shape[STAGE] == 1:  # alone with all words
-        shared = ()
     return Plan(
         mesh,
         home,
@@ -109,5 +119,8 @@ def make_plan(
         shared=shared,
         memory_limit=memory_limit,
         wrt=wrt,
+        given_costs=costs,
+        costs_from=costs_from,
+        signature=signature,
         options=MappingProxyType(options),
     )

@@ -78,8 +78,8 @@ def plan(
       ValueError: sizes that cannot be, or that nothing divides.
     """
     job = _job(model, devices, chip, batch, seq, slices, clock, efficiency, costs)
-    _see_that_they_are_known("schedules", schedules, names())
-    _see_that_they_are_known("remat", remat, REMAT)
+    _check_known("schedules", schedules, names())
+    _check_known("remat", remat, REMAT)
     faults: dict[str, list[int]] = {}
     layouts = list(_layouts(job, schedules, remat, faults))
     if not layouts:
@@ -140,7 +140,7 @@ def _job(
     return Job(sizes, found, devices, batch, seq, groups, clock, rate, costs)
 
 
-def _see_that_they_are_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
     if isinstance(given, str) or not given or any(one not in known for one in given):
         raise ValueError(
             f"{what}={given!r}: must be a sequence out of {', '.join(map(repr, known))}"

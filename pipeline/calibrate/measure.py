@@ -1,0 +1,385 @@
+"""What each action of a pipeline takes, in the kernel that runs it.
+
+A pipeline of one rank holds the stages that differ, each once, and runs its program as any other
+does. Which entries of the program's table run is an operand of the compiled step: one compilation
+times the step with its first microbatch alone, with one kind of action of one stage for all
+microbatches, and with everything. What an action takes is what it adds to the first.
+
+Letters: K stages, M microbatches, N rows of a batch, D data shards, b rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from collectives import STAGE, exchange, vary
+from collectives.sizes import is_size
+from pipeline.base.tree import Tree, shape_text, signature
+from pipeline.calibrate.calibration import Calibration
+from pipeline.calibrate.conclude import Key, Timed, Took, conclude, spread_of
+from pipeline.kernel import runtime
+from pipeline.kernel.operands import Operands, make_operands
+from pipeline.model.stage import define, take_stage
+from pipeline.plan.plan import Plan
+from pipeline.replace import ends_of
+from pipeline.sharding import meshes
+from schedules import Costs, Program, Schedule, from_orders
+
+EXCHANGES = 100  # that are timed at once
+Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages that one rank runs after each other: of each kind in a row, the first.
+
+    Attributes:
+      stages: their indices in the model, ascending.
+      kinds: what each is; of equal ones, one is timed.
+      kind_of: [K] the kind of every stage of the model.
+      idle: kinds of stages whose backward computes nothing.
+    """
+
+    stages: tuple[int, ...]
+    kinds: tuple[Any, ...]
+    kind_of: tuple[Any, ...]
+    idle: frozenset[Any]
+
+    def stands_for(self, k: int) -> int:
+        """The stage of the chain that is timed for stage k."""
+        return self.kinds.index(self.kind_of[k])
+
+    def inner(self) -> int | None:
+        """A stage of the chain that is as the last, but not the last; None if there is none."""
+        group, way, _, _ = self.kinds[-1]
+        here = (n for n, kind in enumerate(self.kinds) if kind == (group, way, False, False))
+        return next(here, None)
+
+
+def calibrate(
+    pipe: Any,
+    make: Callable[..., Any],
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    *,
+    rounds: int,
+    repeats: int,
+    split: bool,
+    message: Callable[[], int],
+) -> Calibration:
+    """Measure the actions of a pipeline of arrays, whose class is ``make``.
+
+    ``message()`` is how many bytes a message between its stages has. Other arguments are those of
+    `pipeline.Pipeline.calibrate`.
+
+    Raises:
+      ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.
+      CalibrationError: the times are noise, or they contradict each other.
+    """
+    _check(pipe, rounds=rounds, repeats=repeats)
+    plan, first, timed = pipe.plan, None, []
+    chain = find_chain(pipe)
+    batch = inputs, targets, extras
+    rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
+    batch = jax.tree.map(rows, batch)
+    steps: dict[tuple[int, Any], Callable[[], Any]] = {}
+    for index, kinds in enumerate(("FB", "FIW") if split else ("FB",)):
+        with warnings.catch_warnings():  # whoever made the pipeline has seen them
+            warnings.simplefilter("ignore")
+            one = one_rank(pipe, make, chain, kinds, repeats + 1)
+        first = one if first is None else first
+        run, program = partial_step(one, *batch), one.plan.training
+        which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
+        for n in dict.fromkeys(map(chain.kinds.index, chain.kinds)):
+            which |= {(n, kind): entries(program, n, kind) for kind in kinds}
+        for key, runs in which.items():
+            steps[index, key] = functools.partial(run, jnp.asarray(runs))
+    taken = _interleaved(steps, rounds)
+    for index in range(2 if split else 1):
+        of = {key: times for (i, key), times in taken.items() if i == index}
+        times = of.pop("first"), of.pop("whole")
+        timed.append(Timed(*times, of, repeats))
+    timed = [_weighted(one, chain) for one in timed]
+    names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
+    found = conclude(timed, names, _idle(chain, plan.remat))
+    exchanged = _exchange_seconds(plan, message, rounds)
+    return _calibration(pipe, chain, found, exchanged, first, batch, rounds, repeats)
+
+
+def _check(pipe: Any, **counts: Any) -> None:
+    for name, count in counts.items():
+        if not is_size(count):
+            raise ValueError(f"{name}={count!r}: must be an integer > 0")
+    devices = pipe.plan.mesh.devices.flat
+    if len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            "calibrate() measures within one process, and this pipeline's mesh spans several: "
+            "calibrate the same stages in a process of its own, on one device of this kind, write "
+            "the result with to_json(path) and give Pipeline(costs=Calibration.from_json(path)) "
+            "to all"
+        )
+    if meshes.mesh_in_force() is not None:
+        raise ValueError(
+            "calibrate() makes pipelines on a mesh of one rank, and another mesh is in force; call "
+            "it outside of jax.set_mesh"
+        )
+
+
+def find_chain(pipe: Any) -> Chain:
+    """The stages that differ in what they compute, in how far they go back, or in their place."""
+    plan, kind_of, found = pipe.plan, [], []
+    ways = pipe.trained.ways(want_inputs=False)
+    groups: list[Any] = []
+    last = plan.schedule.num_stages - 1
+    for k in range(last + 1):
+        definition, params, rest = define(_stage(pipe, k), "a stage")
+        key = definition, signature((params, rest))
+        if key not in groups:
+            groups.append(key)
+        kind_of.append((groups.index(key), ways[k], k == 0, k == last))
+    for k, kind in enumerate(kind_of):
+        if k == 0 or kind != kind_of[k - 1]:
+            found.append((k, kind))
+    kinds = [kind for _, kind in found]
+    group, way, *_ = kind_of[-1]
+    inner = group, way, False, False
+    if (
+        "head" in plan.shared
+        and inner not in kinds
+        and [g for g, *_ in kind_of[-2:]] == [group] * 2
+    ):
+        found.insert(-1, (last, inner))  # whose difference from the last is the head
+    idle = frozenset(kind for _, kind in found if not kind[1].is_any)
+    stages, kinds = zip(*found, strict=True)
+    return Chain(stages, kinds, tuple(kind_of), idle)
+
+
+def _stage(pipe: Any, k: int) -> nnx.Module:
+    """A stage, whole, as all ranks hold it."""
+    for rank, held in enumerate(pipe.schedule.stages_of):
+        if k in held:
+            return take_stage(pipe.chunks[held.index(k)], rank)
+    raise AssertionError(k)
+
+
+def one_rank(
+    pipe: Any, make: Callable[..., Any], chain: Chain, kinds: str, microbatches: int
+) -> Any:
+    """A pipeline of the stages of a chain on the devices of the first rank."""
+    plan, mesh = pipe.plan, pipe.plan.mesh
+    devices = np.take(mesh.devices, [0], axis=mesh.axis_names.index(STAGE))
+    options = dict(plan.options) | {
+        "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
+        "num_microbatches": microbatches,
+        "schedule": timetable(len(chain.stages), kinds, microbatches),
+        "bubbles": "skip",
+        "pattern": "single",
+        "delayed": False,
+        "ignore": (),
+        "wrt": _remapped(plan.wrt, chain.stages),
+        "costs": None,
+    }
+    one = make([_stage(pipe, k) for k in chain.stages], **options | ends_of(pipe))
+    if one.plan.is_masked:
+        raise ValueError(
+            f"calibrate() times actions one by one, and with auto_axes={plan.auto_axes!r} on "
+            f"virtual CPU devices every slot computes them all; calibrate on a mesh without that "
+            f"axis, or give Costs(...)"
+        )
+    return one
+
+
+def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
+    """A filter that is asked about some stages, and answers as if they were in their places."""
+    if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
+        return wrt
+    asks = nnx.filterlib.to_predicate(wrt)
+
+    def asked(path: Any, value: Any) -> bool:
+        if path[:1] == ("stages",):
+            path = ("stages", stages[path[1]], *path[2:])
+        return bool(asks(path, value))
+
+    return asked
+
+
+def timetable(num_stages: int, kinds: str, microbatches: int) -> Schedule:
+    """One rank: each microbatch goes through all stages and back before the next."""
+    order = []
+    for m in range(microbatches):
+        order += [f"{k}F{m}" for k in range(num_stages)]
+        order += [f"{k}{kind}{m}" for k in reversed(range(num_stages)) for kind in kinds[1:]]
+    return from_orders([order], name="one by one")
+
+
+def entries(program: Program, stage: int = -1, kinds: str = "") -> Runs:
+    """Those of the first microbatch, and of some kinds of action of one chunk of every rank."""
+    runs = program.microbatch == 0
+    for index, slot in enumerate(program.slots):
+        for branch, op in enumerate(slot.ops, start=1):
+            if op.chunk == stage and op.kind in kinds:
+                runs[:, index] |= program.op[:, index] == branch
+    return runs & (program.op > 0)
+
+
+def partial_step(
+    pipe: Any, inputs: Tree, targets: Tree, extras: Any = None
+) -> Callable[[Any], Any]:
+    """A function of which entries of its table run: the training step of a pipeline."""
+    operands = _operands(pipe, inputs, targets, extras)
+
+    def run(runs: Any) -> Any:
+        with meshes.entered(pipe.plan.mesh, pipe.plan.home):
+            return runtime.train(pipe.plan, *operands, runs=runs)
+
+    return run
+
+
+def _operands(pipe: Any, inputs: Tree, targets: Tree, extras: Any) -> Operands:
+    plan, state = pipe.plan, (pipe.chunks, pipe.ends)
+    found = make_operands(plan, *state, inputs, targets, extras, "calibrate", wrt=plan.wrt)
+    model, weights, batch = found
+    return model, meshes.untyped(weights, plan.mesh), batch
+
+
+def _rows(leaf: Any, plan: Plan, num_microbatches: int) -> Any:
+    """As many microbatches of the same size as are timed: those that there are, over and over."""
+    shards, given = plan.data_size, plan.schedule.num_microbatches
+    each = leaf.shape[0] // given
+    if num_microbatches <= given and shards == 1:
+        return leaf[: num_microbatches * each]
+    kept = np.arange(num_microbatches * each) % (each * given)
+    return np.asarray(leaf)[kept]
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """One run of a step, until its results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(step())
+    return time.perf_counter() - start
+
+
+def _interleaved(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
+    """[R] seconds of each step, after one that is not timed.
+
+    A round runs each once: whatever slows the machine for a while slows all alike.
+    """
+    for step in steps.values():
+        seconds(step)
+    taken: dict[Any, list[float]] = {key: [] for key in steps}
+    for _ in range(rounds):
+        for key, step in steps.items():
+            taken[key].append(seconds(step))
+    return taken
+
+
+def _weighted(one: Timed, chain: Chain) -> Timed:
+    """The same with the times of stages that were not timed because they are as others."""
+    twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
+    of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
+    return Timed(one.first, one.whole, of, one.repeats)
+
+
+def _idle(chain: Chain, remat: Any) -> set[Key]:
+    """Actions that compute nothing."""
+    idle = {(n, kind) for n, of in enumerate(chain.kinds) if of in chain.idle for kind in "BIW"}
+    if remat == "stage":  # its own backward runs it
+        idle.add((len(chain.stages) - 1, "F"))
+    return idle
+
+
+def _exchange_seconds(plan: Plan, message: Callable[[], int], rounds: int) -> Took:
+    """A message each way between neighbours of the pipeline's own mesh."""
+    if plan.schedule.num_ranks == 1:
+        return Took(0.0, 0.0)
+    step = exchanges(plan.mesh, message())
+    taken = _interleaved({"exchanges": step}, rounds)["exchanges"]
+    return spread_of([t / EXCHANGES for t in taken])
+
+
+def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
+    """A hundred exchanges of so many bytes, each between neighbours that wait for it, in pairs."""
+    ranks = mesh.shape[STAGE]
+    edges = [(r + d, r + 1 - d) for r in range(0, ranks - 1, 2) for d in (0, 1)]
+
+    def body() -> jax.Array:
+        def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return exchange(x, edges, STAGE), None
+
+        x = vary(jnp.zeros(max(1, size // 4), jnp.float32), STAGE)
+        return jax.lax.scan(one, x, length=EXCHANGES)[0][:1]
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(STAGE)))
+
+
+def _calibration(
+    pipe: Any,
+    chain: Chain,
+    found: Mapping[Key, Took],
+    exchanged: Took,
+    one: Any,
+    batch: Tree,
+    rounds: int,
+    repeats: int,
+) -> Calibration:
+    """The costs of every stage of the model."""
+    plan, kinds = pipe.plan, [kind for kind in "FBIW" if (0, kind) in found]
+    stages = [chain.stands_for(k) for k in range(plan.schedule.num_stages)]
+    of = {kind: [max(0.0, found[n, kind].median) for n in stages] for kind in kinds}
+    spread = {kind.lower(): tuple(found[n, kind].spread for n in stages) for kind in kinds}
+    ends = {"head": 0.0, "embed": 0.0}
+    inner = chain.inner()
+    if inner is not None and "head" in plan.shared:
+        ends["head"] = max(0.0, of["B"][-1] - found[inner, "B"].median)
+    first = next((n for n, k in enumerate(chain.kinds) if k[0] == chain.kinds[0][0] and n), None)
+    if first is not None and "embed" in plan.shared:
+        ends["embed"] = max(0.0, of["F"][0] - found[first, "F"].median)
+    for kind in kinds:
+        if kind in "FBI":
+            of[kind][0] = max(0.0, of[kind][0] - ends["embed"])
+        if kind in "BI":
+            of[kind][-1] = max(0.0, of[kind][-1] - ends["head"])
+    if "I" not in of:  # so nothing is gained by splitting a backward
+        of |= {"I": of["B"], "W": [0.0] * len(stages)}
+        spread |= {"i": spread["b"], "w": (0.0,) * len(stages)}
+    costs = Costs(of["F"], of["I"], of["W"], b=of["B"], comm=max(0.0, exchanged.median), **ends)
+    leaves = jax.tree.leaves(batch[0])
+    each = leaves[0].shape[0] // (repeats + 1) // plan.data_size
+    device = one.plan.mesh.devices.flat[0]
+    return Calibration(
+        costs,
+        {**spread, "comm": (exchanged.spread,)},
+        plan.signature,
+        shape_text(jax.ShapeDtypeStruct((each, *leaves[0].shape[1:]), leaves[0].dtype)),
+        rounds,
+        repeats,
+        {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "devices": one.plan.mesh.size,
+            "cpus": os.cpu_count() or 1,
+        },
+        {
+            "jax": jax.__version__,
+            "jaxlib": metadata.version("jaxlib"),
+            "python": platform.python_version(),
+            "shardpipe": metadata.version("shardpipe"),
+        },
+    )

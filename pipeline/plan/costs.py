@@ -1,0 +1,40 @@
+"""What the actions of a pipeline's own program take, where nobody has measured them.
+
+Letters: K stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schedules import Costs, ScheduleError
+
+
+def own_costs(num_stages: int, remat: Any) -> Costs:
+    """Durations of K equal stages, in units of a forward pass.
+
+    F, I and W take as long as each other. Where a backward runs its forward again, B takes both,
+    and of halves I does; the last stage's own F then computes nothing, for nobody needs it.
+    How long embed and head take is not known before there is a batch.
+    """
+    if remat != "stage":
+        return Costs()
+    return Costs(f=(1.0,) * (num_stages - 1) + (0.0,), i=2.0, w=1.0)
+
+
+def check_costs(costs: Any, num_stages: int) -> Costs | None:
+    """The durations of a pipeline's actions, or None.
+
+    Raises:
+      ValueError: something else, or durations of another number of stages.
+    """
+    if costs is None:
+        return None
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"costs={costs!r}: must be schedules.Costs(f=..., i=..., w=..., b=...), what "
+            f"pipe.calibrate(inputs, targets) has found, or None for what follows from the "
+            f"pipeline's own program"
+        )
+    costs.table(num_stages)
+    return costs
