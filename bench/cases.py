@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bench.pinned import call
 from bench.waiting import Waiting
+from collectives import make_mesh
 from examples.gpt import Sizes, Stage
-from pipeline import Pipeline
+from pipeline import Calibration, Pipeline
 
 TOLERANCE = 1e-5
 
@@ -112,6 +114,28 @@ class Case:
             f"{self.name}: {self.layers} {what}, d={self.width}, M={self.microbatches}, {inner} "
             f"a microbatch, float32"
         )
+
+
+def calibrated(
+    case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True
+) -> Calibration:
+    """What actions of K stages take on one core; I and W only if ``split``.
+
+    Raises:
+      CalibrationError: the times are noise, or they contradict each other.
+    """
+    return call(_calibrated, case, stages, remat, rounds, split)
+
+
+def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -> Calibration:
+    pipe = Pipeline(
+        case.stages(stages),
+        case.microbatches,
+        mesh=make_mesh(stage=1),
+        loss_fn=mean_square,
+        remat=remat,
+    )
+    return pipe.calibrate(*case.data(), rounds=rounds, repeats=8, split=split)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

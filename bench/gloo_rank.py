@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
-from bench import costs
 from bench.cases import Case, mean_square, reference, see_that_it_agrees
-from bench.measure import interleaved
+from bench.measure import interleaved, seconds
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, sum_over, vary
 from pipeline import Pipeline, initialize
+from pipeline.calibrate.measure import EXCHANGES, exchanges
 from pipeline.processes.cluster import PROCESS
 
 # name: schedule, slot pattern
@@ -100,7 +101,8 @@ def main() -> None:
         see_that_mine_agree(name, step, case, rank, ranks)
         timers[name] = functools.partial(timer, step, meet)
     taken = interleaved(timers, rounds)
-    comm = costs.exchange_seconds(mesh, case, rounds)
+    exchange = functools.partial(seconds, exchanges(mesh, 4 * math.prod(case.shape)))
+    comm = interleaved({"exchanges": exchange}, rounds)["exchanges"] / EXCHANGES
     if rank == 0:
         text = json.dumps({"taken": taken, "comm": comm})
         (folder / "found.json").write_text(text, encoding="utf-8")

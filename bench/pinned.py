@@ -11,11 +11,28 @@ import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from bench.measure import Variant, seconds
 
+Result = TypeVar("Result")
 Builders = Mapping[str, Callable[[], Variant]]
+
+
+def call(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a module-level function returns, or raises, in a process that has one core."""
+    here, there = multiprocessing.Pipe()
+    context: Any = multiprocessing.get_context("spawn")
+    given = there, function, arguments
+    process = context.Process(target=_answer, args=given, daemon=True)
+    process.start()
+    there.close()  # so that the end of the other process is the end of the pipe
+    result, error = here.recv()
+    process.join()
+    if error is not None:
+        raise error
+    found: Result = result
+    return found
 
 
 class Pinned:
@@ -50,9 +67,21 @@ class Pinned:
         return float(self._here.recv())
 
 
-def _serve(channel: Connection, builders: Callable[[], Builders]) -> None:
+def _pin() -> None:
     # Before jax makes its threads, which inherit it.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def _answer(channel: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    _pin()
+    try:
+        channel.send((function(*arguments), None))
+    except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
+        channel.send((None, error))
+
+
+def _serve(channel: Connection, builders: Callable[[], Builders]) -> None:
+    _pin()
     variants = {name: build() for name, build in builders().items()}
     while (name := channel.recv()) is not None:
         channel.send(seconds(variants[name]))

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
-from bench import costs, waiting
-from bench.cases import Case
+from bench import waiting
+from bench.cases import Case, calibrated
 from bench.gloo_rank import VARIANTS
 from bench.measure import table
 
@@ -52,16 +52,16 @@ def run(case: Case, ranks: int, remat: Any, rounds: int) -> tuple[dict[str, floa
     return found["taken"], found["comm"]
 
 
-def measured_costs(case: Case, ranks: int, remat: Any, rounds: int) -> costs.Measured:
-    """What F and B of a stage take."""
+def measured_costs(
+    case: Case, ranks: int, remat: Any, rounds: int, comm: float
+) -> tuple[schedules.Costs, float]:
+    """What F and B of each stage take and a message, and a step beside them."""
     if case.kind == "wait":
-        of = {
-            (kind, role): case.layers / ranks * duration
-            for role in costs.ROLES
-            for kind, duration in (("F", waiting.FORWARD), ("B", waiting.BACKWARD))
-        }
-        return costs.Measured(of, 0.0)
-    return costs.measure(case, ranks, remat, rounds, split=False)
+        each = case.layers / ranks
+        f, b = each * waiting.FORWARD, each * waiting.BACKWARD
+        return schedules.Costs(f=(f,) * ranks, i=b, w=0.0, b=(b,) * ranks, comm=comm), 0.0
+    found = calibrated(case, ranks, remat, rounds, split=False)
+    return dataclasses.replace(found.costs, comm=comm), found.overhead
 
 
 def predictions(name: str, case: Case, ranks: int, given: schedules.Costs) -> tuple[float, float]:
@@ -74,16 +74,15 @@ def predictions(name: str, case: Case, ranks: int, given: schedules.Costs) -> tu
 
 def compare(case: Case, ranks: int, remat: Any, rounds: int) -> None:
     """One table."""
-    one = measured_costs(case, ranks, remat, rounds)
     taken, comm = run(case, ranks, remat, rounds)
-    schedule = schedules.build("1f1b", num_ranks=ranks, num_microbatches=case.microbatches)
-    given = costs.as_costs(schedule, one, comm)
+    given, empty = measured_costs(case, ranks, remat, rounds, comm)
     rows = []
     for name, time in taken.items():
-        event, slots = (one.empty + t for t in predictions(name, case, ranks, given))
+        event, slots = (empty + t for t in predictions(name, case, ranks, given))
         cells = [f"{1e3 * event:.0f}", f"{1e3 * slots:.0f}", f"{1e3 * time:.0f}"]
         rows.append([name, *cells, f"{time / event:.3f}", f"{time / slots:.3f}"])
-    f, b = ([f"{1e3 * t:.1f}" for t in values] for values in (given.f, given.i))
+    both: Any = given.f, given.b
+    f, b = ([f"{1e3 * t:.1f}" for t in values] for values in both)
     print(
         f"{case.text()}, remat={remat}, {ranks} processes on {os.cpu_count()} cores; ms of each "
         f"stage: F {' '.join(f)}, B {' '.join(b)}, exchange {1e3 * comm:.2f}"

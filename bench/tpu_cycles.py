@@ -87,7 +87,8 @@ def step(case: Case, pipe: Pipeline, text: str) -> Step:
         embed=ranks * actions.get("lookup", Cycles()).total,
     )
     plan = pipe.plan
-    options: dict[str, Any] = {**plan.sends, "pattern": plan.pattern, "shared": plan.shared}
+    slots = simulate(plan.schedule, **plan.clock).pattern  # which the kernel runs
+    options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
     around = len(plan.training.op) * actions[AROUND].total
     seconds = (span + around + actions[ONCE].total) / CLOCK

@@ -91,6 +91,8 @@ class Calibration:
       costs: seconds, per stage; B has its own price, and messages that of an exchange.
       spread: of f, b, i and w the [K] median distances of a round's time from the median, in
         seconds; of "comm" one.
+      overhead: seconds that a step of one rank takes beside its actions: memory that is made and
+        cleared, slots that are passed over, dispatch.
       model: what was measured.
       microbatch: the input of a microbatch on one data shard.
       rounds: how often each step was timed.
@@ -101,6 +103,7 @@ class Calibration:
 
     costs: Costs
     spread: Mapping[str, tuple[float, ...]]
+    overhead: float
     model: ModelSignature
     microbatch: str
     rounds: int
@@ -119,6 +122,7 @@ class Calibration:
             "unit": "second",
             "costs": costs_record(self.costs),
             "spread": dict(self.spread),
+            "overhead": self.overhead,
             "model": asdict(self.model),
             "microbatch": self.microbatch,
             "rounds": self.rounds,
@@ -160,6 +164,7 @@ class Calibration:
             lines.append(f"{k:<5}" + "".join(f"{cell:>20}" for cell in cells))
         ends = {"head and loss": self.costs.head, "embed": self.costs.embed}
         lines += [f"{name}, beside the stages: {1e3 * t:.3f}" for name, t in ends.items() if t]
+        lines.append(f"a step beside its actions: {1e3 * self.overhead:.3f}")
         lines.append(f"exchange: {_cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
         return "\n".join(lines)
 
@@ -204,6 +209,8 @@ def _of(record: dict[str, Any]) -> Calibration:
             f'has no "spread" with one number for each of {num_stages} stages for each of '
             f"{', '.join(lengths)}; calibrate again"
         )
+    if _length([record.get("overhead")]) != 1:
+        raise ScheduleError('has no "overhead", a number of seconds; calibrate again')
     counts = record.get("rounds"), record.get("repeats")
     hardware: Any = record.get("hardware")
     versions: Any = record.get("versions")
@@ -222,6 +229,7 @@ def _of(record: dict[str, Any]) -> Calibration:
     return Calibration(
         costs,
         {kind: tuple(values) for kind, values in spread.items()},
+        record["overhead"],
         signature,
         record["microbatch"],
         record["rounds"],

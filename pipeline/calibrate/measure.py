@@ -94,7 +94,7 @@ def calibrate(
       CalibrationError: the times are noise, or they contradict each other.
     """
     _check(pipe, rounds=rounds, repeats=repeats)
-    plan, first, timed = pipe.plan, None, []
+    plan, timed = pipe.plan, []
     chain = find_chain(pipe)
     batch = inputs, targets, extras
     rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
@@ -104,7 +104,6 @@ def calibrate(
         with warnings.catch_warnings():  # whoever made the pipeline has seen them
             warnings.simplefilter("ignore")
             one = one_rank(pipe, make, chain, kinds, repeats + 1)
-        first = one if first is None else first
         run, program = partial_step(one, *batch), one.plan.training
         which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
         for n in dict.fromkeys(map(chain.kinds.index, chain.kinds)):
@@ -120,7 +119,9 @@ def calibrate(
     names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
     found = conclude(timed, names, _idle(chain, plan.remat))
     exchanged = _exchange_seconds(plan, message, rounds)
-    return _calibration(pipe, chain, found, exchanged, first, batch, rounds, repeats)
+    each = sum(found[key].median for key in timed[0].of)
+    overhead = max(0.0, spread_of(timed[0].first).median - each)
+    return _calibration(pipe, chain, found, exchanged, overhead, batch, rounds, repeats)
 
 
 def _check(pipe: Any, **counts: Any) -> None:
@@ -334,7 +335,7 @@ def _calibration(
     chain: Chain,
     found: Mapping[Key, Took],
     exchanged: Took,
-    one: Any,
+    overhead: float,
     batch: Tree,
     rounds: int,
     repeats: int,
@@ -362,10 +363,11 @@ def _calibration(
     costs = Costs(of["F"], of["I"], of["W"], b=of["B"], comm=max(0.0, exchanged.median), **ends)
     leaves = jax.tree.leaves(batch[0])
     each = leaves[0].shape[0] // (repeats + 1) // plan.data_size
-    device = one.plan.mesh.devices.flat[0]
+    device = plan.mesh.devices.flat[0]
     return Calibration(
         costs,
         {**spread, "comm": (exchanged.spread,)},
+        overhead,
         plan.signature,
         shape_text(jax.ShapeDtypeStruct((each, *leaves[0].shape[1:]), leaves[0].dtype)),
         rounds,
@@ -373,7 +375,7 @@ def _calibration(
         {
             "device": device.device_kind,
             "platform": device.platform,
-            "devices": one.plan.mesh.size,
+            "devices": plan.mesh.size // plan.schedule.num_ranks,
             "cpus": os.cpu_count() or 1,
         },
         {
