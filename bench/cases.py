@@ -24,6 +24,7 @@ from examples.gpt import Sizes, Stage
 from pipeline import Calibration, Pipeline
 
 TOLERANCE = 1e-5
+SMALL = 64  # the width from which an action takes about a millisecond
 
 
 class Layer(nnx.Module):
@@ -121,6 +122,8 @@ def calibrated(
 ) -> Calibration:
     """What actions of K stages take on one core; I and W only if ``split``.
 
+    Where actions are short they are repeated more often.
+
     Raises:
       CalibrationError: the times are noise, or they contradict each other.
     """
@@ -135,7 +138,8 @@ def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -
         loss_fn=mean_square,
         remat=remat,
     )
-    return pipe.calibrate(*case.data(), rounds=rounds, repeats=8, split=split)
+    repeats = 8 if case.width >= SMALL else 256
+    return pipe.calibrate(*case.data(), rounds=rounds, repeats=repeats, split=split)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -280,14 +281,18 @@ def seconds(step: Callable[[], Any]) -> float:
 def _interleaved(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
     """[R] seconds of each step, after one that is not timed.
 
-    A round runs each once: whatever slows the machine for a while slows all alike.
+    A round runs each once: whatever slows the machine for a while slows all alike. No two rounds
+    have the same order: what a step finds in caches is not always the same other step's.
     """
     for step in steps.values():
         seconds(step)
     taken: dict[Any, list[float]] = {key: [] for key in steps}
+    shuffle = random.Random(0).shuffle  # noqa: S311  no secret
     for _ in range(rounds):
-        for key, step in steps.items():
-            taken[key].append(seconds(step))
+        order = list(steps)
+        shuffle(order)
+        for key in order:
+            taken[key].append(seconds(steps[key]))
     return taken
 
 
