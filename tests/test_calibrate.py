@@ -20,6 +20,7 @@ from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.calibrate import measure
 from pipeline.calibrate.calibration import FORMAT
 from pipeline.calibrate.conclude import Timed, conclude
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, ScheduleError, simulate
 from tests import models
 from tests.models import WIDTH, Block, Hostile
@@ -186,6 +187,25 @@ def test_calibrate_whole_backwards_alone(clock):
     cal = make(S=1, remat=None).calibrate(*data(), rounds=1, repeats=2, split=False)
     assert cal.costs.i == cal.costs.b == pytest.approx([4.4 * MS] * 2)
     assert (cal.costs.w, cal.costs.comm) == ((0, 0), 0)
+
+
+def test_ends_that_all_ranks_share_are_no_part_of_a_stage(clock):
+    """Of two stages the last stands a second time in the chain, without head and loss."""
+    clock |= {(0, "F"): 2.5, (2, "B"): 6.0, (2, "I"): 4.1}
+    embed = VocabularyEmbedding(11, WIDTH, rngs=nnx.Rngs(5))
+    ends = {"embed": embed, "head": VocabularyHead(11, WIDTH, tied=embed), "vocabulary": "stage"}
+    words = jax.random.randint(jax.random.key(1), (8,), 0, 11)
+    pipe = make(loss_fn=CrossEntropy(), **ends)
+    cal = pipe.calibrate(words, words, rounds=1, repeats=2)
+    assert cal.costs.head == pytest.approx(1.6 * MS)
+    assert cal.costs.embed == pytest.approx(0.5 * MS)
+    assert cal.costs.b == pytest.approx([3.9 * MS, 4.4 * MS])
+    assert cal.costs.i == pytest.approx([2.0 * MS, 2.5 * MS])
+    assert cal.costs.f == pytest.approx([2.0 * MS] * 2)
+    assert str(cal).splitlines()[-4:-2] == [
+        "head and loss, beside the stages: 1.600",
+        "embed, beside the stages: 0.500",
+    ]
 
 
 def test_calibrate_says_what_contradicts(clock):

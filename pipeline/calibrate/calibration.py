@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pipeline.base.tree import is_float
@@ -74,9 +75,9 @@ def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
     lines, count = [], 0
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         for leaf in jax.tree.leaves(raw(variable)):
-            shape = tuple(leaf.shape)[lead:]
+            shape = np.shape(leaf)[lead:]
             kept = param_dtype is not None and is_float(leaf) and isinstance(variable, nnx.Param)
-            dtype = jnp.dtype(param_dtype).name if kept else str(leaf.dtype)
+            dtype = jnp.dtype(param_dtype).name if kept else str(jnp.result_type(leaf))
             lines.append(f"{'.'.join(map(str, path))} {dtype}{list(shape)}")
             count += math.prod(shape)
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
