@@ -104,7 +104,7 @@ def test_the_reason_holds_under_the_clock():
     ("options", "spans"),
     [
         ({"delayed": True}, (26, 30)),
-        ({"pattern": "paired"}, (27, 30)),
+        ({"pattern": "paired"}, (26, 30)),
         ({"pattern": "single"}, (25, 25)),
     ],
 )
