@@ -387,6 +387,20 @@ def test_lockstep_has_a_winner_of_its_own():
     assert simulate(event.schedule, costs, "lockstep").makespan > best
 
 
+@pytest.mark.parametrize("pattern", ["single", "paired", "unit", "partner"])
+def test_a_pattern_is_kept(pattern):
+    costs = Costs(i=1.3, w=0.7, comm=0.1)
+    choice = auto(3, 6, costs=costs, clock="lockstep", pattern=pattern, budget=50)
+    assert choice.report.pattern == pattern
+    free = auto(3, 6, costs=costs, clock="lockstep", budget=50)
+    assert choice.report.makespan >= free.report.makespan or pattern == "partner"
+    for name in ("1f1b", "zb_h1"):
+        schedule = build(name, num_ranks=3, num_microbatches=6)
+        family = simulate(schedule, costs, "lockstep", pattern=pattern)
+        assert choice.report.makespan <= family.makespan + 1e-9
+    assert choice.won == choice.candidates[0].name
+
+
 def test_build_auto_is_the_winner_by_another_name():
     arguments = {"costs": Costs(1, 1.2, 0.8), "memory_limit": 4}
     schedule = build_auto(3, 4, 6, **arguments)
@@ -424,6 +438,13 @@ def test_what_it_refuses():
     assert refusal(partners=True) == (
         "partners=True with clock='event': only lockstep ticks have slots that end in exchanges; "
         "leave it out, or choose clock='lockstep'"
+    )
+    assert refusal(pattern="unit") == (
+        "pattern='unit' with clock='event': only lockstep ticks have slots that end in exchanges; "
+        "leave it out, or choose clock='lockstep'"
+    )
+    assert refusal(clock="lockstep", pattern="triple").startswith(
+        "pattern='triple' is not a slot pattern; choose one of ['paired', 'partner', 'single'"
     )
     assert refusal(clock="lockstep", delayed=1) == (
         "delayed=1 is not a bool; give True or False, or None for what is faster"

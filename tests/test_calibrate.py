@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -104,6 +105,9 @@ def test_noise_is_no_result():
 
 
 # --- measured, by an injected clock ---
+
+
+COUNTS: dict[str, Any] = {"rounds": 1, "repeats": 1, "split": True}
 
 
 def make(K: int = 2, S: int = 2, M: int = 4, kind: Any = Block, **options: Any) -> Pipeline:
@@ -274,6 +278,20 @@ def test_calibrate_needs_arrays_and_no_other_mesh():
         pipe = make()
         with pytest.raises(ValueError, match=r"call it outside of jax\.set_mesh"):
             pipe.calibrate(*data())
+
+
+def test_calibrate_where_actions_cannot_be_timed_one_by_one():
+    pipe = make(mesh=make_mesh(stage=2, tensor=2), auto_axes=("tensor",))
+    with pytest.raises(
+        ValueError, match=r"with auto_axes=\('tensor',\) on virtual CPU devices every"
+    ):
+        pipe.calibrate(*data())
+    devices = np.array([SimpleNamespace(process_index=k) for k in range(2)])
+    spread = SimpleNamespace(plan=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
+    with pytest.raises(
+        ValueError, match=r"within one process, .* give Pipeline\(costs=Calibration"
+    ):
+        measure.calibrate(spread, Pipeline, *data(), None, **COUNTS, message=int)
 
 
 @pytest.mark.slow
