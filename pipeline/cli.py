@@ -103,7 +103,7 @@ def _flushed(code: int) -> int:
 
 def _plan(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
-    wanted = ("model", "devices", "chip", "batch", "seq", "slices", "clock")
+    wanted = ("model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency")
     try:
         plans = plan(**{name: getattr(options, name) for name in wanted})
         if options.out is not None:
@@ -131,6 +131,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help="groups that only the network joins (as few as the chip allows; of GPUs, hosts)",
     )
     add("--clock", choices=CLOCKS, default="lockstep", help="of pipelines (lockstep)")
+    add("--efficiency", type=float, metavar="E", help="of products, of peak (the chip's)")
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
 
 

@@ -59,6 +59,31 @@ def test_bytes_of_a_small_pipeline_by_hand():
     }
 
 
+@pytest.mark.parametrize(
+    ("model", "mesh", "words", "compiled", "cycles"),
+    [
+        ("llama-8b", (8, 8, 1), "stage", 17.57e9, 9.86),
+        ("llama-70b", (16, 8, 4), "ends", 35.16e9, 19.99),
+    ],
+)
+def test_what_the_tpu_compiler_says_in_docs_llama(model, mesh, words, compiled, cycles):
+    layout = Layout(
+        *mesh,
+        schedule="eager_1f1b",
+        microbatches=32,
+        remat="block",
+        data_parallel="zero1",
+        vocabulary=words,
+    )
+    # Its cycles leave out what is sent over `tensor`.
+    chip = replace(CHIPS["v5p"], link=1e15)
+    devices, batch = mesh[0] * mesh[1] * mesh[2], 32 * mesh[0]
+    sizes = {"devices": devices, "batch": batch, "seq": 8192, "clock": "lockstep"}
+    found = estimate(job(MODELS[model], chip, **sizes), layout)
+    assert found.hbm == pytest.approx(compiled, rel=0.05)
+    assert found.step == pytest.approx(cycles, rel=0.06)
+
+
 def test_gpipes_formula_where_messages_and_ends_are_free():
     free = Costs(f=1.0, i=1.0, w=1.0)
     layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
