@@ -237,9 +237,9 @@ class _Stage:
     gather: float
 
 
-def _stage(job: Job, layout: Layout, links: _Links, block: _Block) -> _Stage:
+def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> _Stage:
+    """Of a stage of n layers."""
     S, T, V = layout.stage, layout.tensor, layout.chunks
-    n = job.model.layers / (S * V)
     gather = 0.0
     if layout.data_parallel == "fsdp":
         size = WEIGHT * job.model.layers * job.model.block / (S * V * T)
@@ -272,19 +272,38 @@ def _words(job: Job, layout: Layout, links: _Links) -> float:
 def stage_costs(job: Job, layout: Layout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
     links = _links(job, layout)
-    one = _stage(job, layout, links, _block(job, layout.rows, layout.tensor, links.tensor))
+    block = _block(job, layout.rows, layout.tensor, links.tensor)
     activation = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
-    stages = layout.stage * layout.chunks
-    # With remat="stage" the last stage's B runs its forward, and its F does nothing.
-    f = (*(one.f,) * (stages - 1), 0.0) if layout.remat == "stage" else one.f
-    comm = _messages(job, layout, activation)
-    return Costs(f=f, i=one.i, w=one.w, b=one.b, comm=comm, head=one.head, embed=one.embed)
+    counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
+    stages = [_stage(job, layout, links, block, n) for n in counts]
+    f = [one.f for one in stages]
+    if layout.remat == "stage":
+        f[-1] = 0.0  # its B runs it anyway
+    return Costs(
+        f=f,
+        i=[one.i for one in stages],
+        w=[one.w for one in stages],
+        b=[one.b for one in stages],
+        comm=_messages(job, layout, activation),
+        head=stages[-1].head,
+        embed=stages[0].embed,
+    )
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """How many each has; where they differ by one, the ends of the pipeline have less."""
+    longest = -(-layers // stages)
+    short = longest * stages - layers
+    first = short // 2
+    even = stages - short
+    return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
 
 
 def _parameters(job: Job, layout: Layout) -> tuple[float, float]:
     """Of a rank's blocks, and of what it has of embedding and head."""
     model = job.model
-    blocks = model.layers * model.block / (layout.stage * layout.tensor)
+    longest = -(-model.layers // (layout.stage * layout.chunks))
+    blocks = layout.chunks * longest * model.block / layout.tensor
     return blocks, model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)
 
 
@@ -303,15 +322,16 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     S, M, V = layout.stage, layout.microbatches, layout.chunks
     links = _links(job, layout)
     block = _block(job, layout.rows, layout.tensor, links.tensor)
-    one = _stage(job, layout, links, block)
+    one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, 2 if layout.remat is None else 3
     words = _words(job, layout, links) if layout.vocabulary == "stage" else 0.0
     spared = one.f if layout.remat == "stage" else 0.0  # by the last stage
     ends = one.head + 2 * one.embed
     work = M * (V * (one.f + one.b) + (ends - spared) / S)
-    if bound:  # the last rank may have the head to itself
+    if bound:  # the last rank has the head to itself, and layers like all
+        shares = layout.vocabulary == "stage" or job.model.layers % (S * V) > 0
         last = M * (V * (one.f + one.b) + one.head - spared)
-        whole = work if layout.vocabulary == "stage" else max(work, last)
+        whole = work if shares else max(work, last)
     else:
         shared = ("embed", "head") if layout.vocabulary == "stage" else ()
         costs = stage_costs(job, layout)
@@ -406,7 +426,7 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     """Bytes of a chip, as the kernel holds them."""
     S, V, D, M = layout.stage, layout.chunks, layout.data, layout.microbatches
     blocks, ends = _parameters(job, layout)
-    n = job.model.layers / (S * V)
+    n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
     stash = {None: n * residuals, "block": n * given, "stage": given}[layout.remat]
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)

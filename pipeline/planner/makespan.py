@@ -15,11 +15,11 @@ from schedules.core.flat import crossings_held, flatten, inputs_held
 
 CLOCKS = ("lockstep", "event")
 MOST = 100_000  # actions that are timed one by one
-SHORT = 8  # M / S up to which nothing is taken to repeat
+SHORT = 5  # M / S up to which nothing is taken to repeat
 SAME = 1e-9  # relative
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def built(name: str, S: int, V: int, M: int) -> Schedule:
     """A family's schedule."""
     return build(name, num_ranks=S, num_microbatches=M, num_stages=S * V)
@@ -68,7 +68,7 @@ def peak(name: str, S: int, V: int, M: int, stash: float, crossing: float) -> fl
 
 
 def _first(S: int, M: int) -> int:
-    return 4 * S + M % S
+    return 2 * S + M % S
 
 
 def _most(inputs: NDArray[np.int64], crossings: NDArray[np.int64], a: float, c: float) -> float:

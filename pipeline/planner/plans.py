@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.planner.costs import Estimate, Job, Layout, mfu, usable
+from pipeline.planner.costs import Estimate, Job, Layout, layers_of_stages, mfu, usable
 
 GB = 10**9
 COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
@@ -147,7 +147,7 @@ def _beside(job: Job, layout: Layout) -> list[str]:
         lines = [
             (
                 f'Pipeline: schedule="{layout.schedule}", {layout.chunks} stages on a rank, '
-                f"{job.model.layers // (layout.stage * layout.chunks)} layers each"
+                f"of {_counts(job, layout)} layers"
             ),
             (
                 f'Pipeline: data_parallel="{layout.data_parallel}"{gather}, '
@@ -155,6 +155,15 @@ def _beside(job: Job, layout: Layout) -> list[str]:
             ),
         ]
     return [*lines, slices] if job.slices > 1 else lines
+
+
+def _counts(job: Job, layout: Layout) -> str:
+    counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
+    fewest, most = min(counts), max(counts)
+    if fewest == most:
+        return f"{most}"
+    first, last = counts.count(fewest) // 2, counts.count(fewest) - counts.count(fewest) // 2
+    return f"{most}, the first {first} and the last {last} stages of {fewest},"
 
 
 def _quoted(word: str | None) -> str:

@@ -38,6 +38,7 @@ REMAT = (None, "block", "stage")
 CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
 MOST_TENSOR = 16
+MOST_IDLE = 0.1  # of stages with a layer less than the longest
 KEPT = 3  # of those with a pipeline, and of those without
 MORE_DEVICES = tuple(2**n for n in range(1, 8))
 SHORTER = (2, 4, 8)
@@ -168,8 +169,8 @@ def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, 
             continue
         for S in _divisors(job.devices // T):
             D = job.devices // (S * T)
-            if model.layers % S:
-                refuse(f"stage: must divide {model.layers} layers", S)
+            if not _share(model.layers, S):
+                refuse(f"stage: cannot share {model.layers} layers with less than 10% idle", S)
             elif job.batch % D:
                 refuse(f"data: must divide the batch of {job.batch}", D)
             else:
@@ -214,7 +215,7 @@ def _piped(
             continue
         for V in CHUNKS:
             M = each // rows
-            if job.model.layers % (S * V) or not _can(name, S, V, M):
+            if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
                 continue
             for again, way, word in itertools.product(remat, ways, words):
                 yield replace(
@@ -227,6 +228,11 @@ def _piped(
                     data_parallel=way,
                     vocabulary=word,
                 )
+
+
+def _share(layers: int, stages: int) -> bool:
+    """Whether stages have at least a layer each, and none waits long for those with one more."""
+    return stages <= layers and -(-layers // stages) * stages * (1 - MOST_IDLE) <= layers
 
 
 @functools.lru_cache(maxsize=8192)
