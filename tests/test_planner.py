@@ -12,7 +12,7 @@ from pipeline import ParallelConfig, cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
 from pipeline.planner.costs import Job, Layout, estimate, layers_of_stages, mfu, stage_costs
 from pipeline.planner.makespan import makespan
-from pipeline.planner.search import _layouts
+from pipeline.planner.search import REMAT, _layouts
 from schedules import Costs, build, simulate
 
 SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
@@ -113,6 +113,17 @@ def test_everything_that_is_tried_divides():
         assert 8 % (one.stage * one.chunks) == 0
         assert one.data_slices * one.stage_slices == 2
         assert one.data % one.data_slices == one.stage % one.stage_slices == 0
+
+
+def test_a_layout_without_its_bubble_is_a_bound():
+    one = job(MODELS["llama-8b"], CHIPS["v5p"], devices=16, slices=2, seq=512, clock="lockstep")
+    found = list(_layouts(one, ("gpipe", "zb_v", "interleaved_1f1b"), REMAT, {}))[::53]
+    assert {layout.remat for layout in found} == set(REMAT)
+    assert {layout.data_parallel for layout in found} >= {"zero1", "fsdp"}
+    for layout in found:
+        least, whole = estimate(one, layout, bound=True), estimate(one, layout)
+        assert least.step <= whole.step * (1 + 1e-9)
+        assert min(whole.seconds.values()) >= -1e-9 * whole.step
 
 
 def test_layers_that_stages_cannot_share_equally():
@@ -245,7 +256,9 @@ def test_the_command_line(tmp_path, capsys):
         cli.main([*arguments, "--chip", "v9"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("python -m pipeline plan: chip='v9' is not in the ")
+    wide = {"num_hidden_layers": 1, "hidden_size": 2**16, "intermediate_size": 2**18}
+    path.write_text(json.dumps(json.loads(path.read_text()) | wide))
     with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", "--model", "llama-405b", *sizes, "--chip", "v5e"])
+        cli.main([*arguments, "--chip", "v5e"])
     assert ended.value.code == 1
     assert "no layout fits 2 x v5e: " in capsys.readouterr().err

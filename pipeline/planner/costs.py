@@ -325,7 +325,8 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, 2 if layout.remat is None else 3
     words = _words(job, layout, links) if layout.vocabulary == "stage" else 0.0
-    spared = one.f if layout.remat == "stage" else 0.0  # by the last stage
+    skips = layout.remat == "stage"  # the last stage spares a forward, with what it sends
+    spared = one.f * skips
     ends = one.head + 2 * one.embed
     work = M * (V * (one.f + one.b) + (ends - spared) / S)
     if bound:  # the last rank has the head to itself, and layers like all
@@ -337,8 +338,8 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
         costs = stage_costs(job, layout)
         whole = makespan(layout.schedule, S, V, M, costs, shared, job.clock)
     compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
-    tensor = M * (layers * passes * block.tensor + block.head_tensor / S)
-    gathers = M * (2 * V * one.gather + words)
+    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + block.head_tensor / S)
+    gathers = M * ((2 * V - skips / S) * one.gather + words)
     seconds = {
         "compute": compute,
         "recompute": work - compute - tensor - gathers,  # and what halves of backwards add
