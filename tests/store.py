@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +26,7 @@ class Store:
         self.log: list[str] = []
         self.read: set[str] = set()
         self.own = threading.local()
-        monkeypatch.setattr(
-            service,
-            "_state",
-            lambda: SimpleNamespace(client=self, process_id=getattr(self.own, "index", 0)),
-        )
+        monkeypatch.setattr(service, "coordination", lambda: (self, getattr(self.own, "index", 0)))
 
     def key_value_set(self, key: str, text: str) -> None:
         assert key not in self.texts

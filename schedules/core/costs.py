@@ -5,7 +5,6 @@ Letters as in `schedules.core.action`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import check_duration, integer, is_number, need
+from schedules.core.arguments import LONGEST, check_duration, integer, is_number, need
 
 Times = NDArray[np.float64]
 
@@ -150,7 +149,7 @@ def _plain(value: object) -> float:
 
 
 def _check_lasts(name: str, given: object, value: object) -> None:
-    if isinstance(value, float) and 0 <= value < math.inf:
+    if isinstance(value, float) and 0 <= value <= LONGEST:
         return  # before `given` is spelt out, which of [S, S] numbers takes long
     within = "" if value is given else f" has {shorten(value)}"
     check_duration(f"Costs({name}={shorten(given)}){within}", value)
