@@ -1,1 +1,1 @@
-"""Tests of shardpipe. Flat on purpose: a folder named like a package would shadow it."""
+"""Tests of shardpipe, in folders that mirror the rooms; none is named like a package."""

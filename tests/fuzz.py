@@ -35,7 +35,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline import Pipeline
-from tests.stage_programs import write
+from tests.support.stage_programs import write
 
 MICROBATCHES, ROWS, WIDTH = 4, 2, 4
 ONE_CHUNK = ["gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h1", "zb_h2"]

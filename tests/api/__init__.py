@@ -1,0 +1,1 @@
+"""Tests of what a user calls: options, errors, transformations, states, optimizers."""

@@ -1,0 +1,397 @@
+"""What actions take: concluded from times, kept in files, given to pipelines.
+
+Nothing here is timed but by injected clocks. Letters: S ranks, K stages, M microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.calibrate import measure
+from pipeline.calibrate.calibration import FORMAT
+from pipeline.calibrate.conclude import Timed, conclude
+from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
+from schedules import Costs, ScheduleError, simulate
+from tests.support import models
+from tests.support.models import WIDTH, Block, Hostile
+
+MS = 1e-3
+NAMES = {0: "stage 0", 1: "stage 1"}
+TRUE = {"F": 2.0, "B": 4.4, "I": 2.5, "W": 2.1}  # ms
+BASE = 7.0  # ms of a step with its first microbatch alone
+
+
+def timed(kinds: str, changes: dict[Any, float] | None = None, noise: float = 0.0, **more) -> Timed:
+    """Two stages whose actions take `TRUE`, but for changes, in five rounds."""
+    takes = {(k, kind): TRUE[kind] for k in NAMES for kind in kinds} | (changes or {})
+    takes = {key: time for key, time in takes.items() if key[1] in kinds}
+    off = [noise * (-1) ** r * (r > 0) for r in range(5)]
+
+    def times(total: float) -> list[float]:
+        return [MS * (BASE + 10 * total + 10 * each) for each in off]
+
+    whole = more.get("whole", sum(takes.values()))
+    of = {key: times(time) for key, time in takes.items()}
+    return Timed([MS * BASE] * 5, times(whole), of, repeats=10)
+
+
+def test_actions_take_what_they_add_to_a_step():
+    found = conclude([timed("FB"), timed("FIW", {(1, "F"): 2.4})], NAMES)
+    for (_, kind), took in found.items():
+        assert took.median == pytest.approx(MS * TRUE[kind])  # F as beside whole backwards
+        assert took.spread == pytest.approx(0.0, abs=1e-12)
+    assert len(found) == 8
+
+
+def test_the_median_and_its_spread():
+    times = timed("FB")
+    off = [0.0, 0.1, -0.2, 0.3, -9.0]  # one round was disturbed
+    times.of[0, "F"][:] = [MS * (BASE + 10 * (2.0 + each)) for each in off]
+    took = conclude([times], NAMES)[0, "F"]
+    assert took.median == pytest.approx(2.0 * MS)
+    assert took.spread == pytest.approx(0.2 * MS)
+
+
+def refusal(*given: Timed, idle: Any = ()) -> str:
+    with pytest.raises(CalibrationError) as caught:
+        conclude(given, NAMES, idle)
+    return str(caught.value)
+
+
+def test_a_stage_whose_forward_takes_nothing():
+    """As `bench.clock` once printed: F = 0.00 ms, I = 0.48 ms."""
+    assert refusal(timed("FB", {(1, "F"): 0.0})) == (
+        "what was measured contradicts itself: F of stage 1 takes 0 ms, and another of its actions "
+        "4.4 ms: what it computes was not run; measure again on a quiet machine, with more rounds= "
+        "or repeats=, and if it stays report it with these numbers"
+    )
+
+
+def test_what_computes_nothing_may_take_nothing():
+    """The last stage's F with remat="stage", and the backward of what is frozen."""
+    idle = {(1, "F"), (0, "B")}
+    found = conclude([timed("FB", {(1, "F"): 0.0, (0, "B"): 0.0})], NAMES, idle)
+    assert found[1, "F"].median == pytest.approx(0, abs=1e-12)
+
+
+def test_halves_that_are_not_their_whole():
+    text = refusal(timed("FB"), timed("FIW", {(0, "I"): 0.3, (0, "W"): 0.2}))
+    assert "contradicts itself: I and W of stage 0 take 0.3 ms and 0.2 ms, and its B 4.4 ms" in text
+    assert "stage 1" not in text
+
+
+def test_actions_that_are_not_their_step():
+    text = refusal(timed("FB", whole=20.0))
+    assert "one microbatch's F, B of all stages take 12.8 ms one by one, and 20 ms in a" in text
+
+
+def test_noise_is_no_result():
+    assert refusal(timed("FB", noise=1.5)).startswith(
+        "cannot conclude from 5 rounds, for too far apart are they: F of stage 0 took 2 ms with a "
+        "spread of 1.5 ms; B of stage 0 took 4.4 ms with a spread of 1.5 ms; "
+    )
+    assert "with more rounds= or repeats=" in refusal(timed("FB", {(0, "F"): -1, (0, "B"): -2}))
+
+
+# --- measured, by an injected clock ---
+
+
+COUNTS: dict[str, Any] = {"rounds": 1, "repeats": 1, "split": True}
+
+
+def make(K: int = 2, S: int = 2, M: int = 4, kind: Any = Block, **options: Any) -> Pipeline:
+    stages = options.pop("stages", None) or models.build(kind, K)
+    given = {"mesh": make_mesh(stage=S), "loss_fn": models.squares} | options
+    return Pipeline(stages, M, **given)
+
+
+def data(rows: int = 8) -> tuple[jax.Array, jax.Array]:
+    x, t = (jax.random.normal(jax.random.key(k), (rows, WIDTH)) for k in (1, 2))
+    return x, t
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """No step runs; it takes what its actions do, as `TRUE` says it or what is returned."""
+    takes: dict[Any, float] = {}
+    shown: list[float] = []
+
+    def partial_step(pipe: Any, *batch: Any) -> Any:
+        assert {leaf.shape[0] % pipe.num_microbatches for leaf in jax.tree.leaves(batch)} == {0}
+        program = pipe.plan.training
+
+        def step(runs: Any) -> None:
+            total = BASE
+            for index, slot in enumerate(program.slots):
+                for branch, op in enumerate(slot.ops, start=1):
+                    here = np.asarray(runs)[:, index] & (program.op[:, index] == branch)
+                    total += here.sum() * takes.get((op.chunk, op.kind), TRUE[op.kind])
+            shown.append(MS * total)
+
+        return step
+
+    def seconds(step: Any) -> float:
+        step()
+        return shown.pop() if shown else 0.03 * MS * measure.EXCHANGES
+
+    monkeypatch.setattr(measure, "partial_step", partial_step)
+    monkeypatch.setattr(measure, "seconds", seconds)
+    return takes
+
+
+def test_calibrate(clock):
+    """Four stages on two ranks: 1 and 2 are timed once, the first and the last for themselves."""
+    clock |= {(0, "F"): 3.0, (2, "F"): 0.0, (2, "B"): 6.0, (2, "I"): 4.0}
+    pipe = make(K=4, schedule="interleaved_1f1b")
+    cal = pipe.calibrate(*data(), rounds=2, repeats=3)
+    want = {
+        "f": (3.0, 2.0, 2.0, 0.0),
+        "b": (4.4, 4.4, 4.4, 6.0),
+        "i": (2.5, 2.5, 2.5, 4.0),
+        "w": (2.1, 2.1, 2.1, 2.1),
+    }
+    for name, times in want.items():
+        assert getattr(cal.costs, name) == pytest.approx([MS * t for t in times], abs=1e-9)
+    assert cal.costs.comm == pytest.approx(0.03 * MS)
+    assert (cal.costs.head, cal.costs.embed) == (0, 0)
+    assert cal.model == pipe.plan.signature
+    assert (cal.rounds, cal.repeats, cal.microbatch) == (2, 3, "float32[2,8]")
+    assert cal.hardware["platform"] == "cpu"
+    assert cal.versions["jax"] == jax.__version__
+
+    fitted = pipe.replace(costs=cal, schedule="auto")
+    assert fitted.plan.costs == cal.costs
+    report = simulate(fitted.schedule, cal.costs, "lockstep")
+    assert (
+        f"predicted bubble at what was measured on {cal.hardware['device']}: "
+        f"{simulate(fitted.schedule, cal.costs).bubble_rate:.1%} if ranks wait only for data, "
+        f"{report.bubble_rate:.1%} in lockstep"
+    ) in fitted.describe().splitlines()
+    text = str(cal).splitlines()
+    assert text[0].startswith("4 stages, remat=stage, float32[2,8] a microbatch, on 1 x ")
+    assert text[2].split() == ["stage", "F", "B", "I", "W"]
+    assert text[3].split()[:4] == ["0", "3.000", "+-", "0.000"]
+    # Of 7 ms that a step takes, and of what its first microbatch does, only the former.
+    assert cal.overhead == pytest.approx(MS * BASE)
+    assert text[-2:] == ["a step beside its actions: 7.000", "exchange: 0.030 +- 0.000"]
+
+
+def test_calibrate_whole_backwards_alone(clock):
+    cal = make(S=1, remat=None).calibrate(*data(), rounds=1, repeats=2, split=False)
+    assert cal.costs.i == cal.costs.b == pytest.approx([4.4 * MS] * 2)
+    assert (cal.costs.w, cal.costs.comm) == ((0, 0), 0)
+
+
+def test_ends_that_all_ranks_share_are_no_part_of_a_stage(clock):
+    """Of two stages the last stands a second time in the chain, without head and loss."""
+    clock |= {(0, "F"): 2.5, (2, "B"): 6.0, (2, "I"): 4.1}
+    embed = VocabularyEmbedding(11, WIDTH, rngs=nnx.Rngs(5))
+    ends = {"embed": embed, "head": VocabularyHead(11, WIDTH, tied=embed), "vocabulary": "stage"}
+    words = jax.random.randint(jax.random.key(1), (8,), 0, 11)
+    pipe = make(loss_fn=CrossEntropy(), **ends)
+    cal = pipe.calibrate(words, words, rounds=1, repeats=2)
+    assert cal.costs.head == pytest.approx(1.6 * MS)
+    assert cal.costs.embed == pytest.approx(0.5 * MS)
+    assert cal.costs.b == pytest.approx([3.9 * MS, 4.4 * MS])
+    assert cal.costs.i == pytest.approx([2.0 * MS, 2.5 * MS])
+    assert cal.costs.f == pytest.approx([2.0 * MS] * 2)
+    assert str(cal).splitlines()[-4:-2] == [
+        "head and loss, beside the stages: 1.600",
+        "embed, beside the stages: 0.500",
+    ]
+
+
+def test_calibrate_says_what_contradicts(clock):
+    clock[0, "F"] = 0.0
+    with pytest.raises(CalibrationError, match="F of stage 0 takes 0 ms, and another"):
+        make().calibrate(*data(), rounds=1, repeats=2)
+
+
+def test_entries_of_the_table_that_do_not_run_are_idle():
+    """With all of them a step is the step; with those of the first microbatch, the step of that."""
+    pipe, (x, t) = make(remat=None), data()
+    step, program = measure.partial_step(pipe, x, t), pipe.plan.training
+    loss, (chunks, _), _ = step(jnp.asarray(program.op > 0))
+    want, grads = pipe.value_and_grad(x, t)
+    np.testing.assert_array_equal(loss, want)
+    for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_array_equal(a, b)
+    first, y = step(jnp.asarray(measure.entries(program)))[0], x[:2]
+    for stage in pipe.stages():
+        y = stage(y)
+    np.testing.assert_allclose(first, models.squares(y, t[:2]), rtol=1e-6)
+    _, (chunks, _), _ = step(jnp.zeros(program.op.shape, bool))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(chunks))
+
+
+def test_which_stages_are_timed():
+    def chain(**options: Any) -> tuple[list[int], list[int]]:
+        found = measure.find_chain(make(**options))
+        K = len(found.kind_of)
+        return list(found.stages), [found.stages[found.stands_for(k)] for k in range(K)]
+
+    assert chain(K=6) == ([0, 1, 5], [0, 1, 1, 1, 1, 5])
+    assert chain(K=2) == ([0, 1], [0, 1])
+    mixed = [kind(nnx.Rngs(k)) for k, kind in enumerate([Block, Hostile, Block, Hostile, Block])]
+    assert chain(stages=[*mixed, Block(nnx.Rngs(9))]) == (
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 1, 2, 5],
+    )
+
+    def late(path: Any, _: Any) -> bool:
+        return path[:1] == ("stages",) and path[1] >= 4
+
+    # Stages before the first that is trained have no backward, and that one no gradient to send.
+    assert chain(K=6, wrt=late) == ([0, 1, 4, 5], [0, 1, 1, 1, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds=0: must be an integer > 0"),
+        ({"repeats": 1.5}, "repeats=1.5: must be an integer > 0"),
+    ],
+)
+def test_arguments_of_calibrate(options, message):
+    with pytest.raises(ValueError, match="must be") as caught:
+        make().calibrate(*data(), **options)
+    assert str(caught.value) == message
+
+
+def test_calibrate_needs_arrays_and_no_other_mesh():
+    typed = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+    pipe = Pipeline([typed] * 2, 4, mesh=make_mesh(stage=2), loss_fn=models.squares)
+    with pytest.raises(ValueError, match=r"calibrate\(\) computes, but the pipeline"):
+        pipe.calibrate(*data())
+    with jax.set_mesh(make_mesh(stage=2)):
+        pipe = make()
+        with pytest.raises(ValueError, match=r"call it outside of jax\.set_mesh"):
+            pipe.calibrate(*data())
+
+
+def test_calibrate_where_actions_cannot_be_timed_one_by_one():
+    pipe = make(mesh=make_mesh(stage=2, tensor=2), auto_axes=("tensor",))
+    with pytest.raises(
+        ValueError, match=r"with auto_axes=\('tensor',\) on virtual CPU devices every"
+    ):
+        pipe.calibrate(*data())
+    devices = np.array([SimpleNamespace(process_index=k) for k in range(2)])
+    spread = SimpleNamespace(plan=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
+    with pytest.raises(
+        ValueError, match=r"within one process, .* give Pipeline\(costs=Calibration"
+    ):
+        measure.calibrate(spread, Pipeline, *data(), None, **COUNTS, message=int)
+
+
+@pytest.mark.slow
+def test_calibrate_with_a_real_clock():
+    """On a machine that is so busy that there may be no result."""
+    with contextlib.suppress(CalibrationError):
+        cal = make(K=3, S=1).calibrate(*data(256), rounds=3, repeats=64)
+        assert len(cal.costs.f) == len(cal.spread["w"]) == 3
+        assert cal.costs.b[1] > 0
+
+
+# --- files, and pipelines that are given them ---
+
+
+def known(pipe: Pipeline, **costs: Any) -> Calibration:
+    """As if it had been measured."""
+    ones = (1.0,) * pipe.schedule.num_stages
+    return Calibration(
+        Costs(f=ones, i=ones, w=ones, b=ones, **costs),
+        {kind: (0.1,) * len(ones) for kind in "fbiw"} | {"comm": (0.0,)},
+        0.5,
+        pipe.plan.signature,
+        "float32[2,8]",
+        5,
+        16,
+        {"device": "cpu", "platform": "cpu", "devices": 1, "cpus": 2},
+        {"jax": "0.10.2", "jaxlib": "0.10.2", "python": "3.11.7", "shardpipe": "0.1.0"},
+    )
+
+
+def test_there_and_back(tmp_path):
+    cal = known(make(), head=2.0, comm=0.25)
+    cal.to_json(tmp_path / "cal.json")
+    assert Calibration.from_json(tmp_path / "cal.json") == cal
+    assert [path.name for path in tmp_path.iterdir()] == ["cal.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, f"is no calibration: its format is 'x', not {FORMAT!r}; give a file"),
+        ({"costs": {"f": 1}}, 'has no "costs" with f, i and w'),
+        ({"costs": {"f": [1, 1, 1], "i": 1, "w": 1}}, "has 3 numbers for 2 stages"),
+        ({"model": {"stages": []}}, 'has no "model" with stages, embed, head, remat, compute_dty'),
+        ({"spread": {"f": [1]}}, 'has no "spread" with one number for each of 2 stages for each'),
+        ({"overhead": None}, 'has no "overhead", a number of seconds; calibrate again'),
+        ({"rounds": -1}, "lacks what a calibration says beside its costs (microbatch, rounds,"),
+        ({"versions": None}, "lacks what a calibration says beside its costs"),
+    ],
+)
+def test_a_file_that_holds_no_calibration(tmp_path, change, message):
+    path = tmp_path / "cal.json"
+    known(make()).to_json(path)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(record | change), encoding="utf-8")
+    with pytest.raises(ScheduleError) as caught:
+        Calibration.from_json(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ScheduleError, match="No such file or directory; give a JSON file as"):
+        Calibration.from_json(tmp_path / "none.json")
+
+
+WIDER = {"kind": lambda rngs: Block(rngs, hidden=3 * WIDTH)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"K": 4}, "costs= is a calibration of 2 stages, and this pipeline has 4; calibrate this"),
+        (
+            WIDER,
+            "costs= is a calibration of another model: there stages[0] is Block of 256 numbers",
+        ),
+        (
+            {"remat": None},
+            "there remat is stage, here None; calibrate this one, or give Costs(...)",
+        ),
+        ({"compute_dtype": "bfloat16"}, "there compute_dtype is none, here bfloat16;"),
+        ({"param_dtype": "bfloat16"}, "there stages[0] is Block of 256 numbers"),
+        ({"head": models.squares}, "there head is none, here squares"),
+    ],
+)
+def test_a_calibration_of_another_model(options, message):
+    cal = known(make())
+    with pytest.raises(ValueError, match="calibration of") as caught:
+        make(**options, costs=cal)
+    assert message in str(caught.value)
+
+
+def test_a_calibration_fits_however_the_stages_are_given():
+    cal = known(make())
+    graphdef, state = nnx.split(Block(nnx.Rngs(0)))
+    stacked = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.stack([x, x]), state))
+    assert make(stages=stacked).plan.signature == cal.model
+    types = [nnx.eval_shape(lambda: Block(nnx.Rngs(0))) for _ in range(2)]
+    pipe = make(stages=types, costs=cal)
+    assert pipe.plan.costs == cal.costs
+    with pytest.raises(ValueError, match="there remat is stage, here None"):
+        pipe.replace(remat=None)

@@ -1,0 +1,393 @@
+"""`make_optimizer`: all of optax, sorted; whole trainings; checkpoints; what is refused.
+
+Letters: S ranks, K stages, V chunks, D data shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline, make_optimizer
+from tests.api.test_layer_view import (
+    LAYERWISE,
+    K,
+    Layers,
+    M,
+    assert_equal,
+    clip,
+    gradients,
+    matrices,
+    parts,
+    pipeline,
+    plain,
+    refusal,
+    standard_promotion,  # noqa: F401  a fixture
+)
+from tests.support import models
+from tests.support.models import CLASSES
+
+contrib = optax.contrib
+slow, exhaustive = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
+ROWS = 16
+
+# --- every public transformation ---
+
+adam, lamb = optax.adam(1e-2), optax.lamb(1e-2)
+key = jax.random.key(0)
+
+
+def half(step: Any, *_: Any, **__: Any) -> Any:
+    return step % 2 == 0
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(1e-2),
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, key=key),
+    "apply_if_finite": lambda: optax.apply_if_finite(lamb, 2),
+    "chain": lambda: optax.chain(clip, lamb),
+    "clip": lambda: optax.clip(0.1),
+    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.1),
+    "clip_by_global_norm": lambda: clip,
+    "conditionally_mask": lambda: optax.conditionally_mask(lamb, half),
+    "conditionally_transform": lambda: optax.conditionally_transform(lamb, half),
+    "ema": lambda: optax.ema(0.9),
+    "freeze": lambda: optax.freeze(matrices),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.lamb)(
+        optax.linear_schedule(1e-2, 1e-3, 3)
+    ),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.lamb)(1e-2),
+    "masked": lambda: optax.masked(lamb, matrices),
+    "multi_transform": LAYERWISE["multi_transform"],
+    "named_chain": lambda: optax.named_chain(("clip", clip), ("lamb", lamb)),
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=key),
+    "partition": LAYERWISE["multi_transform"],
+    "scale": lambda: optax.scale(0.1),
+    "scale_by_schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 3)),
+    "selective_transform": lambda: optax.selective_transform(lamb, freeze_mask=matrices),
+    "snapshot": lambda: optax.snapshot("norm", optax.global_norm),
+    "stateless": lambda: optax.stateless(lambda u, p: jax.tree.map(jnp.add, u, p)),
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, p: u + p.mean()),
+    "trace": lambda: optax.trace(0.9),
+    "with_extra_args_support": lambda: optax.with_extra_args_support(lamb),
+    "mechanize": lambda: contrib.mechanize(adam),
+    "scale_by_muon": lambda: optax.masked(
+        contrib.scale_by_muon(
+            weight_dimension_numbers=lambda layers: jax.tree.map(
+                lambda _: contrib.MuonDimensionNumbers(), layers
+            )
+        ),
+        matrices,
+    ),
+    "galore": lambda: contrib.galore(1e-2, rank=4),
+    "sam": lambda: contrib.sam(adam, optax.chain(contrib.normalize(), optax.sgd(1e-2))),
+    "schedule_free": lambda: contrib.schedule_free(adam, 1e-2),
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(lamb),
+}
+REFUSED: dict[str, Callable[[], Any]] = {"flatten": lambda: optax.flatten(adam)}
+# Those that run a model themselves, want gradients of every row, or parameters in pairs; and what
+# measures updates and returns none.
+NOT_OURS = {
+    "differentially_private_aggregate",
+    "dpsgd",
+    "lbfgs",
+    "lookahead",
+    "measure_with_ema",
+    "scale_by_backtracking_linesearch",
+    "scale_by_zoom_linesearch",
+    "sophia",
+}
+
+
+def public() -> dict[str, Any]:
+    """Everything in optax that says it returns a transformation."""
+    found = {}
+    for module in (optax, contrib):
+        for name, make in vars(module).items():
+            if inspect.isfunction(make) and not name.startswith("_"):
+                returned = str(inspect.signature(make).return_annotation)
+                if "GradientTransformation" in returned:
+                    found[name] = make
+    return found
+
+
+SORTED = sorted(public().keys() - NOT_OURS - REFUSED.keys())
+
+
+def made(name: str) -> Any:
+    if name in MADE:
+        return MADE[name]()
+    make = public()[name]
+    takes_rate = "learning_rate" in inspect.signature(make).parameters
+    return make(learning_rate=1e-2) if takes_rate else make()
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 6)))
+        self.b = nnx.Param(jax.random.normal(rngs.params(), (6,)))
+
+    def __call__(self, x):
+        return x
+
+
+def small() -> tuple[Pipeline, Layers]:
+    stages = [Small(nnx.Rngs(k)) for k in range(2)]
+    head = Small(nnx.Rngs(2))
+    pipe = Pipeline(stages, M, mesh=make_mesh(stage=2), head=head, loss_fn=models.squares)
+    return pipe, pipe.to_layers(nnx.state(pipe, nnx.Param))
+
+
+def compare(tx: Any, steps: int = 2, **extra: Any) -> None:
+    pipe, weights = small()
+    optimizer = make_optimizer(pipe, tx)
+    tx = optax.with_extra_args_support(tx)
+
+    @jax.jit
+    def step(weights: Layers, state: Any, grads: Layers) -> Any:
+        updates, state = tx.update(grads, state, weights, **extra)
+        return optax.apply_updates(weights, updates), state
+
+    state = tx.init(weights)
+    for n in range(steps):
+        grads = gradients(weights, n)
+        optimizer.update(pipe, pipe.from_layers(grads), **extra)
+        weights, state = step(weights, state, grads)
+    assert_equal(pipe.to_layers(nnx.state(pipe, nnx.Param)), weights, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=exhaustive) for n in SORTED])
+def test_every_transformation_of_optax(name):
+    compare(made(name), **({} if name == "sam" else {"value": jnp.float32(2)}))
+
+
+def test_the_table_names_what_there_is():
+    assert public().keys() >= MADE.keys() | REFUSED.keys() | NOT_OURS
+    assert len(SORTED) > 100
+
+
+def test_an_update_in_eager_steps():
+    """`MultiSteps` has a conditional over all layers, and a clip in its middle."""
+    compare(optax.MultiSteps(optax.chain(clip, lamb), 2), steps=3)
+
+
+# --- refused ---
+
+
+def test_what_needs_all_weights_in_one_place():
+    pipe, weights = small()
+    optimizer = make_optimizer(pipe, optax.flatten(adam))
+    grads = pipe.from_layers(weights)
+    assert refusal(optimizer.update, pipe, grads) == (
+        "an optimizer needs weights of several layers in one place (its concatenate reads "
+        "float32[6], float32[48]), but layers lie on different ranks, and all weights would be "
+        "sent in every step; give make_optimizer transformations that look at single weights, or "
+        "at numbers of all of them such as norms: without optax.flatten, say, and with what "
+        "remains as parts, make_optimizer(pipe, *parts)"
+    )
+    optimizer = make_optimizer(pipe, adam)
+    assert refusal(optimizer.update, pipe, grads, value_fn=lambda x: x) == (
+        "update(..., value_fn=...) is a function: what an optimizer calls with the weights of "
+        "layers cannot run a pipeline; take a transformation that needs values only, such as "
+        "value=loss"
+    )
+    assert refusal(make_optimizer, pipe) == (
+        "make_optimizer(pipe) was given no transformation; give at least one: "
+        "make_optimizer(pipe, optax.adamw(1e-3))"
+    )
+    assert refusal(make_optimizer, pipe, adam, 0.1) == (
+        "parts[1] is of type float; give optax transformations, which have init and update: "
+        "make_optimizer(pipe, optax.adamw(1e-3))"
+    )
+
+
+# --- trainings ---
+
+
+def batch() -> tuple[jax.Array, jax.Array]:
+    return models.words(ROWS), models.words(ROWS, most=CLASSES, seed=4)
+
+
+def trained_plain(tx: Any, steps: int, *, unlike: bool = False) -> list[float]:
+    stages, embed, head = parts(unlike=unlike)
+    model = nnx.List([*stages, embed, head])
+    graphdef, state = nnx.split(model)
+    x, t = batch()
+
+    def loss(weights: Layers) -> jax.Array:
+        pure = dict(enumerate([*weights["stages"], weights["embed"], weights["head"]]))
+        copy = nnx.merge(graphdef, state, copy=True)
+        nnx.update(copy, pure)
+        *stages, embed, head = copy
+        return models.cross_entropy(models.compose(stages, embed, head, x), t)
+
+    @jax.jit
+    def step(weights: Layers, state: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    weights, losses = plain(unlike=unlike), []
+    state_of_tx = tx.init(weights)
+    for _ in range(steps):
+        weights, state_of_tx, value = step(weights, state_of_tx)
+        losses.append(float(value))
+    return losses
+
+
+@nnx.jit
+def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Array) -> jax.Array:
+    loss, grads = pipe.value_and_grad(x, t)
+    optimizer.update(pipe, grads)
+    return loss
+
+
+@pytest.fixture
+def compiled():
+    """What jax compiles, one message each."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    with jax.log_compiles():
+        yield lambda: [text for text in messages if text.startswith("Compiling jit(train_step)")]
+    logger.removeHandler(handler)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "S=1": {"S": 1},
+    "S=2": {"S": 2, "schedule": "interleaved_1f1b"},
+    "S=4": {"S": 4},
+    "v": {"S": 2, "schedule": "zb_v", "D": 2, "data_parallel": "zero1"},
+    "unlike": {"S": 2, "unlike": True},
+}
+GRID = [(name, place) for name in LAYERWISE for place in PLACES]
+SLOW = ("adafactor", "v"), ("muon", "S=4"), ("multi_transform", "S=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(n, p, marks=[pytest.mark.slow] if (n, p) in SLOW else exhaustive)
+        for n, p in GRID
+    ],
+)
+def test_twenty_steps(name, place, compiled):
+    """The plain model's losses; the step is compiled once, all state being where it stays."""
+    tx = clip, LAYERWISE[name]()
+    pipe = pipeline(**PLACES[place])
+    optimizer = make_optimizer(pipe, *tx)
+    places = [(x.sharding, x.ndim) for x in jax.tree.leaves(nnx.state((pipe, optimizer)))]
+    found = [float(train_step(pipe, optimizer, *batch())) for _ in range(20)]
+    wanted = trained_plain(optax.chain(*tx), 20, unlike=place == "unlike")
+    np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    after = jax.tree.leaves(nnx.state((pipe, optimizer)))
+    assert all(x.sharding.is_equivalent_to(*p) for x, p in zip(after, places, strict=True))
+    assert len(compiled()) == 1
+
+
+# --- states ---
+
+
+def test_a_checkpoint_goes_on(tmp_path):
+    """Restored onto the mesh: factors, counts and all."""
+    tx, pipe = optax.adafactor(1e-2, min_dim_size_to_factor=4), small()[0]
+    optimizer = make_optimizer(pipe, tx)
+    grads = pipe.from_layers(gradients(small()[1], 0))
+    optimizer.update(pipe, grads)
+    state = nnx.to_pure_dict(nnx.state(optimizer))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        new = make_optimizer(pipe, tx)
+        like = jax.tree.map(_type, nnx.to_pure_dict(nnx.state(new)))
+        checkpointer.wait_until_finished()
+        nnx.update(new, checkpointer.restore(tmp_path / "state", like))
+    other = nnx.clone(pipe)
+    optimizer.update(pipe, grads)
+    new.update(other, grads)
+    assert_equal(nnx.state(other, nnx.Param), nnx.state(pipe, nnx.Param))
+    assert int(new.step.get_value()) == 2
+
+
+def _type(x: jax.Array) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def test_a_state_of_another_placement_is_refused():
+    """In whatever way it gets in."""
+    one, other = (pipeline(2, schedule=name) for name in ("interleaved_1f1b", "zb_v"))
+    state = nnx.state(one)
+    text = (
+        "{} holds the layers of 2 ranks as v_2x2, and was given the state of a pipeline that holds "
+        "them otherwise (loop_2x2); carry it over by layers: "
+        "pipe.from_layers(other.to_layers(tree)), other being a pipeline as that one was"
+    )
+    graphdef, own = nnx.split(other)
+    for given in (state, nnx.state(one, nnx.Param)):
+        found = nnx.merge(graphdef, own, copy=True)
+        nnx.update(found, given)
+        assert refusal(found.loss, *batch()) == text.format("the pipeline")
+    back = nnx.clone(one)
+    nnx.update(back, nnx.to_pure_dict(own))
+    assert "(v_2x2)" in refusal(back.loss, *batch())
+    assert "leaves" in refusal(nnx.merge, graphdef, state)
+    assert "leaves" in refusal(nnx.merge, graphdef, nnx.to_pure_dict(state))
+    optimizers = [make_optimizer(pipe, adam) for pipe in (one, other)]
+    for given in (nnx.state(optimizers[0]), nnx.to_pure_dict(nnx.state(optimizers[0]))):
+        found = nnx.clone(optimizers[1])
+        nnx.update(found, given)
+        grads = nnx.state(other, nnx.Param)
+        assert refusal(found.update, other, grads) == text.format("the optimizer")
+    assert refusal(other.to_layers, nnx.state(one, nnx.Param)) == (
+        "to_layers was given a tree that holds layers as loop_2x2, and the pipeline holds them as "
+        "v_2x2; call the method of the pipeline whose tree it is"
+    )
+    nnx.update(one, nnx.state(pipeline(K), nnx.Param))
+    assert refusal(one.loss, *batch()).startswith(
+        "the pipeline holds the layers of 2 ranks as loop_2x2, and was given the state of a "
+        "pipeline that holds them otherwise (an array (4, 16) at 0.up.bias and 5 more)"
+    )
+
+
+# --- what is trained in part ---
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:wrt freezes a part of arrays")
+@pytest.mark.parametrize("unlike", [False, True], ids=["alike", "unlike"])
+def test_only_what_is_trained_is_seen(unlike):
+    """A norm of all is that of what is trained; what is frozen stays as it is."""
+
+    def upper(path: Any, variable: Any) -> bool:
+        is_upper = path[0] == "head" or (path[0] == "stages" and path[1] >= 2)
+        return is_upper and isinstance(variable, nnx.Param)
+
+    pipe, tx = pipeline(2, schedule="zb_v", unlike=unlike, wrt=upper), optax.chain(clip, lamb)
+    optimizer = make_optimizer(pipe, clip, lamb)
+    weights = pipe.to_layers(nnx.state(pipe, pipe.wrt))
+    assert (weights["stages"][:2], weights["embed"]) == ([{}, {}], {})
+    state = tx.init(weights)
+    for n in range(2):
+        grads = gradients(weights, n)
+        optimizer.update(pipe, pipe.from_layers(grads))
+        updates, state = tx.update(grads, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    found, before = pipe.to_layers(nnx.state(pipe, nnx.Param)), plain(unlike=unlike)
+    assert_equal(found["stages"][2:], weights["stages"][2:], atol=1e-6)
+    assert_equal(found["head"], weights["head"], atol=1e-6)
+    assert_equal(found["stages"][:2], before["stages"][:2])
+    assert_equal(found["embed"], before["embed"])

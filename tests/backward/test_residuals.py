@@ -1,0 +1,270 @@
+"""What a forward pass stashes for its backward, looked at from inside.
+
+Letters: b rows of a microbatch, here 5.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from pipeline.backward.accumulate import differentiate
+from pipeline.backward.residuals import Residuals
+from tests.support import models
+
+WIDTH, HIDDEN, ROWS = 7, 13, 5
+W = [
+    jax.random.normal(jax.random.key(1), (WIDTH, HIDDEN)),
+    jax.random.normal(jax.random.key(2), (HIDDEN, WIDTH)),
+]
+X = jax.random.normal(jax.random.key(3), (ROWS, WIDTH))
+MASK = jax.random.normal(jax.random.key(4), (ROWS, HIDDEN)) > 0
+WEIGHT_SHAPES = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+
+
+def shapes(residuals: Residuals) -> list[tuple]:
+    return sorted(leaf.shape for leaf in residuals.stashed)
+
+
+def check(f, weights, fixed, side, x) -> Residuals:
+    """Forward, stash and backward give what `jax.vjp` gives; no stash has a weight's shape."""
+    residuals = Residuals(f, weights, fixed, side, x)
+    y, stash = jax.jit(residuals.forward)(weights, fixed, side, x)
+    assert [s.shape for s in stash] == [s.shape for s in residuals.stashed]
+    assert [s.dtype for s in stash] == [s.dtype for s in residuals.stashed]
+    want, pullback = jax.vjp(lambda w, x: f(w, fixed, side, x), weights, x)
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+    ct = jnp.cos(jnp.arange(float(want.size))).reshape(want.shape).astype(want.dtype)
+
+    @jax.jit
+    def backward(weights, fixed, side, stash, ct):
+        return residuals.backward(weights, fixed, side, stash).values([ct])
+
+    found, wanted = backward(weights, fixed, side, stash, ct), pullback(ct)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        scale = np.abs(np.asarray(b, np.float32)).max()  # sums cancel: an entry may be far below it
+        np.testing.assert_allclose(a, np.asarray(b, a.dtype), rtol=1e-5, atol=1e-5 * max(1, scale))
+    assert not WEIGHT_SHAPES & set(shapes(residuals))
+    return residuals
+
+
+def test_weights_are_not_stashed():
+    """Only the input, for the first weight's gradient, and what tanh returns, for all else."""
+
+    def f(w, fixed, side, x):
+        return x + jnp.tanh(x @ w[0]) @ w[1]
+
+    assert shapes(check(f, W, (), (), X)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda w: w.T.T * 2.0,
+        lambda w: w / jnp.linalg.norm(w),
+        jax.jit(lambda w: jnp.tanh(w) * jnp.exp(w)),
+    ],
+    ids=["cast", "layout", "normalised", "nested"],
+)
+def test_what_follows_from_weights_alone_is_not_stashed(derive):
+    def f(w, fixed, side, x):
+        return x + jnp.tanh(x @ derive(w[0])) @ derive(w[1])
+
+    residuals = check(f, W, (), (), X)
+    assert shapes(residuals) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+def test_weights_of_low_precision_are_not_stashed():
+    weights = [w.astype(jnp.bfloat16) for w in W]
+
+    def f(w, fixed, side, x):
+        return x + (jnp.tanh(x.astype(jnp.bfloat16) @ w[0]) @ w[1]).astype(jnp.float32)
+
+    residuals = Residuals(f, weights, (), (), X)
+    assert not WEIGHT_SHAPES & set(shapes(residuals))
+    assert {leaf.dtype for leaf in residuals.stashed} <= {X.dtype, jnp.dtype(jnp.bfloat16)}
+
+
+def test_extras_are_read_again():
+    """A mask comes with the microbatch, and state beside the weights is the same for all."""
+
+    def f(w, fixed, side, x):
+        h = jnp.tanh(x @ w[0] + fixed["bias"]) * side["mask"].astype(x.dtype) * side["scale"]
+        return x + h @ w[1]
+
+    fixed = {"bias": jnp.ones((1, HIDDEN))}
+    side = {"mask": MASK, "scale": jnp.full((ROWS, 1), 3.0)}
+    residuals = check(f, W, fixed, side, X)
+    assert jnp.dtype(bool) not in {leaf.dtype for leaf in residuals.stashed}
+    assert shapes(residuals) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+def test_a_stage_without_residuals_stashes_nothing():
+    residuals = check(
+        lambda w, fixed, side, x: x * side["scale"] + w[0][:1, :WIDTH].sum(),
+        W,
+        (),
+        {"scale": jnp.full((ROWS, 1), 3.0)},
+        X,
+    )
+    assert residuals.stashed == []
+
+
+def test_one_value_needed_twice_is_stashed_once():
+    def f(w, fixed, side, x):
+        return (x * x) @ w[0] @ w[1] + jnp.exp(x) * x
+
+    assert shapes(check(f, W, (), (), X)).count((ROWS, WIDTH)) == 1
+
+
+def test_layers_within_a_stage():
+    """A scan over layers stashes a row for each layer, and none of the layers' weights."""
+    layers = 3
+    w = [jnp.stack([W[0]] * layers), jnp.stack([W[1]] * layers)]
+
+    def f(w, fixed, side, x):
+        return jax.lax.scan(lambda x, ab: (x + jnp.tanh(x @ ab[0]) @ ab[1], None), x, tuple(w))[0]
+
+    residuals = check(f, w, (), (), X)
+    assert residuals.stashed
+    for leaf in residuals.stashed:
+        assert leaf.shape[-2:] not in WEIGHT_SHAPES
+
+
+# --- gradients into refs ---
+
+
+def sliced_by_index(w, x):
+    return x @ w[0] @ w[1].T
+
+
+def sliced_by_range(w, x):
+    return x @ w[1:][0] @ w[0:1][0].T
+
+
+def sliced_in_a_nested_jit(w, x):
+    return jax.jit(lambda w, x: x @ w[0] @ w[1].T)(w, x)
+
+
+def sliced_in_a_scan(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w[0] @ w[1].T), None), x, None, length=2)[0]
+
+
+def sliced_under_checkpoint(w, x):
+    return jax.checkpoint(lambda w, x: x @ w[0] @ w[1].T)(w, x)
+
+
+def sliced_in_a_branch(w, x):
+    return jax.lax.cond(x.sum() < 1e9, lambda w: x @ w[0] @ w[1].T, lambda w: x, w)
+
+
+SLICES = [
+    sliced_by_index,
+    sliced_by_range,
+    sliced_in_a_nested_jit,
+    sliced_in_a_scan,
+    sliced_under_checkpoint,
+    sliced_in_a_branch,
+]
+
+
+@pytest.mark.parametrize("f", SLICES)
+def test_static_slices_of_weights_accumulate_in_place(f):
+    """On jax 0.10 the transpose of a slice crashes where its gradient goes into a ref."""
+    stacked = jnp.stack([W[0], W[1].T])  # [2, WIDTH, HIDDEN]
+    other = jnp.ones((1, WIDTH))
+    ct = jnp.cos(X)
+
+    @jax.jit
+    def twice(weights, x):
+        refs = [jax.new_ref(jnp.ones_like(w)) for w in weights]
+        for _ in range(2):
+            y, _, pullback = differentiate(
+                lambda w, xs: ([f(w[0], xs[0]) * w[1]], None), weights, [x]
+            )
+            dx = pullback([ct], refs, want_x=True)
+        return y, [ref[...] for ref in refs], dx
+
+    y, grads, dx = twice([stacked, other], X)
+    want, pullback = jax.vjp(lambda w, o, x: f(w, x) * o, stacked, other, X)
+    dw, do, dx_want = pullback(ct)
+    np.testing.assert_allclose(y[0], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grads[0], 1 + 2 * dw, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(grads[1], 1 + 2 * do, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dx[0], dx_want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_sliced_weights_leave_the_refs():
+    """The way round the crash costs a temporary, so other weights do not take it."""
+
+    def f(weights, xs):
+        return [xs[0] @ weights[0] @ weights[1][0]], None
+
+    weights = [W[0], jnp.stack([W[1], W[1]])]
+    _, _, pullback = differentiate(f, weights, [X])
+    crashes = jax.__version_info__ < (0, 12)
+    assert pullback.by_value == (False, crashes)
+
+
+@pytest.mark.parametrize(
+    ("remat", "bubbles"),
+    [("stage", "skip"), (None, "masked"), (jax.checkpoint_policies.dots_saveable, "skip")],
+    ids=["stage", "none-masked", "dots"],
+)
+def test_a_pipeline_of_stages_that_slice(remat, bubbles):
+    stages = models.build(models.Sliced, 2)
+    x, t = models.rows(6), models.rows(6, seed=1)
+    pipe = Pipeline(
+        stages,
+        3,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.squares,
+        remat=remat,
+        bubbles=bubbles,
+    )
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
+# --- side effects ---
+
+
+class Printing(nnx.Module):
+    def __init__(self, rngs):
+        self.w = models.normal(rngs, models.WIDTH, models.WIDTH)
+
+    def __call__(self, x):
+        jax.debug.callback(lambda total: SEEN.append(float(total)), x.sum())
+        return x + x @ self.w[...]
+
+
+SEEN: list[float] = []
+
+
+def test_effects_run_without_remat():
+    """A print in a stage prints once per microbatch and stage, though nothing reads its result."""
+    SEEN.clear()
+    M = 3
+    pipe = Pipeline(
+        models.build(Printing, 2),
+        M,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.squares,
+        remat=None,
+    )
+    x = models.rows(6)
+    jax.block_until_ready(pipe.value_and_grad(x, x))
+    jax.effects_barrier()
+    inputs = [float(part.sum()) for part in jnp.split(x, M)]
+    assert len(SEEN) == 2 * M
+    for total in inputs:
+        assert min(abs(total - seen) for seen in SEEN) < 1e-4

@@ -1,0 +1,156 @@
+"""docs/architecture.md leads where it says, and no page names a file that is not there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from tests.docs.test_rooms import PACKAGES, imports, modules, rooms
+from tests.support import models
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+WORDS = {
+    "data",
+    "nnx.State",
+    "remat=None",
+    "shard_map",
+    "stage",
+}  # of steps, that are no names in a module
+MODULES = modules()
+RIGHT = 35  # where the drawing's second column begins
+
+
+def test_the_pages_are_found() -> None:
+    assert len(PAGES) >= 13
+
+
+def located(path: str) -> Path:
+    """A path as the pages write it, in the checkout or in site-packages."""
+    package, _, rest = path.partition("/")
+    return (MODULES[package].parent if package in PACKAGES else ROOT / package) / rest
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    folders = "|".join((*PACKAGES, "tests", "bench", "examples", "docs"))
+    paths = set(re.findall(rf"(?<![\w./-])((?:{folders})/[\w./-]*\w/?)", text))
+    if page.name == "CONTRIBUTING.md":  # it tells its reader which to write
+        paths = {path for path in paths if "split_bfs" not in path}
+    assert [path for path in sorted(paths) if not located(path).exists()] == []
+    links = re.findall(r"\]\(([^)#:\s]+\.\w+)[^):\s]*\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def steps() -> list[tuple[list[str], set[str]]]:
+    """Of each step the modules, and what it names of them."""
+    _, _, section = PAGE.partition("in ten steps\n")
+    found = []
+    for step in re.split(r"^\d+\. ", section.partition("\n## ")[0], flags=re.MULTILINE)[1:]:
+        quoted = re.findall(r"`([^`]+)`", step.partition("\n\n")[0])
+        paths = [one.removesuffix(".py").replace("/", ".") for one in quoted if "/" in one]
+        names = {one for one in quoted if "/" not in one and len(one) > 1} - WORDS
+        found.append((paths, names))
+    return found
+
+
+def reach(module: Any, name: str) -> Any:
+    """What a dotted name is in a module, or None."""
+    return functools.reduce(lambda one, part: getattr(one, part, None), name.split("."), module)
+
+
+def runs(found: Any, ran: set[tuple[str, str]]) -> bool:
+    """Whether a function, or anything of a class, was called."""
+    found = getattr(found, "func", getattr(found, "__wrapped__", found))  # of what decorates it
+    name, file = found.__qualname__, sys.modules[found.__module__].__file__
+    if not isinstance(found, type):
+        return (file, name) in ran
+    return is_dataclass(found) or any(
+        one == file and called.startswith(f"{name}.") for one, called in ran
+    )
+
+
+def test_there_are_ten_steps() -> None:
+    assert len(steps()) == 10
+
+
+def test_every_step_is_taken() -> None:
+    """What the steps name is defined where they say, and a gradient runs all of it."""
+    ran = set()
+
+    def note(frame, event, _) -> None:
+        if event == "call":
+            ran.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    mesh, x = make_mesh(stage=2), models.rows(4)
+    sys.setprofile(note)
+    try:
+        stages = models.build(models.Block, 2)
+        pipe = Pipeline(stages, 2, mesh=mesh, schedule="zb_h1", loss_fn=models.squares)
+        jax.eval_shape(pipe.value_and_grad, x, x)
+    finally:
+        sys.setprofile(None)
+    for paths, names in steps():
+        places = [import_module(path) for path in paths]
+        for name in sorted(names):
+            found = [one for place in places if (one := reach(place, name)) is not None]
+            assert found, f"{name} is in none of {paths}"
+            assert any(runs(one, ran) for one in found), f"{name} of {paths} does not run"
+
+
+def answers() -> list[tuple[str, str]]:
+    """(question, path) of each row of the last table."""
+    return re.findall(r"^\| (.*\*\*.*) \| `(.*)` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("question", "path"), answers(), ids=lambda text: text.split("/")[-1])
+def test_a_file_is_found_by_its_path_and_its_first_line(question: str, path: str) -> None:
+    said = ast.get_docstring(ast.parse(located(path).read_text(encoding="utf-8")))
+    assert said is not None
+    seen = f"{path} {said.splitlines()[0]}".lower()
+    words = " ".join(re.findall(r"\*\*(.+?)\*\*", question)).lower().split()
+    assert [word for word in words if word not in seen] == []
+
+
+def test_all_questions_are_found() -> None:
+    section = PAGE.partition("## Where to go\n")[2]
+    assert len(answers()) == sum(line.startswith("| ") for line in section.splitlines()) - 1 >= 12
+
+
+@pytest.mark.parametrize(("package", "column"), [("schedules", 0), ("pipeline", RIGHT)])
+def test_rooms_stand_above_those_that_they_import_from(package: str, column: int) -> None:
+    drawing = PAGE.partition("```\n")[2].partition("```")[0].splitlines()
+    width = RIGHT if column == 0 else None
+    words = [
+        line[column:][:width].split()
+        for line in drawing[: drawing.index(" collectives: jax alone")]
+    ]
+    floor = {found[0].removesuffix(".py"): n for n, found in enumerate(words[1:]) if found}
+    files = {name: file for name, file in MODULES.items() if name.split(".")[0] == package}
+    graph = {
+        name.split(".")[1]: {one.split(".")[1] for one in wanted if "." in one}
+        for name, wanted in rooms(files, imports(files)).items()
+        if name.count(".") == 1
+    }
+    folders = {name for name in graph if files[f"{package}.{name}"].name == "__init__.py"}
+    assert folders <= set(floor)
+    assert [
+        f"{name} imports from {one}, which stands above it"
+        for name in sorted(set(graph) & set(floor))
+        for one in sorted(graph[name] & set(floor) - {name})
+        if floor[one] <= floor[name]
+    ] == []

@@ -1,0 +1,1 @@
+"""Tests of the examples: the main job and the Llama-family decoder."""

@@ -1,0 +1,1 @@
+"""Tests of the kernel: memory, segments, delayed sends, vocabulary, NaN, state of stages."""

@@ -1,0 +1,1 @@
+"""Tests of `pipeline.layers`, and of what runs beside a tensor axis."""

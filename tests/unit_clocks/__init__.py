@@ -1,0 +1,1 @@
+"""Tests of clocks and of lowering: when actions run, in which slot, in which buffer."""

@@ -1,0 +1,120 @@
+"""Every moment of idle time has a cause, and the causes sum to the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedules
+from schedules import Action, Costs, build, from_orders, simulate
+from schedules.report import CAUSES, Wait
+from tests.support.sizes import CHUNKS, is_legal
+
+CLOCKS = [
+    {"clock": "event"},
+    {"clock": "lockstep"},
+    {"clock": "lockstep", "pattern": "unit"},
+    {"clock": "lockstep", "pattern": "partner", "partners": True},
+    {"clock": "lockstep", "delayed": True},
+    {"clock": "lockstep", "pattern": "paired", "partners": True, "delayed": True},
+]
+
+
+@pytest.mark.parametrize("options", CLOCKS)
+@pytest.mark.parametrize("name", schedules.names())
+def test_causes_sum_to_the_idle_time_exactly(name, options):
+    V = CHUNKS.get(name, 2)
+    for S, M in [(1, 3), (2, 5), (4, 4), (4, 8), (8, 16)]:
+        if not is_legal(name, S, M, V):
+            continue
+        schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+        f = [2 + k % 3 for k in range(V * S)]
+        report = simulate(schedule, Costs(f=f, i=5, w=3, comm=1), **options)
+        explained = report.explain()
+        for rank in range(S):
+            assert explained.total[rank] == report.makespan - report.work[rank]  # integers: exact
+            assert sum(explained.parts[rank].values()) == explained.total[rank]
+        has_lockstep = any(part["lockstep"] for part in explained.parts)
+        assert has_lockstep <= (options["clock"] == "lockstep")
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(schedules.names()),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.lists(st.floats(0, 10), min_size=4, max_size=4),
+    st.sampled_from(CLOCKS),
+)
+def test_waits_and_work_fill_every_rank_without_a_gap(name, S, M, costs, options):
+    V = CHUNKS.get(name, 2)
+    if not is_legal(name, S, M, V):
+        return
+    schedule = build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+    report = simulate(schedule, Costs(*costs), **options)
+    for rank, waits in enumerate(report.explain().waits):
+        boxes = [*zip(report.starts[rank], report.ends[rank], strict=True)]
+        boxes += [(wait.start, wait.end) for wait in waits]
+        boxes.sort()
+        now = 0.0
+        for start, end in boxes:
+            assert start == pytest.approx(now, abs=1e-9)
+            assert end >= start
+            now = max(now, end)
+        assert now == pytest.approx(report.makespan)
+        assert all(wait.cause in CAUSES and wait.end > wait.start for wait in waits)
+
+
+def test_what_a_rank_waits_for():
+    schedule = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    waits = simulate(schedule, Costs(f=2, i=3, w=1, comm=1)).explain().waits
+    assert waits == (
+        (
+            Wait(4, 9, "fill", 2, Action(1, "B", 0)),
+            Wait(9, 10, "communication", 2, Action(1, "B", 0)),
+            Wait(14, 15, "drain", 3, Action(1, "B", 1)),
+            Wait(15, 16, "communication", 3, Action(1, "B", 1)),
+        ),
+        (
+            Wait(0, 2, "fill", 0, Action(0, "F", 0)),
+            Wait(2, 3, "communication", 0, Action(0, "F", 0)),
+            Wait(15, 20, "optimizer wait", None, None),
+        ),
+    )
+
+
+def test_lockstep_makes_the_short_wait_for_the_long():
+    """F beside B: the rank that runs F waits for the exchange, not for anybody's work."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
+    event = simulate(schedule)
+    lockstep = simulate(schedule, clock="lockstep", pattern="single")
+    assert event.explain().parts[1]["lockstep"] == 0
+    # The last rank waits for nobody else; it loses what the step loses.
+    assert lockstep.explain().parts[1]["lockstep"] == lockstep.makespan - event.makespan > 0
+
+
+def test_a_heavy_head_is_an_imbalance():
+    parts = (
+        simulate(build("1f1b", num_ranks=2, num_microbatches=8), Costs(f=(1, 4))).explain().parts
+    )
+    assert parts[0]["imbalance"] > parts[0]["fill"] + parts[0]["drain"]
+    assert parts[1]["imbalance"] == 0
+
+
+def test_ranks_that_end_early_wait_for_the_optimizer():
+    """ZB-H2 has no bubble inside any rank's span, and its step waits all the same."""
+    report = simulate(build("zb_h2", num_ranks=4, num_microbatches=12))
+    assert report.bubble_rate == 0 < report.step_bubble_rate
+    parts = report.explain().parts
+    assert [part["optimizer wait"] for part in parts] == [3, 2, 1, 0]
+    assert [part["fill"] for part in parts] == [0, 1, 2, 3]
+
+
+def test_a_report_explains_itself_as_a_table():
+    report = simulate(build("gpipe", num_ranks=2, num_microbatches=2))
+    assert str(report.explain()) == (
+        "            work    fill  optimizer wait    idle\n"
+        "rank 0     66.7%   33.3%            0.0%   33.3%\n"
+        "rank 1     66.7%   11.1%           22.2%   33.3%"
+    )

@@ -1,0 +1,1 @@
+"""Tests of `collectives`: meshes, exchanges, reductions, ranks that share a layer."""

@@ -1,0 +1,1 @@
+"""Tests of drawings, files and the command line of `schedules`."""

@@ -1,0 +1,1 @@
+"""Tests of `schedules`: actions, families, what is legal, sizes, the search."""
