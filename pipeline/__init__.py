@@ -11,6 +11,7 @@ from pipeline.calibrate.conclude import CalibrationError
 from pipeline.config import ParallelConfig
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline
+from pipeline.planner import DoesNotFitError, Plans, plan
 from pipeline.processes import initialize, local_rows, shard_batch
 from pipeline.sharding.report import check_sharding, describe_sharding
 from pipeline.vocabulary import CrossEntropy
@@ -21,13 +22,16 @@ __all__ = [
     "Calibration",
     "CalibrationError",
     "CrossEntropy",
+    "DoesNotFitError",
     "ParallelConfig",
     "Pipeline",
+    "Plans",
     "check_sharding",
     "describe_sharding",
     "initialize",
     "local_rows",
     "make_optimizer",
+    "plan",
     "shard_batch",
     "shard_optimizer",
 ]

@@ -38,8 +38,8 @@ from pipeline.model.loss import LossFn
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
-from pipeline.plan.options import Bubbles, Gather, Remat, check_functions, check_scale
-from pipeline.plan.resolve import make_plan
+from pipeline.options.checks import Bubbles, Gather, Remat, check_functions, check_scale
+from pipeline.options.resolve import make_plan
 from pipeline.processes.replicas import check_replicas
 from pipeline.profile import trace
 from pipeline.replace import check_changes, refusal, replaced

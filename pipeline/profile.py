@@ -32,7 +32,7 @@ from collectives import STAGE
 from pipeline.kernel import runtime
 from pipeline.kernel.operands import Operands
 from pipeline.kernel.scopes import Place, place_of_loop
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from schedules import Action, Costs, Report, simulate
 from schedules.core.action import KINDS
 from schedules.core.arguments import integer

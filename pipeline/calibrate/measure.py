@@ -37,7 +37,7 @@ from pipeline.calibrate.conclude import Key, Timed, Took, conclude, spread_of
 from pipeline.kernel import runtime
 from pipeline.kernel.operands import Operands, make_operands
 from pipeline.model.stage import define, take_stage
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from pipeline.replace import ends_of
 from pipeline.sharding import meshes
 from schedules import Costs, Program, Schedule, from_orders

@@ -23,7 +23,7 @@ from pipeline.forecast.hoisted_casts import cast_once
 from pipeline.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.kernel import runtime
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 
 NAMES = ("messages", "stashes", "crossings", "kept", "totals")
 

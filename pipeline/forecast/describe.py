@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.model.difference import difference
 from pipeline.model.unlike import Overlaid
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from schedules import simulate
 from schedules.lowering.program import Program
 

@@ -14,7 +14,7 @@ from pipeline.forecast import traffic
 from pipeline.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.forecast.traffic import PERMUTE, Axes, Traffic
 from pipeline.kernel import runtime
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 
 
 def describe_memory(

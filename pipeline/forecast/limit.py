@@ -16,7 +16,7 @@ import jax
 from pipeline.base.tree import signature
 from pipeline.forecast.bytes import MemoryPrediction, predict, types
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from schedules import ScheduleError, build, names
 from schedules.build import options
 

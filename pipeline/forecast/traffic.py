@@ -31,7 +31,7 @@ from pipeline.jaxpr.primitives import bodies, traits
 from pipeline.kernel import runtime, scopes
 from pipeline.kernel.ticks import without
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from schedules.lowering.program import Program
 
 Axes = tuple[str, ...]

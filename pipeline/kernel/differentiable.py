@@ -28,7 +28,7 @@ from pipeline.kernel.nans import is_watched, watched
 from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 
 KEPT = 8
 _left: list[weakref.ref[Plan]] = []  # plans without a pipeline whose functions are kept

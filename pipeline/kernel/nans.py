@@ -26,7 +26,7 @@ from pipeline.model.loss import LossModule, as_sum_and_weight
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.model.randomness import fold, split_streams
 from pipeline.model.stage import Definition, Seat
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from pipeline.rank.forward import called, embedded, headed, lost
 
 

@@ -18,7 +18,7 @@ from pipeline.model.loss import LossModule
 from pipeline.model.microbatch import make_batch, place
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.model.stage import Ends, define, seats
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from pipeline.sharding.meshes import untyped
 from pipeline.trained.filters import trained_by
 

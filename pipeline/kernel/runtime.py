@@ -26,7 +26,7 @@ from pipeline.kernel.straight import Straight
 from pipeline.kernel.ticks import run_ticks, was_sent, without
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.plan.plan import Plan
+from pipeline.options.plan import Plan
 from pipeline.rank.activations import follow
 from pipeline.rank.effects import check_effects
 from pipeline.rank.groups import GroupedModel, make_local_model

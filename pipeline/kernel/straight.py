@@ -22,7 +22,7 @@ from pipeline.rank.local_model import LocalModel
 
 
 class Straight(Actions):
-    """A step of such a rank (`is_straight` of `pipeline.plan.choose`).
+    """A step of such a rank (`is_straight` of `pipeline.options.choose`).
 
     Totals are those of `Actions`; it needs no other memory.
 

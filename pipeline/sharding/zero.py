@@ -73,7 +73,7 @@ def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
     """The sum over axes of whose ranks each has an addend of its own, as in the kernel all have.
 
     Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
-    (`pipeline.plan.plan.Plan.tracks_varying`).
+    (`pipeline.options.plan.Plan.tracks_varying`).
     """
     if not axes or not jax.tree.leaves(tree):
         return tree

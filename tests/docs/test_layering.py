@@ -36,8 +36,9 @@ PUBLIC = {
         vocabulary_embedding
     """,
     "pipeline": """
-        Calibration CalibrationError CrossEntropy ParallelConfig Pipeline check_sharding
-        describe_sharding initialize local_rows make_optimizer shard_batch shard_optimizer
+        Calibration CalibrationError CrossEntropy DoesNotFitError ParallelConfig Pipeline Plans
+        check_sharding describe_sharding initialize local_rows make_optimizer plan shard_batch
+        shard_optimizer
     """,
 }
 

@@ -253,7 +253,7 @@ def test_describe():
 
 def test_the_default_schedule_is_one_that_can_wait(monkeypatch):
     """1f1b, the default where only partners meet, would take a third longer."""
-    monkeypatch.setattr("pipeline.plan.resolve.exchanges_are_barriers", lambda mesh: False)
+    monkeypatch.setattr("pipeline.options.resolve.exchanges_are_barriers", lambda mesh: False)
     assert make(None, 4, 1, 8, delayed=False).schedule.name == "1f1b"
     assert make(None, 4, 1, 8).schedule.name == "eager_1f1b"
 

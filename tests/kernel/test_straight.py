@@ -14,7 +14,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.plan.choose import is_straight, straight
+from pipeline.options.choose import is_straight, straight
 from tests.support import models
 from tests.support.models import Block, Hostile, Noisy, Readout, Sided, Tree, Words
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
-from pipeline.plan.options import Bubbles
+from pipeline.options.checks import Bubbles
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
 from schedules.build import options
 from schedules.clocks.shared import Shared

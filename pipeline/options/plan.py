@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from pipeline.backward.accumulate import GradDtype
 from pipeline.model.loss import Loss
-from pipeline.plan.choose import is_straight
-from pipeline.plan.costs import own_costs
-from pipeline.plan.options import Bubbles, Gather, Remat
+from pipeline.options.checks import Bubbles, Gather, Remat
+from pipeline.options.choose import is_straight
+from pipeline.options.costs import own_costs
 from pipeline.sharding.placement import DataParallel
 from schedules import Costs
 from schedules.clocks.shared import Shared

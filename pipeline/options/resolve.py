@@ -14,16 +14,7 @@ from pipeline.backward.accumulate import check_grad_dtype
 from pipeline.base.precision import check_dtype
 from pipeline.model.ends import Mode, choose_shared
 from pipeline.model.loss import LossFn, LossModule
-from pipeline.plan.choose import (
-    choose_bubbles,
-    choose_mesh,
-    choose_pattern,
-    choose_schedule,
-    exchanges_are_barriers,
-    read,
-)
-from pipeline.plan.costs import check_costs, own_costs
-from pipeline.plan.options import (
+from pipeline.options.checks import (
     Bubbles,
     Gather,
     Remat,
@@ -33,7 +24,16 @@ from pipeline.plan.options import (
     check_microbatches,
     check_options,
 )
-from pipeline.plan.plan import Plan
+from pipeline.options.choose import (
+    choose_bubbles,
+    choose_mesh,
+    choose_pattern,
+    choose_schedule,
+    exchanges_are_barriers,
+    read,
+)
+from pipeline.options.costs import check_costs, own_costs
+from pipeline.options.plan import Plan
 from pipeline.sharding.meshes import default_mesh, with_types_in_force, without_types
 from pipeline.sharding.placement import DataParallel
 
