@@ -2,7 +2,7 @@
 
 Checked on jax 0.10.2 and 0.12. Each use says in which releases it was seen and what would take its
 place. Classes are imported and not known by their names, so that a release without one fails here,
-at once; errors, which have a text alone, are provoked by `tests/backward/test_compat.py`.
+at once; errors, which have a text alone, are provoked by `tests/unit_collectives/test_compat.py`.
 
 *Varying* is shard_map's word: a value varies over a mesh axis when ranks along that axis may hold
 different ones. JAX tracks this in the type of every array inside `jax.shard_map(...,
