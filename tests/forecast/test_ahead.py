@@ -407,7 +407,9 @@ def test_large_models_take_what_the_formula_says(name):
     cut = blocks // (S * T) + tables // (T if "tensor" in axes else S)
     assert found.gradients.weights == 4 * (cut + norms)
     assert found.optimizer == 2 * 4 * (cut + norms) // D + 8
-    assert found.gradients.casts == 2 * cut
+    # An embedding casts the rows that it looks up; that of all ranks together is a head's table too.
+    looked_up = tables // 2 // T if "tensor" in axes else 0
+    assert found.gradients.casts == 2 * (cut - looked_up)
 
 
 @pytest.mark.slow
