@@ -62,7 +62,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_any_number_of_processes_gives_the_losses_of_one(
     processes: int, one_process: list[float], tmp_path: Path
 ) -> None:

@@ -288,6 +288,7 @@ def test_mutants() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_mutants() -> None:
     seen = sweep(10_000)
     assert seen.total() >= 10_000
