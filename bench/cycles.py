@@ -15,6 +15,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+from pipeline.profile.loops import computations
+
 EFFICIENCY = 0.5  # of a Pallas kernel: assumed, not measured
 RATE = 2 * 131072  # operations a cycle of a v5p chip: 459e12 a second, published, at its clock
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.
@@ -23,8 +25,6 @@ BLOCK = 512  # positions; of those on the diagonal the kernels compute the maske
 AROUND = "ticks"  # what stands in ticks outside of actions
 ONCE = "step"  # and outside of ticks
 
-_HEAD = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*\{$", re.MULTILINE)
-_STEP = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = ")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
 _LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
@@ -54,7 +54,7 @@ class Cycles:
 
 def cycles(text: str) -> dict[tuple[str, str], Cycles]:
     """By slot and action, `AROUND` and `ONCE` too; each of those for one tick, and one step."""
-    bodies = _computations(text)
+    bodies = {name: list(lines.values()) for name, lines in computations(text).items()}
     found: dict[tuple[str, str], Cycles] = defaultdict(Cycles)
 
     def walk(name: str, label: tuple[str, str], times: int) -> None:
@@ -74,15 +74,6 @@ def cycles(text: str) -> dict[tuple[str, str], Cycles]:
     (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", text, re.MULTILINE)
     walk(entry, ("", ONCE), 1)
     return dict(found)
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    heads = list(_HEAD.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    return {
-        head[1]: [line for line in text[head.end() : end].splitlines() if _STEP.match(line)]
-        for head, end in zip(heads, ends, strict=True)
-    }
 
 
 def _label(line: str, around: tuple[str, str]) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench.cases import error
-from bench.measure import Timer, Variant, seconds, table
+from bench.measure import Timer, Variant, in_turns, seconds, table
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -215,17 +215,6 @@ def predicates() -> dict[str, float]:
     runs = {kind: run(kind) for kind in ("loop", "cond", "select")}
     taken = in_turns({kind: functools.partial(seconds, one) for kind, one in runs.items()}, 5)
     return {kind: statistics.median(times) / TRIPS for kind, times in taken.items()}
-
-
-def in_turns(timers: dict[str, Timer], rounds: int) -> dict[str, list[float]]:
-    """All times of every variant, in seconds, after one unmeasured run."""
-    for timer in timers.values():
-        timer()
-    taken: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            taken[name].append(timer())
-    return taken
 
 
 def compiled_bytes(pipe: Pipeline, case: Case) -> dict[str, int]:

@@ -35,9 +35,10 @@ from jax.experimental import topologies
 
 from pipeline import Pipeline, make_optimizer
 from pipeline.kernel.scopes import COMMON
+from pipeline.planner import CHIPS
 from schedules import Costs, simulate
 
-CLOCK = 1.75e9  # of a v5p chip
+CLOCK = CHIPS["v5p"].clock or 0.0
 
 
 @dataclass(frozen=True)

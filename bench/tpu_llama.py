@@ -31,13 +31,14 @@ from collectives import STAGE, make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.forecast.step_memory import predict_step
 from pipeline.layers import RMSNorm
+from pipeline.planner import CHIPS
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import LlamaConfig, build, loss_fn
 
 GB = 10**9
-HBM = 95 * GB  # of a v5p chip
+HBM = CHIPS["v5p"].hbm
 SAVING = {"scan_layers": True, "remat_blocks": True, "query_chunk": 512}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GB = 10**9
@@ -83,9 +84,15 @@ def find_chip(chip: Chip | str) -> Chip:
     name = chip.lower() if isinstance(chip, str) else chip
     if name in CHIPS:
         return CHIPS[name]
-    near = difflib.get_close_matches(str(name), CHIPS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"chip={chip!r} is not in the table; {hint}known: {', '.join(CHIPS)}; or give a "
+        f"chip={chip!r} is not in the table; {known(name, CHIPS)}; or give a "
         f"pipeline.planner.Chip of your own"
     )
+
+
+def known(name: object, table: Iterable[str]) -> str:
+    """What a table knows, for a message that it does not know a name, with the nearest first."""
+    names = list(table)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(names)}"

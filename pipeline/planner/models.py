@@ -6,13 +6,13 @@ no biases, as in Llama. Operations are multiplications and additions, of one tok
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from collectives.sizes import is_size
+from pipeline.planner.chips import known
 
 COMPUTE_BYTES = 2  # of an activation, bfloat16
 
@@ -153,12 +153,9 @@ def find_model(model: ModelSizes | str | Path) -> ModelSizes:
     if isinstance(model, str) and model.lower() in MODELS:
         return MODELS[model.lower()]
     if not isinstance(model, str | Path) or not Path(model).is_file():
-        near = difflib.get_close_matches(str(model), MODELS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"model={str(model)!r} is neither a known model nor a file; {hint}known: "
-            f"{', '.join(MODELS)}; or give the path of a config.json, or a "
-            f"pipeline.planner.ModelSizes"
+            f"model={str(model)!r} is neither a known model nor a file; {known(model, MODELS)}; or "
+            f"give the path of a config.json, or a pipeline.planner.ModelSizes"
         )
     return _read(Path(model))
 

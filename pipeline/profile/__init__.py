@@ -4,9 +4,9 @@ Here live the reading of compiled steps and of profiles, and the report that the
 run here, and never changed: what it is made of is the kernel's, and what it was to take a clock's.
 """
 
-from pipeline.profile.events import Event, events
 from pipeline.profile.loops import Loop, loops_of
-from pipeline.profile.report import report, runs_of
-from pipeline.profile.trace import trace
+from pipeline.profile.read import Event, events
+from pipeline.profile.run import trace
+from pipeline.profile.timeline import report, runs_of
 
 __all__ = ["Event", "Loop", "events", "loops_of", "report", "runs_of", "trace"]

@@ -17,9 +17,9 @@ from collectives import STAGE
 from pipeline.kernel import runtime
 from pipeline.kernel.operands import Operands
 from pipeline.options.plan import Plan
-from pipeline.profile.events import events
 from pipeline.profile.loops import loops_of
-from pipeline.profile.report import report
+from pipeline.profile.read import events
+from pipeline.profile.timeline import report
 from schedules import Report, simulate
 from schedules.core.arguments import integer
 

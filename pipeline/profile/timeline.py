@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.profile.events import Event
 from pipeline.profile.loops import Loop
+from pipeline.profile.read import Event
 from schedules import Action, Costs, Report
 from schedules.core.action import KINDS
 from schedules.core.flat import flatten
