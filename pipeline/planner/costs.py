@@ -1,8 +1,7 @@
-"""What a step of a layout costs, by arithmetic: seconds by use, bytes by what they hold.
+"""What a step of a layout takes, by arithmetic: seconds by use.
 
-Letters: S, D, T ranks on `stage`, `data`, `tensor`; V stages on a rank, M microbatches. Bytes of
-collectives are those of docs/communication.md, for sequence parallelism. Weights, sums of gradients
-and Adam's two moments are float32, all else bfloat16.
+Letters as in `pipeline.planner.layout`. Bytes of collectives are those of docs/communication.md,
+for sequence parallelism.
 
 No latency is counted, and of a pipeline's collectives over `tensor` and `data` nothing hides behind
 work; those of FSDP alone hide as far as they can, so a pipeline must beat it at its best.
@@ -14,12 +13,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.planner.chips import Chip
-from pipeline.planner.makespan import makespan, peak
-from pipeline.planner.models import COMPUTE_BYTES, ModelSizes
+from pipeline.planner.layout import WEIGHT, Job, Layout, layers_of_stages, parameters_of
+from pipeline.planner.makespan import makespan
+from pipeline.planner.memory import alone_bytes, pipeline_bytes
+from pipeline.planner.models import COMPUTE_BYTES
 from schedules import Costs
-
-WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
 
 # Of peak, in attention kernels: assumed in docs/llama.md too, and measured nowhere.
 ATTENTION_EFFICIENCY = 0.5
@@ -27,76 +25,6 @@ ATTENTION_EFFICIENCY = 0.5
 FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
-# Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
-LOGIT_PARTS = 8
-# What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
-USABLE = 0.95
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be trained on what.
-
-    Attributes:
-      model: its sizes.
-      chip: which.
-      devices: chips, equally many in each slice.
-      batch: sequences of a step.
-      seq: their positions.
-      slices: groups of chips that only the network joins; of GPUs, hosts.
-      clock: "lockstep", as the kernel runs, with exchanges that only partners wait for, or "event".
-      efficiency: of the products of a block, of peak.
-      costs: seconds of one block and one sequence on one chip, without recomputation, instead.
-    """
-
-    model: ModelSizes
-    chip: Chip
-    devices: int
-    batch: int
-    seq: int
-    slices: int
-    clock: str
-    efficiency: float
-    costs: Costs | None = None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to spread a job.
-
-    Attributes:
-      data: D.
-      stage: S.
-      tensor: T.
-      data_slices: of D, how many lie in slices of their own.
-      stage_slices: of S, likewise.
-      schedule: of the pipeline; None where stage is 1.
-      chunks: V.
-      microbatches: M.
-      rows: sequences of a microbatch on a data shard.
-      remat: what is computed again: None, each "block" from its input, each "stage" from its own.
-      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
-        "hsdp": weights over the data shards of a slice.
-      vocabulary: "ends" or "stage".
-    """
-
-    data: int
-    stage: int
-    tensor: int
-    data_slices: int = 1
-    stage_slices: int = 1
-    schedule: str | None = None
-    chunks: int = 1
-    microbatches: int = 1
-    rows: int = 1
-    remat: str | None = None
-    data_parallel: str = "replicated"
-    vocabulary: str = "ends"
-
-    @property
-    def mesh(self) -> tuple[int, int, int]:
-        """D, S and T."""
-        return self.data, self.stage, self.tensor
 
 
 @dataclass(frozen=True)
@@ -124,11 +52,6 @@ class Estimate:
     def hbm(self) -> float:
         """Bytes."""
         return sum(self.bytes.values())
-
-
-def usable(job: Job) -> float:
-    """Bytes of a chip that a plan may take."""
-    return USABLE * job.chip.hbm
 
 
 def mfu(job: Job, step: float) -> float:
@@ -290,23 +213,6 @@ def stage_costs(job: Job, layout: Layout) -> Costs:
     )
 
 
-def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many each has; where they differ by one, the ends of the pipeline have less."""
-    longest = -(-layers // stages)
-    short = longest * stages - layers
-    first = short // 2
-    even = stages - short
-    return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
-
-
-def _parameters(job: Job, layout: Layout) -> tuple[float, float]:
-    """Of a rank's blocks, and of what it has of embedding and head."""
-    model = job.model
-    longest = -(-model.layers // (layout.stage * layout.chunks))
-    blocks = layout.chunks * longest * model.block / layout.tensor
-    return blocks, model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)
-
-
 def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     """Seconds and bytes of a layout.
 
@@ -353,7 +259,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
 
 def _reduce(job: Job, layout: Layout, links: _Links) -> float:
     """Seconds, once a step: gradients are summed, and ZeRO-1 gathers new weights."""
-    blocks, ends = _parameters(job, layout)
+    blocks, ends = parameters_of(job, layout)
     inside, outside = layout.data // layout.data_slices, layout.data_slices
     gradients = WEIGHT * (blocks + ends)
     weights = 0.0 if layout.data_parallel == "fsdp" else gradients
@@ -371,7 +277,7 @@ def _update(job: Job, layout: Layout) -> float:
     parts = 1 if layout.data_parallel == "replicated" else layout.data
     if layout.data_parallel == "hsdp":
         parts //= layout.data_slices
-    return 7 * WEIGHT * sum(_parameters(job, layout)) / parts / job.chip.hbm_bandwidth
+    return 7 * WEIGHT * sum(parameters_of(job, layout)) / parts / job.chip.hbm_bandwidth
 
 
 def _alone(job: Job, layout: Layout) -> dict[str, float]:
@@ -404,68 +310,4 @@ def _alone(job: Job, layout: Layout) -> dict[str, float]:
         "tensor": tensor,
         "data": data,
         "update": _update(job, layout),
-    }
-
-
-def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
-    """Of one block and microbatch: its input, its residuals, and what an action holds beside."""
-    tokens = layout.rows * job.seq / layout.tensor
-    whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
-    residuals = job.model.residuals * tokens
-    # Residuals and their gradients; under sequence parallelism also what was gathered.
-    beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0)
-    return whole / layout.tensor, residuals, beside
-
-
-def _logits(job: Job, layout: Layout) -> float:
-    """Bytes of logits and their gradient, float32."""
-    parts = layout.stage if layout.vocabulary == "stage" else layout.tensor * LOGIT_PARTS
-    return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
-
-
-def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes of a chip, as the kernel holds them."""
-    S, V, D, M = layout.stage, layout.chunks, layout.data, layout.microbatches
-    blocks, ends = _parameters(job, layout)
-    n = -(-job.model.layers // (S * V))
-    given, residuals, beside = _block_bytes(job, layout)
-    stash = {None: n * residuals, "block": n * given, "stage": given}[layout.remat]
-    workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
-    crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
-    schedule = layout.schedule or ""
-    weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
-    held = {
-        "weights": weights,
-        "optimizer": optimizer / (1 if layout.data_parallel == "replicated" else D),
-        "gradients": weights,
-        "stashes": peak(schedule, S, V, M, stash, crossing),
-        # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
-        "weights cast": COMPUTE_BYTES * blocks,
-        "messages": 2 * V * given,
-        "workspace": max(workspace, _logits(job, layout)),
-    }
-    if layout.data_parallel == "fsdp":
-        held["weights"] /= D
-        held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * blocks / V  # of one action
-    return held
-
-
-def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
-    """Bytes of a chip without a pipeline."""
-    model, L = job.model, job.model.layers
-    size = WEIGHT * model.parameters / layout.tensor
-    shards = {"fsdp": layout.data, "hsdp": layout.data // layout.data_slices}
-    parts = shards.get(layout.data_parallel, 1)
-    moments = layout.data if layout.data_parallel == "zero1" else parts
-    given, residuals, beside = _block_bytes(job, layout)
-    # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
-    cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
-    return {
-        "weights": size / parts,
-        "optimizer": 2 * size / moments,
-        "gradients": size / parts,
-        "stashes": L * (residuals if layout.remat is None else given),
-        "weights cast": cast,
-        "messages": 0.0,
-        "workspace": max(beside, _logits(job, layout)),
     }

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.planner.costs import Estimate, Job, Layout, layers_of_stages, mfu, usable
+from pipeline.planner.costs import Estimate, mfu
+from pipeline.planner.layout import Job, Layout, layers_of_stages
+from pipeline.planner.memory import usable
 
 GB = 10**9
 COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")

@@ -17,16 +17,10 @@ from typing import Any
 
 from collectives.sizes import is_size
 from pipeline.planner.chips import Chip, find_chip
-from pipeline.planner.costs import (
-    Estimate,
-    Job,
-    Layout,
-    alone_bytes,
-    estimate,
-    pipeline_bytes,
-    usable,
-)
+from pipeline.planner.costs import Estimate, estimate
+from pipeline.planner.layout import Job, Layout
 from pipeline.planner.makespan import CLOCKS, built
+from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
 from pipeline.planner.plans import GB, DoesNotFitError, Plans, short, why
 from schedules import Costs, ScheduleError, names

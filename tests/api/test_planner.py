@@ -10,7 +10,8 @@ import pytest
 
 from pipeline import ParallelConfig, cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
-from pipeline.planner.costs import Job, Layout, estimate, layers_of_stages, mfu, stage_costs
+from pipeline.planner.costs import estimate, mfu, stage_costs
+from pipeline.planner.layout import Job, Layout, layers_of_stages
 from pipeline.planner.makespan import makespan
 from pipeline.planner.search import REMAT, _layouts
 from schedules import Costs, build, simulate

@@ -1,0 +1,97 @@
+"""What is to be trained, and one way to spread it.
+
+Letters: S, D, T ranks on `stage`, `data`, `tensor`; V stages on a rank, M microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.planner.chips import Chip
+from pipeline.planner.models import ModelSizes
+from schedules import Costs
+
+WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained on what.
+
+    Attributes:
+      model: its sizes.
+      chip: which.
+      devices: chips, equally many in each slice.
+      batch: sequences of a step.
+      seq: their positions.
+      slices: groups of chips that only the network joins; of GPUs, hosts.
+      clock: "lockstep", as the kernel runs, with exchanges that only partners wait for, or "event".
+      efficiency: of the products of a block, of peak.
+      costs: seconds of one block and one sequence on one chip, without recomputation, instead.
+    """
+
+    model: ModelSizes
+    chip: Chip
+    devices: int
+    batch: int
+    seq: int
+    slices: int
+    clock: str
+    efficiency: float
+    costs: Costs | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread a job.
+
+    Attributes:
+      data: D.
+      stage: S.
+      tensor: T.
+      data_slices: of D, how many lie in slices of their own.
+      stage_slices: of S, likewise.
+      schedule: of the pipeline; None where stage is 1.
+      chunks: V.
+      microbatches: M.
+      rows: sequences of a microbatch on a data shard.
+      remat: what is computed again: None, each "block" from its input, each "stage" from its own.
+      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
+        "hsdp": weights over the data shards of a slice.
+      vocabulary: "ends" or "stage".
+    """
+
+    data: int
+    stage: int
+    tensor: int
+    data_slices: int = 1
+    stage_slices: int = 1
+    schedule: str | None = None
+    chunks: int = 1
+    microbatches: int = 1
+    rows: int = 1
+    remat: str | None = None
+    data_parallel: str = "replicated"
+    vocabulary: str = "ends"
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """D, S and T."""
+        return self.data, self.stage, self.tensor
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """How many each has; where they differ by one, the ends of the pipeline have less."""
+    longest = -(-layers // stages)
+    short = longest * stages - layers
+    first = short // 2
+    even = stages - short
+    return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
+
+
+def parameters_of(job: Job, layout: Layout) -> tuple[float, float]:
+    """Of a rank's blocks, and of what it has of embedding and head."""
+    model = job.model
+    longest = -(-model.layers // (layout.stage * layout.chunks))
+    blocks = layout.chunks * longest * model.block / layout.tensor
+    return blocks, model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)

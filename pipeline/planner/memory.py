@@ -1,0 +1,85 @@
+"""What a layout holds on its fullest chip, by arithmetic: bytes by what they are.
+
+Letters as in `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments are
+float32, all else bfloat16.
+"""
+
+from __future__ import annotations
+
+from pipeline.planner.layout import WEIGHT, Job, Layout, parameters_of
+from pipeline.planner.makespan import peak
+from pipeline.planner.models import COMPUTE_BYTES
+
+# Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
+LOGIT_PARTS = 8
+# What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
+USABLE = 0.95
+
+
+def usable(job: Job) -> float:
+    """Bytes of a chip that a plan may take."""
+    return USABLE * job.chip.hbm
+
+
+def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
+    """Of one block and microbatch: its input, its residuals, and what an action holds beside."""
+    tokens = layout.rows * job.seq / layout.tensor
+    whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
+    residuals = job.model.residuals * tokens
+    # Residuals and their gradients; under sequence parallelism also what was gathered.
+    beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0)
+    return whole / layout.tensor, residuals, beside
+
+
+def _logits(job: Job, layout: Layout) -> float:
+    """Bytes of logits and their gradient, float32."""
+    parts = layout.stage if layout.vocabulary == "stage" else layout.tensor * LOGIT_PARTS
+    return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
+
+
+def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes of a chip, as the kernel holds them."""
+    S, V, D, M = layout.stage, layout.chunks, layout.data, layout.microbatches
+    blocks, ends = parameters_of(job, layout)
+    n = -(-job.model.layers // (S * V))
+    given, residuals, beside = _block_bytes(job, layout)
+    stash = {None: n * residuals, "block": n * given, "stage": given}[layout.remat]
+    workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
+    crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
+    schedule = layout.schedule or ""
+    weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
+    held = {
+        "weights": weights,
+        "optimizer": optimizer / (1 if layout.data_parallel == "replicated" else D),
+        "gradients": weights,
+        "stashes": peak(schedule, S, V, M, stash, crossing),
+        # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
+        "weights cast": COMPUTE_BYTES * blocks,
+        "messages": 2 * V * given,
+        "workspace": max(workspace, _logits(job, layout)),
+    }
+    if layout.data_parallel == "fsdp":
+        held["weights"] /= D
+        held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * blocks / V  # of one action
+    return held
+
+
+def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
+    """Bytes of a chip without a pipeline."""
+    model, L = job.model, job.model.layers
+    size = WEIGHT * model.parameters / layout.tensor
+    shards = {"fsdp": layout.data, "hsdp": layout.data // layout.data_slices}
+    parts = shards.get(layout.data_parallel, 1)
+    moments = layout.data if layout.data_parallel == "zero1" else parts
+    given, residuals, beside = _block_bytes(job, layout)
+    # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
+    cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
+    return {
+        "weights": size / parts,
+        "optimizer": 2 * size / moments,
+        "gradients": size / parts,
+        "stashes": L * (residuals if layout.remat is None else given),
+        "weights cast": cast,
+        "messages": 0.0,
+        "workspace": max(beside, _logits(job, layout)),
+    }
