@@ -105,9 +105,6 @@ _TABLE = {
 }  # fmt: skip
 _TRAITS = {name: of_name for names, of_name in _TABLE.items() for name in names.split()}
 _UNKNOWN = Traits()
-# Of those, the ones that not every release has; `tests/unit_collectives/test_compat.py` misses any
-# other.
-OF_SOME_RELEASES = {"closed_call": "up to 0.10.2", "one_minus_square": "from 0.12 on"}
 
 
 def traits(eqn: Eqn) -> Traits:
