@@ -34,7 +34,7 @@ from pipeline.layerwise.layout import Layout, check_layout, mark
 from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
-from pipeline.model.loss import LossFn
+from pipeline.model.loss import LossFn, check_has_aux
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
@@ -273,15 +273,26 @@ class Pipeline(nnx.Module):
         return meshes.typed(found, meshes.mesh_of_results(mesh, given), specs)
 
     def loss(
-        self, inputs: Tree, targets: Tree, *, extras: dict[str, Tree] | None = None
-    ) -> jax.Array:
-        """The mean loss, a float32 scalar on every rank.
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        has_aux: bool = False,
+    ) -> Any:
+        """The mean loss, a float32 scalar on every rank; with ``has_aux`` (loss, metrics).
 
         Differentiated, it runs the whole schedule once; otherwise forward actions alone. Where a
         step computes in float16, both run, forward actions first: a loss scale (what the loss is
         multiplied with before it is differentiated) must be known to the schedule.
+
+        Args:
+          inputs: [N, ...] leaves.
+          targets: likewise.
+          extras: likewise, by name, for every stage.
+          has_aux: as of `value_and_grad`; metrics have no gradient.
         """
-        operands = self._operands(inputs, targets, extras, "loss")
+        operands = self._operands(inputs, targets, extras, "loss", has_aux=has_aux)
         with self._step("loss", operands) as (model, *arrays):
             found = differentiable.loss(self.plan, model, warn_of_memory, *arrays)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
@@ -294,8 +305,11 @@ class Pipeline(nnx.Module):
         extras: dict[str, Tree] | None = None,
         wrt: nnx.filterlib.Filter | None = None,
         loss_scale: Any = None,
-    ) -> tuple[jax.Array, nnx.State[Any, Any]]:
+        has_aux: bool = False,
+    ) -> tuple[Any, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
+
+        With ``has_aux``, ``((loss, metrics), gradients)``.
 
         Args:
           inputs: [N, ...] leaves.
@@ -306,12 +320,18 @@ class Pipeline(nnx.Module):
             differentiated, so that small gradients do not vanish in float16. Gradients come back
             multiplied with it, to be divided by whoever chose it (in float32, and after a look for
             infinities and NaN, which say that it was too large); the loss does not.
+          has_aux: whether loss_fn returns (loss, metrics): any tree of scalars, each of which is
+            what a loss may be. A pair (sum, weight) comes back as Σ sum / Σ weight over all
+            microbatches and data shards; a float as the mean of the microbatches, weighted as the
+            loss is; an integer is a count, and added up. They are float32 (counts int32) scalars on
+            every rank, and have no gradient.
 
         Raises:
-          ValueError: a batch, a filter or a scale that does not fit; or it was differentiated.
+          ValueError: a batch, a filter or a scale that does not fit; a loss_fn that returns other
+            than ``has_aux`` says; or it was differentiated.
         """
         wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
-        operands = self._operands(inputs, targets, extras, "value_and_grad", wrt)
+        operands = self._operands(inputs, targets, extras, "value_and_grad", wrt, has_aux)
         with (
             self._step("value_and_grad", operands) as operands,
             differentiable.refusing_twice(
@@ -542,15 +562,24 @@ class Pipeline(nnx.Module):
         return model, meshes.untyped(weights, self.plan.mesh), batch
 
     def _operands(
-        self, inputs: Tree, targets: Tree, extras: Any, loss_for: str = "", wrt: Any = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        extras: Any,
+        loss_for: str = "",
+        wrt: Any = None,
+        has_aux: bool | None = None,
     ) -> Operands:
+        if has_aux is not None:
+            check_has_aux(has_aux, shared_head="head" in self.plan.shared)
         if loss_for:
             meshes.warn_of_untyped_weights(self.plan.home, self.plan.traces.warned)
         hold(self.plan, self)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
-        return make_operands(self.plan, *state, inputs, targets, extras, loss_for, wrt=wrt)
+        given = inputs, targets, extras, loss_for
+        return make_operands(self.plan, *state, *given, wrt=wrt, has_aux=has_aux)
 
     @property
     def trained(self) -> Trained:

@@ -256,7 +256,8 @@ def partial_step(
 
 def _operands(pipe: Any, inputs: Tree, targets: Tree, extras: Any) -> Operands:
     plan, state = pipe.plan, (pipe.chunks, pipe.ends)
-    found = make_operands(plan, *state, inputs, targets, extras, "calibrate", wrt=plan.wrt)
+    options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
+    found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)
     model, weights, batch = found
     return model, meshes.untyped(weights, plan.mesh), batch
 

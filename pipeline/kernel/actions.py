@@ -98,7 +98,8 @@ class Actions:
         """The end of an inference: a loss, or outputs."""
         local = self.local
         if self.step.take_loss:
-            self.memory.loss.add(list(local.loss(local.ends_weights, y, microbatch)))
+            total, others = local.loss(local.ends_weights, y, microbatch)
+            self.memory.loss.add([total, *others])
         else:
             self.memory.results[microbatch] = local.outputs(local.ends_weights, y, microbatch)
 
@@ -192,8 +193,8 @@ class Actions:
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; counts the loss itself."""
-        total, weight, pullback = self.local.loss_pullback(y, microbatch)
-        self.memory.loss.add([total, weight])
+        total, others, pullback = self.local.loss_pullback(y, microbatch)
+        self.memory.loss.add([total, *others])
         return pullback(self.loss_cotangent(), self.memory.ends_grads.refs, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:

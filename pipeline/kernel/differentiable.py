@@ -60,8 +60,10 @@ jax.tree_util.register_dataclass(_Waiting)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> jax.Array:
+def loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
     """The mean loss, a float32 scalar; differentiable in params and inputs.
+
+    With metrics, if the model has them, which have no gradient.
 
     Args:
       plan: the options of the pipeline.
@@ -76,7 +78,7 @@ def loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batc
 
 def _loss_forward(
     plan: Plan, model: Model, before: Before, weights: Any, batch: Any
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, Any]:
     want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
@@ -104,7 +106,7 @@ def _is_narrow(
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
-    ct = _instantiate(ct)
+    ct = _instantiate(ct[0] if model.has_aux else ct)
     if isinstance(kept, _Waiting):
         model = dataclasses.replace(model, trained=kept.trained)
         run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
@@ -140,7 +142,7 @@ def _outputs_backward(
 ) -> tuple[Any, Any]:
     weights, batch, want_inputs, trained = kept
     cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
-    model = dataclasses.replace(model, loss_fn=pairing, trained=trained)
+    model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     batch = dataclasses.replace(batch, targets=cotangents)
     before(plan, model, weights, batch, want_inputs=want_inputs)
     return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
@@ -153,6 +155,7 @@ def _cotangents(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
 ) -> tuple[Weights, Batch]:
     """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
+    model = dataclasses.replace(model, has_aux=None if model.has_aux else model.has_aux)
     run = functools.partial(train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
         _, grads, inputs = watched(run, plan, model, weights, batch, **scale)

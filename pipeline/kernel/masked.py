@@ -101,7 +101,8 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
         return actions.sent(y)
     real = facts.forward & facts.last
     if actions.step.take_loss:
-        _add(actions.memory.loss, real, list(local.loss(local.ends_weights, y, microbatch)))
+        total, others = local.loss(local.ends_weights, y, microbatch)
+        _add(actions.memory.loss, real, [total, *others])
     else:
         found = local.outputs(local.ends_weights, y, microbatch)
         actions.memory.results[microbatch] = _select(
@@ -169,9 +170,9 @@ def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leave
 
 
 def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
-    total, weight, pullback = actions.local.loss_pullback(y, microbatch)
+    total, others, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
-    _add(actions.memory.loss, real, [total, weight])
+    _add(actions.memory.loss, real, [total, *others])
     dw, found = pullback.values(actions.loss_cotangent())
     _add(actions.memory.ends_grads, real, dw)
     chosen: Leaves = _select(facts.last, found, dy)

@@ -102,7 +102,7 @@ class Memory:
     """What a rank's actions read and write, and how a stage's backward goes with it.
 
     Attributes:
-      loss: totals of the loss and of its weight.
+      loss: totals of the loss, of its weight, and of what metrics are made of.
       chunk_grads: [V] totals, and ends_grads, totals for embed and head.
       input_grads: [M, b, ...] gradients for the inputs' float leaves.
       buffers: messages, by place; returned: the same, read as what a stage returns.
@@ -128,7 +128,8 @@ class Memory:
 def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
     """What a step adds up, whatever runs it."""
     axes, model = local.axes, local.model
-    loss = Total([jnp.zeros(()), jnp.zeros(())], axes)
+    measured = list(map(zeros, local.metrics()[0])) if step.take_loss else []
+    loss = Total([jnp.zeros(()), jnp.zeros(()), *measured], axes)
 
     def sums(weights: Leaves, mask: Mask) -> Total:
         own = chosen(weights, mask)

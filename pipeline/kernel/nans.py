@@ -22,7 +22,7 @@ from flax import nnx
 from collectives import DATA, STAGE
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Leaves, Tree, combine, is_float, partition
-from pipeline.model.loss import LossModule, as_sum_and_weight
+from pipeline.model.loss import LossModule, take_loss
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.model.randomness import fold, split_streams
 from pipeline.model.stage import Definition, Seat
@@ -157,7 +157,7 @@ class _Search:
             pullbacks.append((part, pullback))
         if self._model.loss_fn is None:
             return ""
-        dy: Leaves = [jnp.ones_like(x[0]), jnp.zeros_like(x[1])]
+        dy: Leaves = [jnp.ones_like(x[0]), *map(jnp.zeros_like, partition(x[1:])[0])]
         for part, pullback in reversed(pullbacks):
             found = pullback(dy)
             if _bad(found, self._kinds):
@@ -221,6 +221,8 @@ class _Search:
             call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
             parts.insert(0, _Part("embed", call, params))
 
+        model = self._model
+
         def last(params: Tree, x: Tree, batch: Batch, microbatch: int) -> Tree:
             y = head(params, microbatch, x) if model.has_head else x
             if model.loss_fn is None:
@@ -228,7 +230,8 @@ class _Search:
             loss_fn: Any = model.loss_fn
             if isinstance(loss_fn, LossModule):
                 loss_fn = lambda y, t: loss(params, microbatch, (y, t))  # noqa: E731
-            return as_sum_and_weight(loss_fn, y, batch.targets)
+            taken = take_loss(loss_fn, y, batch.targets, has_aux=model.has_aux)
+            return taken.total, taken.weight, *taken.sums
 
         return [*parts, _Part("head or loss_fn", last, params)]
 

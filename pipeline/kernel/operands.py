@@ -36,6 +36,7 @@ def make_operands(
     loss_for: str = "",
     *,
     wrt: Any = nnx.Param,
+    has_aux: bool | None = False,
 ) -> Operands:
     """The static half of the model, its state, and the batch on the mesh.
 
@@ -48,6 +49,7 @@ def make_operands(
       extras: None, or a dict of trees of such leaves.
       loss_for: the method that takes a loss, if one does.
       wrt: a filter, what is trained.
+      has_aux: as `Model` has it.
 
     Raises:
       ValueError: there is no loss to take, or a batch that does not fit.
@@ -77,6 +79,7 @@ def make_operands(
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
+        has_aux=has_aux,
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch
 

@@ -58,7 +58,7 @@ def train(
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[jax.Array, tuple[tuple[Leaves, ...], Leaves], Leaves]:
+) -> tuple[Any, tuple[tuple[Leaves, ...], Leaves], Leaves]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -73,7 +73,8 @@ def train(
       normalise: divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar that is not scaled; gradients for those leaves of
+      The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted;
+      gradients for those leaves of
       ``weights.chunks`` and of ``weights.ends`` that are trained; and for the inputs' float leaves,
       [N, ...].
     """
@@ -97,7 +98,7 @@ def train(
             loss_share=share,
         )
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        total, weight = total_over(sums.loss.all(), plan.axes)
+        total, weight, *measured = total_over(sums.loss.all(), plan.axes)
         value = total
         if normalise and known is None:
             value, share = mean_of(total, weight)
@@ -128,7 +129,7 @@ def train(
         inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
         if known is not None:
             value = total / weight if scale is None else mean_of(total, weight)[0]
-        return value, (chunks, ends), inputs
+        return _with_metrics(local, value, weight, measured), (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
     trained = model.trained
@@ -142,6 +143,12 @@ def train(
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs
+
+
+def _with_metrics(local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves) -> Any:
+    """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
+    _, metrics = local.metrics()
+    return value if metrics is None else (value, metrics.of(measured, weight))
 
 
 def _share_known_before(
@@ -192,7 +199,8 @@ def infer(
 ) -> Tree:
     """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
 
-    With ``want_share`` the loss comes with what sums over microbatches are to be multiplied with.
+    With ``want_share`` the loss, or (loss, metrics), comes with what sums over microbatches are to
+    be multiplied with.
     """
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
@@ -203,8 +211,10 @@ def infer(
         actions = make_actions(local, plan.forward, Step(training=False, take_loss=take_loss))
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            found = mean_of(*total_over(actions.memory.loss.all(), plan.axes))
-            return found if want_share else found[0]
+            total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes)
+            value, share = mean_of(total, weight)
+            found = _with_metrics(local, value, weight, measured)
+            return (found, share) if want_share else found
         if shares_head:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.

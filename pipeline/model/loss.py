@@ -1,16 +1,20 @@
-"""Losses: a mean, or a sum with its weight."""
+"""Losses: a mean, or a sum with its weight; and metrics, each of which is one or the other.
+
+Letters: M microbatches, D data shards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from collectives.compat import varying_in
-from pipeline.base.tree import partition, real, shape_text
+from pipeline.base.tree import Leaves, Tree, partition, real, shape_text
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -22,26 +26,145 @@ class LossModule:
 Loss = LossFn | LossModule
 
 
-def as_sum_and_weight(loss_fn: LossFn, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Call ``loss_fn`` on one microbatch; a scalar mean becomes a sum of weight 1.
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """What a loss measures beside itself, as sums over microbatches and data shards.
+
+    Attributes:
+      treedef: of the metrics, in which a (sum, weight) pair is one leaf.
+      kinds: of each leaf what it is: the "mean" of a microbatch, summed times the loss's weight; a
+        "pair" (sum, weight), two sums; or a "count".
+    """
+
+    treedef: Any
+    kinds: tuple[Literal["mean", "pair", "count"], ...]
+
+    def of(self, sums: Leaves, weight: jax.Array) -> Tree:
+        """The metrics of a step, of sums over all its microbatches.
+
+        Args:
+          sums: scalars, as `MicrobatchLoss` has them.
+          weight: the loss's, of the same microbatches.
+        """
+        rest = iter(sums)
+        found = []
+        for kind in self.kinds:
+            total = next(rest)
+            if kind != "count":
+                total, _ = mean_of(total, next(rest) if kind == "pair" else weight)
+            found.append(total)
+        return jax.tree.unflatten(self.treedef, found)
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchLoss:
+    """What a loss made of one microbatch.
+
+    Attributes:
+      total, weight: float scalars; a mean is a sum of weight 1.
+      is_mean: whether it was one.
+      sums: scalars to be added up for ``metrics``, which is None without any.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+    is_mean: bool
+    sums: Leaves
+    metrics: Metrics | None
+
+
+def take_loss(
+    loss_fn: LossFn, outputs: Any, targets: Any, *, has_aux: bool | None = False
+) -> MicrobatchLoss:
+    """Call ``loss_fn`` on one microbatch.
+
+    Args:
+      loss_fn: what a pipeline was given.
+      outputs: of the microbatch.
+      targets: likewise.
+      has_aux: whether it returns (loss, metrics); with None it may, and metrics are dropped.
 
     Raises:
-      ValueError: it returned neither a float scalar nor a pair of scalars.
+      ValueError: it returned something else; or metrics that cannot be added up.
     """
     result = loss_fn(outputs, targets)
-    pair = result if isinstance(result, (tuple, list)) else (result, jnp.ones(()))
+    loss, given = result, None
+    if _is_with_aux(result) and (has_aux or not _is_scalar(result[1])):
+        loss, given = result
+    if has_aux and (given is None or _is_one_metric(given)):
+        raise ValueError(
+            f"loss_fn returned {_describe(result)}, and has_aux=True takes (loss, metrics): a "
+            f"loss, which is a float scalar or a pair (sum, weight), and a dict of metrics; return "
+            f'such as (loss, {{"correct": (correct, count)}}), or leave has_aux out'
+        )
+    pair = loss if isinstance(loss, (tuple, list)) else (loss, jnp.ones(()))
     if len(pair) != 2 or not all(map(_is_scalar, pair)) or not _is_float(pair[0]):
         raise ValueError(
-            f"loss_fn returned {_describe(result)}; it returns a float scalar, the mean over the "
+            f"loss_fn returned {_describe(loss)}; it returns a float scalar, the mean over the "
             f"microbatch, or a pair of scalars (sum, weight): reduce it, for example with .mean()"
         )
+    if given is not None and has_aux is False:
+        raise ValueError(
+            f"loss_fn returned {_describe(result)}, a loss and metrics, which are returned if they "
+            f"are asked for: value_and_grad(..., has_aux=True) or loss(..., has_aux=True); or let "
+            f"it return the loss alone"
+        )
     total, weight = (jnp.asarray(x).astype(real()) for x in pair)
-    return total, jax.lax.stop_gradient(weight)
+    weight, is_mean = jax.lax.stop_gradient(weight), not isinstance(loss, (tuple, list))
+    if not has_aux:
+        return MicrobatchLoss(total, weight, is_mean, [], None)
+    return MicrobatchLoss(total, weight, is_mean, *_summed(given, weight))
 
 
-def is_mean(result: Any) -> bool:
-    """Whether what a loss returned is a mean, so that every microbatch has weight 1."""
-    return not isinstance(result, (tuple, list))
+def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, Metrics]:
+    """Metrics of one microbatch as scalars that can be added up."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(given, is_leaf=_is_pair)
+    sums: Leaves = []
+    kinds: list[Any] = []
+    for path, leaf in leaves:
+        parts = [jnp.asarray(x) for x in (leaf if _is_pair(leaf) else [leaf]) if _is_number(x)]
+        if len(parts) != (2 if _is_pair(leaf) else 1):
+            raise ValueError(
+                f"loss_fn returned the metric {jax.tree_util.keystr(path)} as {_describe(leaf)}; "
+                f"a metric is a float scalar, the mean over the microbatch, a pair of scalars "
+                f"(sum, weight), or an integer scalar, a count: reduce it"
+            )
+        parts = list(map(jax.lax.stop_gradient, parts))
+        if len(parts) == 2:
+            kinds.append("pair")
+            sums += [x.astype(real()) for x in parts]
+        elif _is_float(parts[0]):
+            kinds.append("mean")
+            # What is the mean of nothing may be NaN.
+            mean = jnp.where(weight == 0, jnp.zeros((), real()), parts[0].astype(real()))
+            sums.append(mean * weight)
+        else:
+            kinds.append("count")
+            sums.append(parts[0].astype(jnp.result_type(int)))
+    return sums, Metrics(treedef, tuple(kinds))
+
+
+def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:
+    """The argument ``has_aux`` of a pipeline's methods.
+
+    Args:
+      has_aux: as given.
+      shared_head: whether all ranks share the head.
+
+    Raises:
+      ValueError: it is no bool, or no loss could return metrics.
+    """
+    if not isinstance(has_aux, bool):
+        raise ValueError(
+            f"has_aux={has_aux!r}: must be True, if loss_fn returns (loss, metrics), or False"
+        )
+    if has_aux and shared_head:
+        raise ValueError(
+            "has_aux=True with a head that all ranks share (vocabulary='stage'), whose loss is "
+            "CrossEntropy(), of which no rank has all logits and which returns no metrics; leave "
+            "has_aux out, or use vocabulary='ends'"
+        )
+    return has_aux
 
 
 def mean_of(total: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,12 +226,38 @@ def _is_scalar(x: Any) -> bool:
     return _is_array(x) and jnp.shape(x) == ()
 
 
+def _is_number(x: Any) -> bool:
+    if not _is_scalar(x):
+        return False
+    dtype = jnp.result_type(x)
+    return _is_float(x) or bool(jnp.issubdtype(dtype, jnp.integer))
+
+
+def _is_pair(x: Any) -> bool:
+    """Whether it is a pair of scalars, and no named tuple."""
+    return type(x) in (tuple, list) and len(x) == 2 and all(map(_is_scalar, x))
+
+
+def _is_with_aux(result: Any) -> bool:
+    """Whether a loss returned two things, the second of which may be metrics."""
+    is_two = isinstance(result, (tuple, list)) and len(result) == 2
+    return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
+
+
+def _is_one_metric(given: Any) -> bool:
+    """Whether metrics are one without a name, which might also be the weight of a sum."""
+    return _is_array(given) or _is_pair(given)
+
+
 def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
 def _describe(result: Any) -> str:
-    """``float32[8]``, ``(float32[], int32[])``, or the type of what is no array."""
+    """``float32[8]``, ``(float32[], {'n': int32[]})``, or the type of what is no array."""
+    if isinstance(result, dict):
+        inside = (f"{key!r}: {_describe(value)}" for key, value in result.items())
+        return f"{{{', '.join(inside)}}}"
     if isinstance(result, (tuple, list)):
         return f"({', '.join(map(_describe, result))})"
     if _is_array(result):

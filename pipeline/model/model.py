@@ -62,7 +62,8 @@ class Model:
       and activations are cast before they are used, or None. grad_dtype: in which gradients are
       summed, as `pipeline.backward.accumulate.as_summed` takes it. layout: where the leaves of its
       state lie. trained: which of its parameters have gradients. tables: those of embed and head
-      that all ranks share.
+      that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are wanted;
+      None if it may, and metrics are not.
     """
 
     stages: tuple[Seat, ...]
@@ -76,6 +77,7 @@ class Model:
     grad_dtype: GradDtype = None
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)
+    has_aux: bool | None = False
 
     @property
     def gradient_specs(self) -> list[PartitionSpec]:

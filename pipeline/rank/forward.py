@@ -16,8 +16,8 @@ from flax import nnx
 
 from collectives import STAGE, vary
 from pipeline.base.precision import as_computed
-from pipeline.base.tree import Index, Leaves, Tree, at, pick
-from pipeline.model.loss import LossFn, LossModule, as_sum_and_weight, same_over_others
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, pick
+from pipeline.model.loss import LossFn, LossModule, Metrics, same_over_others, take_loss
 from pipeline.model.randomness import fold, own_axes, split_streams
 from pipeline.model.stage import Seat
 from pipeline.rank.checks import naming
@@ -49,6 +49,7 @@ class Forward:
         self.home, self.num_chunks = seat.chunk, state.num_chunks
         self.activation, self.output = x, y
         self.ends_weights = state.ends
+        self._metrics: Metrics | None = None
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
@@ -116,14 +117,24 @@ class Forward:
         found = self._ends(weights, microbatch, featured, y, own)
         return cast("jax.Array", vary(found, self.axes))
 
-    def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array]:
-        """(sum, weight) of one microbatch, float32 scalars."""
+    def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves]:
+        """The sum of one microbatch's loss, a float32 scalar; its weight, and sums for metrics."""
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
         loss_fn = self.loss_fn(weights, microbatch)
-        return same_over_others(
-            "loss_fn", vary(as_sum_and_weight(loss_fn, outputs, targets), self.axes), self.axes
-        )
+        taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+        found = taken.total, [taken.weight, *taken.sums]
+        self._metrics = taken.metrics
+        found = same_over_others("loss_fn", vary(found, self.axes), self.axes)
+        return cast("tuple[jax.Array, Leaves]", found)
+
+    def metrics(self) -> tuple[Leaves, Metrics | None]:
+        """The types of the sums that metrics are made of, and how; found by a trace."""
+        if not self.model.has_aux:
+            return [], None
+        y = blank(self.output, self.axes)
+        _, (_, *sums) = jax.eval_shape(lambda: self.loss(self.ends_weights, y, 0))
+        return sums, self._metrics
 
     def loss_fn(self, weights: Leaves, microbatch: Any) -> LossFn:
         """What makes a loss of one microbatch's outputs and targets."""

@@ -20,7 +20,7 @@ from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reachability import needed_inputs
 from pipeline.jaxpr.reader import read_block
 from pipeline.jaxpr.steps import run_block
-from pipeline.model.loss import as_sum_and_weight, is_mean
+from pipeline.model.loss import take_loss
 from pipeline.model.stage import Seat
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
@@ -53,15 +53,12 @@ class LocalModel(Forward):
 
         def probe(weights: Leaves) -> Any:
             loss_fn = self.loss_fn(weights, 0)
-
-            def noting(outputs: Tree, targets: Tree) -> Any:
-                result = loss_fn(outputs, targets)
-                found.append(is_mean(result))
-                return result
-
             y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
-            loss = as_sum_and_weight(noting, self.outputs(weights, y, 0), targets)
-            return self.embed(weights, at(self.batch.inputs, 0), 0), loss
+            outputs = self.outputs(weights, y, 0)
+            taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+            found.append(taken.is_mean)
+            embedded = self.embed(weights, at(self.batch.inputs, 0), 0)
+            return embedded, taken.total, taken.weight
 
         body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
         return found[0], body
@@ -73,7 +70,7 @@ class LocalModel(Forward):
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
             outputs = self.outputs(self.ends_weights, y, 0)
             loss_fn = self.loss_fn(self.ends_weights, 0)
-            return as_sum_and_weight(loss_fn, outputs, of_one)[1]
+            return take_loss(loss_fn, outputs, of_one, has_aux=self.model.has_aux).weight
 
         block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
         given = jax.tree.leaves(y)
@@ -96,11 +93,11 @@ class LocalModel(Forward):
         x, x_others, pullback = self._differentiate_ends(f, floats)
         return combine(self.activation, x, x_others), pullback
 
-    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, jax.Array, Pullback]:
-        """Sum and weight of the loss; over the ends' weights and the last stage's output."""
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves, Pullback]:
+        """The loss, as of `loss`; over the ends' weights and the last stage's output."""
         floats, others = partition(y)
 
-        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, jax.Array]:
+        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, Leaves]:
             return self.loss(weights, combine(y, leaves, others), microbatch)
 
         return self._differentiate_ends(f, floats)
