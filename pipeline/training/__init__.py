@@ -1,0 +1,6 @@
+"""Training runs: a step and its precision, ragged batches, the loop, its records, configurations.
+
+It uses what a user could use (`make_optimizer`, ``wrt=``, ``loss_scale=``, the layer view), knows
+no rank, and trains any model that has a loss. Nothing below imports it, so it can be replaced.
+Never here: schedules, kernels, where an array lies.
+"""

@@ -1,0 +1,571 @@
+"""A training step: loss scale, clipped gradients, optax, mean weights; skipped if not finite.
+
+    step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-3)), clip=1.0, ema=0.999)
+    for inputs, targets in batches:
+        metrics = step(inputs, targets)
+
+One jit does all of it, and `fwd_bwd`, `update` and `eval_step` are the same in parts. What a step
+decides (whether it is finite, the next loss scale) it decides on the device: nothing waits for the
+host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_grad`` or ``loss`` of
+``(inputs, targets)``; of where its arrays lie nothing is known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+Tree = Any
+Extras = dict[str, Any] | None
+
+
+class Metrics(NamedTuple):
+    """What a step says of itself: scalar arrays, which nobody has to wait for.
+
+    Attributes:
+      loss: the mean loss before the update, of all calls that it takes together.
+      grad_norm: the global norm of the gradients, before they are clipped.
+      finite: whether both are, so that weights, optimizer and mean were updated.
+      loss_scale: with which the loss was scaled; 1 if it was not.
+      updates: how many updates there were, with this one.
+      skipped: how many were left out because something was not finite.
+      in_a_row: how many were left out last, one after another.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    finite: jax.Array
+    loss_scale: jax.Array
+    updates: jax.Array
+    skipped: jax.Array
+    in_a_row: jax.Array
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """A loss scale that falls where gradients overflow and grows where they do not, for float16.
+
+    Attributes:
+      initial: the first scale.
+      factor: by which it grows, and by whose inverse it falls.
+      interval: finite steps in a row after which it grows.
+      least: it falls no further.
+      most: it grows no further.
+    """
+
+    initial: float = 2.0**15
+    factor: float = 2.0
+    interval: int = 2000
+    least: float = 1.0
+    most: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= self.initial <= self.most < math.inf:
+            raise ValueError(
+                f"DynamicScale(initial={self.initial}, least={self.least}, most={self.most}): give "
+                f"finite numbers with 0 < least <= initial <= most"
+            )
+        if not 1 < self.factor < math.inf or self.interval < 1:
+            raise ValueError(
+                f"DynamicScale(factor={self.factor}, interval={self.interval}): the factor must be "
+                f"a finite number > 1 and the interval >= 1"
+            )
+
+    def after(self, scale: jax.Array, good: jax.Array, finite: jax.Array) -> tuple[Any, Any]:
+        """The next scale, and how many finite steps it has had."""
+        good = jnp.where(finite, good + 1, 0)
+        grows = good >= self.interval
+        grown = jnp.minimum(scale * self.factor, self.most)
+        fallen = jnp.maximum(scale / self.factor, self.least)
+        scale = jnp.where(finite, jnp.where(grows, grown, scale), fallen)
+        return scale, jnp.where(grows, 0, good)
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row were not finite; the message names the first bad stage and leaf."""
+
+
+class Step:
+    """A training step of a model and its optimizer, which it updates in place.
+
+    It donates their arrays: what else holds one of them holds a deleted array after a step (give
+    ``donate=False``, or a copy). Variables are looked up once, here: a model or an optimizer that
+    is given others needs another step.
+
+    Args:
+      model: a `pipeline.Pipeline`, or an `nnx.Module` with ``value_and_grad(inputs, targets)`` or
+        ``loss(inputs, targets)``.
+      optimizer: of its parameters: `pipeline.make_optimizer(pipe, tx)`, or an `nnx.Optimizer`.
+      clip: the most that the global norm of the gradients may be, over all parameters.
+      ema: decay of a mean of the trained parameters, ``decay * mean + (1 - decay) * weights`` after
+        each update, in float32 or wider; it starts at the weights.
+      accumulate: how many calls one update takes together.
+      loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
+        differentiated; gradients are divided by it before anything sees them.
+      donate: whether arrays of model, optimizer and mean are given away to their new values.
+
+    Attributes:
+      ema: the mean, laid out as ``nnx.state(model, optimizer.wrt)``; None without one.
+
+    Raises:
+      ValueError: options that do not fit, or a model that cannot be trained.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        *,
+        clip: float | None = None,
+        ema: float | None = None,
+        accumulate: int = 1,
+        loss_scale: float | DynamicScale | None = None,
+        donate: bool = True,
+    ) -> None:
+        _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
+        _check_model(model, scaled=loss_scale is not None)
+        self.model, self.optimizer = model, optimizer
+        self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
+        self.scaling = loss_scale
+        self._variables = _variables((model, optimizer))
+        if donate:
+            _part(self._variables)
+        self._graph, state = nnx.split((model, optimizer))
+        self._tree: Any = jax.tree.structure(state)
+        self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
+        sharding = optimizer.step.get_value().sharding
+        self._everywhere = sharding if isinstance(sharding, NamedSharding) else None
+        self._carry = self._replicated(_start(loss_scale))
+        self.ema = None if ema is None else self._mean_of_weights()
+        self._sums: Tree = None
+        self._called = 0
+
+        def given(*numbers: int) -> dict[str, Any]:
+            return {"donate_argnums": numbers if donate else ()}
+
+        self._fused = jax.jit(self._train, **given(0, 1, 2))
+        self._added = jax.jit(self._add, **given(0, 1))
+        self._taken = jax.jit(self._take, **given(0))
+        self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3))
+        self._evaluated = jax.jit(self._evaluate, static_argnums=0)
+
+    # --- what a user calls
+
+    def __call__(
+        self, inputs: Tree, targets: Tree, *, extras: Extras = None, weight: Any = None
+    ) -> Metrics | None:
+        """One call of a step: the update, if it is the last of ``accumulate``, else None.
+
+        Args:
+          inputs: as of the model's ``value_and_grad``.
+          targets: likewise.
+          extras: likewise; None gives the model none.
+          weight: what this call counts beside the others of its update, such as its number of
+            tokens: the update is that of the mean over all of them. By default all count alike.
+        """
+        batch = inputs, targets, extras
+        if self.accumulate == 1:
+            return self._run_fused(batch, None, None)
+        weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+        self._called += 1
+        if self._called == self.accumulate:
+            sums, self._sums, self._called = self._sums, None, 0
+            return self._run_fused(batch, sums, weight)
+        if self._sums is None:
+            self._sums = self._zeros()
+        leaves, self._sums = self._added(self._leaves(), self._sums, self._carry, batch, weight)
+        self._write(leaves)
+        return None
+
+    def fwd_bwd(
+        self, inputs: Tree, targets: Tree, *, extras: Extras = None
+    ) -> tuple[jax.Array, Tree]:
+        """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``."""
+        leaves, loss, grads = self._taken(self._leaves(), self._carry, (inputs, targets, extras))
+        self._write(leaves)
+        return loss, grads
+
+    def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
+        """Clip, update, average: what follows `fwd_bwd` in a step. The gradients are given away.
+
+        Args:
+          grads: as of `fwd_bwd`.
+          loss: that of the gradients; a step whose loss is not finite is left out too.
+        """
+        loss = jnp.asarray(loss, jnp.float32)
+        done = self._updated(self._leaves(), self.ema, self._carry, grads, loss)
+        return self._keep(*done)
+
+    def eval_step(
+        self, inputs: Tree, targets: Tree, *, extras: Extras = None, ema: bool = False
+    ) -> jax.Array:
+        """The mean loss, forward only; with ``ema`` that of the mean of the weights."""
+        if ema and self.ema is None:
+            raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
+        mean = self.ema if ema else None
+        return self._evaluated(ema, self._leaves(), mean, (inputs, targets, extras))
+
+    @property
+    def pending(self) -> int:
+        """Calls since the last update, of those that the next one takes together."""
+        return self._called
+
+    def compiles(self) -> int:
+        """How many training programs were compiled: one for each shape of a batch and part."""
+        parts: tuple[Any, ...] = (self._fused, self._added, self._taken, self._updated)
+        return sum(part._cache_size() for part in parts)  # noqa: SLF001  nothing else says it
+
+    # --- what a checkpoint keeps beside model and optimizer
+
+    def shaped(self) -> dict[str, Tree]:
+        """Trees shaped like the trained parameters."""
+        return {} if self.ema is None else {"ema": self.ema}
+
+    def plain(self) -> dict[str, Any]:
+        """Numbers: counts, and the loss scale."""
+        return {name: value.item() for name, value in jax.device_get(self._carry).items()}
+
+    def load(self, shaped: dict[str, Tree] | None = None, plain: Any = None) -> None:
+        """Take what `shaped` and `plain` gave; sums of calls that had no update yet are dropped.
+
+        Raises:
+          ValueError: other names.
+        """
+        shaped = {} if shaped is None else shaped
+        for what, given, wanted in (
+            ("shaped", shaped, self.shaped()),
+            ("plain", self._carry if plain is None else plain, self._carry),
+        ):
+            if set(given) != set(wanted):
+                raise ValueError(
+                    f"load({what}=...) has the names {sorted(given)}, and this step has "
+                    f"{sorted(wanted)}; make the Step with the options of the saved one"
+                )
+        if self.ema is not None:
+            self.ema = shaped["ema"]
+        if plain is not None:
+            start = {k: jnp.asarray(v, self._carry[k].dtype) for k, v in plain.items()}
+            self._carry = self._replicated(start)
+        self._sums, self._called = None, 0
+
+    # --- what is wrong
+
+    def diagnose(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> str:
+        """What in a step of this batch is not finite first: a weight, or a stage and a gradient."""
+        wrt = self.optimizer.wrt
+        if bad := self._bad(nnx.state(self.model, wrt)):
+            return f"of the weights {bad} is not finite"
+        scale = None if self.scaling is None else self._carry["scale"]
+        batch = inputs, targets, extras
+        loss, grads = _gradients(self.model, self.optimizer.wrt, batch, scale)
+        said = []
+        if bad := self._bad(grads):
+            said.append(f"of the gradients {bad} is not finite")
+        elif not bool(jnp.isfinite(loss)):
+            said.append("the loss is not finite, and its gradients are")
+        for watching in (jax.debug_nans, jax.debug_infs):
+            try:
+                with watching(True):
+                    _gradients(self.model, wrt, batch, scale)
+            except FloatingPointError as error:
+                said.append(str(error))
+                break
+        return "; ".join(said) or "the same step is finite now"
+
+    def _bad(self, tree: Tree) -> str:
+        """The first leaf in layer order that is not finite, and how many are."""
+        layers = self.model.to_layers(tree) if hasattr(self.model, "to_layers") else tree
+        flat = jax.tree_util.tree_leaves_with_path(layers)
+        bad = [
+            path
+            for path, x in flat
+            if jnp.issubdtype(x.dtype, jnp.inexact) and not bool(jnp.isfinite(x).all())
+        ]
+        if not bad:
+            return ""
+        return f"{_name(bad[0])} (the first of {len(bad)}, of {len(flat)})"
+
+    # --- arrays in and out
+
+    def _leaves(self) -> list[jax.Array]:
+        return [variable.get_raw_value() for variable in self._variables]
+
+    def _write(self, leaves: Iterable[jax.Array]) -> None:
+        for variable, leaf in zip(self._variables, leaves, strict=True):
+            variable.set_raw_value(leaf)
+
+    def _run_fused(self, batch: Tree, sums: Tree, weight: Any) -> Metrics:
+        done = self._fused(self._leaves(), self.ema, self._carry, sums, batch, weight)
+        return self._keep(*done)
+
+    def _keep(self, leaves: Any, mean: Tree, carry: Any, metrics: Metrics) -> Metrics:
+        self._write(leaves)
+        self.ema, self._carry = mean, carry
+        return metrics
+
+    def _replicated(self, tree: Tree) -> Tree:
+        """Scalars where the optimizer's count lies, so that no step compiles again for them."""
+        if self._everywhere is None:
+            return jax.tree.map(jnp.asarray, tree)
+        return jax.jit(lambda: tree, out_shardings=self._everywhere)()
+
+    def _mean_of_weights(self) -> Tree:
+        weights = nnx.state(self.model, self.optimizer.wrt)
+
+        def copied(tree: Tree) -> Tree:
+            return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), tree)
+
+        return jax.jit(copied, out_shardings=_shardings(weights))(weights)
+
+    def _zeros(self) -> Tree:
+        """Sums of nothing: gradients in float32 or wider, loss and weight."""
+        weights = nnx.state(self.model, self.optimizer.wrt)
+
+        def zeros(tree: Tree) -> Tree:
+            return jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), tree)
+
+        grads = jax.jit(zeros, out_shardings=_shardings(weights))(weights)
+        return grads, self._replicated((jnp.zeros(()), jnp.zeros(())))
+
+    # --- what is compiled
+
+    def _merged(self, leaves: Any) -> tuple[Any, Any]:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+
+    def _split(self, model: Any, optimizer: Any) -> list[Any]:
+        state = nnx.state((model, optimizer))
+        structure: Any = jax.tree.structure(state)
+        if structure != self._tree:
+            raise ValueError(
+                "the model made or dropped variables in a step; make all of them in its "
+                "constructor, or make the Step after a first call"
+            )
+        return jax.tree.leaves(state)
+
+    def _loss_and_grads(self, model: Any, carry: Any, batch: Tree) -> tuple[Any, Tree]:
+        """Of one call, unscaled."""
+        scale = None if self.scaling is None else carry["scale"]
+        loss, grads = _gradients(model, self.optimizer.wrt, batch, scale)
+        if scale is None:
+            return loss.astype(jnp.float32), grads
+
+        def unscaled(g: jax.Array) -> jax.Array:
+            return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
+
+        return loss.astype(jnp.float32), jax.tree.map(unscaled, grads)
+
+    def _train(
+        self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
+    ) -> Any:
+        model, optimizer = self._merged(leaves)
+        loss, grads = self._loss_and_grads(model, carry, batch)
+        if sums is not None:
+            like = grads
+            grads, (loss, total) = _plus(sums, loss, grads, weight)
+            total = jnp.where(total > 0, total, 1.0)
+            loss = loss / total
+            grads = jax.tree.map(
+                lambda g, w: (g / total.astype(g.dtype)).astype(w.dtype), grads, like
+            )
+        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss)
+
+    def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
+        model, optimizer = self._merged(leaves)
+        sums = _plus(sums, *self._loss_and_grads(model, carry, batch), weight)
+        return self._split(model, optimizer), sums
+
+    def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
+        model, optimizer = self._merged(leaves)
+        loss, grads = self._loss_and_grads(model, carry, batch)
+        return self._split(model, optimizer), loss, grads
+
+    def _update_alone(self, leaves: Any, mean: Tree, carry: Any, grads: Tree, loss: Any) -> Any:
+        model, optimizer = self._merged(leaves)
+        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss)
+
+    def _updated_by(
+        self,
+        before: Sequence[Any],
+        model: Any,
+        optimizer: Any,
+        mean: Tree,
+        carry: dict[str, Any],
+        grads: Tree,
+        loss: Any,
+    ) -> tuple[Any, Tree, Any, Metrics]:
+        """Clip, update, average, unless something is not finite; count, and scale anew."""
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if self.clip is not None:
+            factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
+            grads = jax.tree.map(lambda g: (g.astype(_wide(g)) * factor).astype(g.dtype), grads)
+        optimizer.update(model, grads)
+        if mean is not None:
+            weights = nnx.state(model, self.optimizer.wrt)
+            found = jax.tree.map(functools.partial(_averaged, self.decay), mean, weights)
+            mean = jax.tree.map(functools.partial(jnp.where, finite), found, mean)
+        leaves = [
+            jnp.where(finite, new, old) if may and new is not old else new
+            for new, old, may in zip(
+                self._split(model, optimizer), before, self._may_change, strict=True
+            )
+        ]
+        scale = carry["scale"]
+        after, good = scale, carry["good"]
+        if isinstance(self.scaling, DynamicScale):
+            after, good = self.scaling.after(scale, good, finite)
+        carry = {
+            "updates": carry["updates"] + 1,
+            "skipped": carry["skipped"] + jnp.where(finite, 0, 1),
+            "in_a_row": jnp.where(finite, 0, carry["in_a_row"] + 1),
+            "scale": after,
+            "good": good,
+        }
+        if self._everywhere is not None:
+            carry = jax.lax.with_sharding_constraint(carry, self._everywhere)
+        counts = (carry[name] for name in ("updates", "skipped", "in_a_row"))
+        return leaves, mean, carry, Metrics(loss, norm, finite, scale, *counts)
+
+    def _evaluate(self, of_mean: bool, leaves: Any, mean: Tree, batch: Tree) -> jax.Array:
+        model, _ = self._merged(leaves)
+        if of_mean:
+            weights = nnx.state(model, self.optimizer.wrt)
+            nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
+        inputs, targets, extras = batch
+        return model.loss(inputs, targets, **_as_option(extras))
+
+
+def global_norm(tree: Tree) -> jax.Array:
+    """The norm of all numbers of all leaves together, over every mesh axis, as a float32 scalar."""
+    squares = [jnp.sum(jnp.square(x.astype(_wide(x)))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
+
+
+def _gradients(model: Any, wrt: Any, batch: Tree, scale: Any) -> tuple[jax.Array, Tree]:
+    """The loss, and its gradients times the scale."""
+    inputs, targets, extras = batch
+    options = _as_option(extras)
+    if hasattr(model, "value_and_grad"):
+        if scale is not None:
+            options["loss_scale"] = scale
+        return model.value_and_grad(inputs, targets, **options)
+
+    def scaled(model: Any) -> tuple[jax.Array, jax.Array]:
+        loss = model.loss(inputs, targets, **options)
+        return (loss if scale is None else loss * scale.astype(loss.dtype)), loss
+
+    take = nnx.value_and_grad(scaled, argnums=nnx.DiffState(0, wrt), has_aux=True)
+    (_, loss), grads = take(model)
+    return loss, grads
+
+
+def _as_option(extras: Extras) -> dict[str, Any]:
+    return {} if extras is None else {"extras": extras}
+
+
+def _plus(sums: Tree, loss: Any, grads: Tree, weight: Any) -> Tree:
+    """Sums with those of one more call."""
+    total, (losses, weights) = sums
+
+    def plus(t: jax.Array, g: jax.Array) -> jax.Array:
+        return t + g.astype(t.dtype) * weight.astype(t.dtype)
+
+    return jax.tree.map(plus, total, grads), (losses + loss * weight, weights + weight)
+
+
+def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
+    return decay * mean + (1 - decay) * weight.astype(mean.dtype)
+
+
+def _wide(x: Any) -> Any:
+    """Its dtype, but at least float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _start(scaling: float | DynamicScale | None) -> dict[str, Any]:
+    scale = scaling.initial if isinstance(scaling, DynamicScale) else scaling or 1.0
+    counts = {name: jnp.int32(0) for name in ("updates", "skipped", "in_a_row", "good")}
+    return {**counts, "scale": jnp.float32(scale)}
+
+
+def _variables(node: Any) -> list[nnx.Variable[Any]]:
+    """The variables of models in the order of the leaves of their state."""
+    found = nnx.state(node)
+    variables = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    leaves = jax.tree.leaves(found)
+    values = [v.get_raw_value() for v in variables]
+    if len(values) != len(leaves) or any(a is not b for a, b in zip(values, leaves, strict=True)):
+        raise ValueError(
+            "a variable of the model holds a tree or nothing; give each variable one array"
+        )
+    return variables
+
+
+def _part(variables: Iterable[nnx.Variable[Any]]) -> None:
+    """Give each variable an array of its own: one that two hold cannot be donated twice."""
+    seen: set[int] = set()
+    for variable in variables:
+        value = variable.get_raw_value()
+        if id(value) in seen:
+            variable.set_raw_value(value.copy())
+        seen.add(id(value))
+
+
+def _shardings(tree: Tree) -> Tree:
+    """Where arrays of named shardings lie; of others nothing is said."""
+
+    def place(x: Any) -> Any:
+        return x.sharding if isinstance(x.sharding, NamedSharding) else None
+
+    return jax.tree.map(place, tree)
+
+
+def _name(path: Any) -> str:
+    """A path of the layer view as one writes it: stages[2].up."""
+    text = ""
+    for key in path:
+        name = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+        if name == "value":
+            continue
+        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else f"{name}"
+    return text
+
+
+def _check_model(model: Any, *, scaled: bool) -> None:
+    methods = [name for name in ("value_and_grad", "loss") if hasattr(model, name)]
+    if not methods:
+        raise ValueError(
+            f"a {type(model).__name__} cannot be trained: it has neither value_and_grad(inputs, "
+            f"targets) nor loss(inputs, targets); give a Pipeline, or add one of them"
+        )
+    if scaled and "value_and_grad" in methods:
+        known: Callable[..., Any] = model.value_and_grad
+        if "loss_scale" not in inspect.signature(known).parameters:
+            raise ValueError(
+                f"loss_scale= needs {type(model).__name__}.value_and_grad(..., loss_scale=), which "
+                f"it has not; add it, or leave value_and_grad out and give the model a loss"
+            )
+
+
+def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
+    if clip is not None and not 0 < clip < math.inf:
+        raise ValueError(f"clip={clip!r}: must be a finite number > 0, or None to clip nothing")
+    if ema is not None and not 0 < ema < 1:
+        raise ValueError(f"ema={ema!r}: must be a decay between 0 and 1, or None for no mean")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}: must be a whole number >= 1")
+    if isinstance(loss_scale, DynamicScale) or loss_scale is None:
+        return
+    if not isinstance(loss_scale, int | float) or not 0 < loss_scale < math.inf:
+        raise ValueError(
+            f"loss_scale={loss_scale!r}: must be a finite number > 0, DynamicScale(), or None"
+        )

@@ -1,0 +1,320 @@
+"""A training step: twenty of them against the plain model, what is skipped, and what is refused.
+
+Letters: S ranks, K stages, M microbatches, D data shards, T of `tensor`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline, make_optimizer
+from pipeline.training.step import DynamicScale, Step
+from tests.support import models
+from tests.support.models import Block, Readout
+from tests.support.tensor_stages import Parallel
+from tests.training.plain import (
+    Chain,
+    assert_layers,
+    by_hand,
+    equal,
+    standard_promotion,  # noqa: F401  a fixture
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+slow = pytest.mark.slow
+ROWS, K, M = 8, 4, 2
+CLIP, DECAY, STEPS = 0.05, 0.9, 20
+RULES = {"adamw": functools.partial(optax.adamw, 1e-2), "lamb": functools.partial(optax.lamb, 1e-2)}
+
+
+def parts(kind: Any = Block) -> tuple[list, nnx.Module]:
+    return models.build(kind, K), Readout(nnx.Rngs(5))
+
+
+def chain(kind: Any = Block) -> Chain:
+    return Chain(*parts(kind), models.cross_entropy)
+
+
+def pipeline(kind: Any = Block, sizes: dict | None = None, **options: Any) -> Pipeline:
+    stages, head = parts(kind)
+    mesh = make_mesh(**({"stage": 2} if sizes is None else sizes))
+    return Pipeline(stages, M, mesh=mesh, head=head, loss_fn=models.cross_entropy, **options)
+
+
+def batch(n: int, rows: int = ROWS) -> tuple[jax.Array, jax.Array]:
+    return models.rows(rows, seed=n), models.words(rows, most=models.CLASSES, seed=n)
+
+
+@functools.cache
+def twenty(rule: str, kind: Any = Block) -> Any:
+    tx = optax.chain(optax.clip_by_global_norm(CLIP), RULES[rule]())
+    return by_hand(lambda: chain(kind), map(batch, range(STEPS)), tx, decay=DECAY)
+
+
+CASES = [
+    pytest.param("adamw", Block, {"stage": 2, "data": 2}, {"data_parallel": "zero1"}, 1),
+    pytest.param("lamb", Block, {"stage": 4}, {}, 2),
+    pytest.param("adamw", Parallel, {"stage": 2, "tensor": 2, "data": 2}, {}, 1),
+    pytest.param("lamb", Block, {"stage": 2, "data": 2}, {"data_parallel": "fsdp"}, 1, marks=slow),
+    pytest.param("lamb", Parallel, {"stage": 2, "tensor": 2}, {}, 4, marks=slow),
+    pytest.param("adamw", Block, {"stage": 2}, {"schedule": "zb_v"}, 2, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("rule", "kind", "sizes", "options", "calls"), CASES)
+def test_twenty_steps_are_those_of_the_plain_model(rule, kind, sizes, options, calls):
+    """Clipped over every mesh axis, averaged, with calls that one update takes together."""
+    losses, weights, mean = twenty(rule, kind)
+    pipe = pipeline(kind, sizes, **options)
+    optimizer = make_optimizer(pipe, RULES[rule]())
+    step = Step(pipe, optimizer, clip=CLIP, ema=DECAY, accumulate=calls)
+    found, clipped = [], 0
+    for n in range(STEPS):
+        x, t = batch(n)
+        for x_part, t_part in zip(np.split(x, calls), np.split(t, calls), strict=True):
+            metrics = step(x_part, t_part)
+        found.append(float(metrics.loss))
+        clipped += metrics.grad_norm > CLIP
+    assert clipped == STEPS
+    assert step.compiles() == (1 if calls == 1 else 2)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert_layers(pipe, nnx.state(pipe, nnx.Param), weights)
+    assert_layers(pipe, step.ema, mean)
+    assert int(metrics.updates) == STEPS
+    assert int(metrics.skipped) == 0
+
+
+def test_the_same_class_trains_a_module_that_has_only_a_loss():
+    losses, weights, mean = twenty("adamw")
+    model = chain()
+    optimizer = nnx.Optimizer(model, RULES["adamw"](), wrt=nnx.Param)
+    step = Step(model, optimizer, clip=CLIP, ema=DECAY)
+    found = [float(step(*batch(n)).loss) for n in range(STEPS)]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert models.distance(nnx.state(model, nnx.Param), weights) < 1e-5
+    assert models.distance(step.ema, mean) < 1e-5
+    assert step.compiles() == 1
+
+
+def test_parts_are_the_whole():
+    """`fwd_bwd`, then `update`; `eval_step` with the weights and with their mean."""
+    pair = []
+    for _ in range(2):
+        pipe = pipeline()
+        pair.append(Step(pipe, make_optimizer(pipe, optax.adamw(1e-2)), clip=CLIP, ema=DECAY))
+    whole, apart = pair
+    for n in range(2):
+        loss, grads = apart.fwd_bwd(*batch(n))
+        found, wanted = apart.update(grads, loss=loss), whole(*batch(n))
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    for ema in (False, True):
+        a, b = (float(step.eval_step(*batch(9), ema=ema)) for step in pair)
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    mean, weights = (float(whole.eval_step(*batch(9), ema=ema)) for ema in (True, False))
+    assert mean != weights
+    plain = chain()
+    layers = whole.model.to_layers(whole.ema)
+    nnx.update(plain, {"stages": dict(enumerate(layers["stages"])), "head": layers["head"]})
+    np.testing.assert_allclose(mean, plain.loss(*batch(9)), rtol=1e-5)
+
+
+def test_calls_count_by_their_weight():
+    """Three rows and five, each call a mean: together the mean over eight."""
+    (_,), weights, _ = by_hand(chain, [batch(0)], optax.sgd(0.1))
+    model = chain()
+    step = Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), accumulate=2)
+    x, t = batch(0)
+    assert step(x[:3], t[:3], weight=3) is None
+    assert step.pending == 1
+    step(x[3:], t[3:], weight=5)
+    assert models.distance(nnx.state(model, nnx.Param), weights) < 1e-5
+
+
+# --- float16, and what is not finite ---
+
+
+def everything(step: Step) -> Any:
+    state = jax.tree.leaves(nnx.state((step.model, step.optimizer)))
+    return jax.tree.map(np.asarray, (state, step.ema))
+
+
+def test_float16_recovers_from_an_overflow_that_is_put_in():
+    pipe = pipeline(compute_dtype=jnp.float16)
+    scale = DynamicScale(initial=2.0**10, interval=3, most=2.0**11)
+    step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-2)), ema=DECAY, loss_scale=scale)
+    x, t = batch(0)
+    scales, finite = [], []
+    for n in range(6):
+        before = everything(step) if n == 1 else None
+        metrics = step(x * (1e5 if n == 1 else 1), t)
+        scales.append(float(metrics.loss_scale))
+        finite.append(bool(metrics.finite))
+        if before is not None:
+            equal(everything(step), before)
+    assert finite == [True, False, True, True, True, True]
+    assert scales == [1024, 1024, 512, 512, 512, 1024]
+    assert (int(metrics.skipped), int(metrics.in_a_row)) == (1, 0)
+    assert step.compiles() == 1
+    wanted = by_hand(chain, [(x, t)] * 5, optax.adamw(1e-2))[0][-1]
+    np.testing.assert_allclose(float(metrics.loss), wanted, rtol=2e-2)
+
+
+def test_a_loss_scale_leaves_the_update_as_it_is():
+    losses, weights, _ = by_hand(chain, map(batch, range(3)), RULES["adamw"]())
+    for model in (pipeline(), chain()):
+        if isinstance(model, Pipeline):
+            optimizer = make_optimizer(model, RULES["adamw"]())
+        else:
+            optimizer = nnx.Optimizer(model, RULES["adamw"](), wrt=nnx.Param)
+        step = Step(model, optimizer, loss_scale=2.0**10)
+        np.testing.assert_allclose([step(*batch(n)).loss for n in range(3)], losses, rtol=1e-5)
+    assert models.distance(nnx.state(model, nnx.Param), weights) < 1e-5
+
+
+class Root(nnx.Module):
+    """NaN where a row's first number is negative."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = models.normal(rngs, models.WIDTH, models.WIDTH)
+
+    def __call__(self, x):
+        return jnp.sqrt(x) @ jnp.abs(self.w[...])
+
+
+def test_what_is_not_finite_is_named():
+    pipe = Pipeline(
+        models.build(Root, 2),
+        M,
+        mesh=make_mesh(stage=2),
+        loss_fn=models.squares,
+        compute_dtype=None,
+    )
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.1)))
+    x = jnp.abs(models.rows(ROWS)) + 1
+    bad = x.at[5, 0].set(-1)
+    for n in range(3):
+        metrics = step(bad if n else x, x)
+    assert (int(metrics.skipped), int(metrics.in_a_row), int(metrics.updates)) == (2, 2, 3)
+    said = step.diagnose(bad, x)
+    assert said.startswith(
+        "of the gradients stages[0].w (the first of 2, of 2) is not finite; stages[0] is the first "
+        "to compute NaN (jax_debug_nans), in its forward pass of microbatch 1, rows 4 to 7; "
+    ), said
+    assert step.diagnose(x, x) == "the same step is finite now"
+    pipe.chunks[0].w.set_value(pipe.chunks[0].w.get_value().at[1, 0, 0].set(jnp.inf))
+    assert step.diagnose(x, x) == (
+        "of the weights stages[1].w (the first of 1, of 2) is not finite"
+    )
+
+
+# --- states ---
+
+
+def test_a_state_goes_on():
+    model = chain()
+    rule = functools.partial(nnx.Optimizer, tx=optax.sgd(0.1), wrt=nnx.Param)
+    step = Step(model, rule(model), ema=DECAY, loss_scale=DynamicScale(interval=1))
+    step(*batch(0))
+    other = Step(chain(), rule(chain()), ema=DECAY, loss_scale=DynamicScale())
+    plain = step.plain()
+    assert plain == {"updates": 1, "skipped": 0, "in_a_row": 0, "good": 0, "scale": 2.0**16}
+    other.load(step.shaped(), plain)
+    equal(other.ema, step.ema)
+    assert other.plain() == plain
+    with pytest.raises(ValueError, match="load") as caught:
+        other.load({}, plain)
+    assert str(caught.value) == (
+        "load(shaped=...) has the names [], and this step has ['ema']; make the Step with the "
+        "options of the saved one"
+    )
+
+
+def test_arrays_are_given_away_unless_they_are_to_stay():
+    for donate in (True, False):
+        model = chain()
+        held = model.head.w.get_value()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        Step(model, optimizer, donate=donate)(*batch(0))
+        assert held.is_deleted() == donate
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"clip": 0.0}, "clip=0.0: must be a finite number > 0, or None to clip nothing"),
+        ({"ema": 1.0}, "ema=1.0: must be a decay between 0 and 1, or None for no mean"),
+        ({"accumulate": 0}, "accumulate=0: must be a whole number >= 1"),
+        (
+            {"loss_scale": -1.0},
+            "loss_scale=-1.0: must be a finite number > 0, DynamicScale(), or None",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be(options, text):
+    model = chain()
+    with pytest.raises(ValueError, match="must be") as caught:
+        Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options)
+    assert str(caught.value) == text
+
+
+def test_a_model_that_cannot_be_trained():
+    class Own(Chain):
+        def value_and_grad(self, inputs, targets):
+            raise NotImplementedError
+
+    for model, options, text in (
+        (
+            Readout(nnx.Rngs(0)),
+            {},
+            (
+                "a Readout cannot be trained: it has neither value_and_grad(inputs, targets) nor "
+                "loss(inputs, targets); give a Pipeline, or add one of them"
+            ),
+        ),
+        (
+            Own(*parts(), models.cross_entropy),
+            {"loss_scale": 2.0},
+            (
+                "loss_scale= needs Own.value_and_grad(..., loss_scale=), which it has not; add it, "
+                "or leave value_and_grad out and give the model a loss"
+            ),
+        ),
+    ):
+        with pytest.raises(ValueError, match="value_and_grad") as caught:
+            Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), **options)
+        assert str(caught.value) == text
+
+
+def test_scales_that_cannot_be():
+    for options, text in (
+        (
+            {"initial": 0.5},
+            (
+                "DynamicScale(initial=0.5, least=1.0, most=16777216.0): give finite numbers with "
+                "0 < least <= initial <= most"
+            ),
+        ),
+        (
+            {"factor": 1.0},
+            (
+                "DynamicScale(factor=1.0, interval=2000): the factor must be a finite number > 1 "
+                "and the interval >= 1"
+            ),
+        ),
+    ):
+        with pytest.raises(ValueError, match="DynamicScale") as caught:
+            DynamicScale(**options)
+        assert str(caught.value) == text
