@@ -97,9 +97,10 @@ class NotFiniteError(RuntimeError):
 class Step:
     """A training step of a model and its optimizer, which it updates in place.
 
-    It donates their arrays: what else holds one of them holds a deleted array after a step (give
-    ``donate=False``, or a copy). Variables are looked up once, here: a model or an optimizer that
-    is given others needs another step.
+    It makes copies of their arrays first, one by one, and each step gives them away to their new
+    values: who holds an array of the model from one step to the next holds a deleted one (give
+    ``donate=False``). Variables are looked up once, here: a model or an optimizer that is given
+    others needs another step.
 
     Args:
       model: a `pipeline.Pipeline`, or an `nnx.Module` with ``value_and_grad(inputs, targets)`` or
@@ -138,7 +139,7 @@ class Step:
         self.scaling = loss_scale
         self._variables = _variables((model, optimizer))
         if donate:
-            _part(self._variables)
+            _own(self._variables)
         self._graph, state = nnx.split((model, optimizer))
         self._tree: Any = jax.tree.structure(state)
         self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
@@ -510,14 +511,10 @@ def _variables(node: Any) -> list[nnx.Variable[Any]]:
     return variables
 
 
-def _part(variables: Iterable[nnx.Variable[Any]]) -> None:
-    """Give each variable an array of its own: one that two hold cannot be donated twice."""
-    seen: set[int] = set()
+def _own(variables: Iterable[nnx.Variable[Any]]) -> None:
+    """Give each variable an array that nobody else holds, so that it can be given away."""
     for variable in variables:
-        value = variable.get_raw_value()
-        if id(value) in seen:
-            variable.set_raw_value(value.copy())
-        seen.add(id(value))
+        variable.set_raw_value(jnp.copy(variable.get_raw_value()))
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -242,10 +242,13 @@ def test_a_state_goes_on():
 def test_arrays_are_given_away_unless_they_are_to_stay():
     for donate in (True, False):
         model = chain()
-        held = model.head.w.get_value()
+        before = model.head.w.get_value()
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        Step(model, optimizer, donate=donate)(*batch(0))
+        step = Step(model, optimizer, donate=donate)
+        held = model.head.w.get_value()
+        step(*batch(0))
         assert held.is_deleted() == donate
+        assert not before.is_deleted()  # a user's module may share it with a pipeline
 
 
 # --- what is refused ---

@@ -1,0 +1,385 @@
+"""Ragged data: padded batches and their masked losses, packed sequences, buckets of length.
+
+What does not count has weight 0, exactly: a loss is the sum over all rows or tokens that count,
+divided by how many they are, over all microbatches and data shards. Sources are iterables; where a
+source's iterator has ``get_state`` and ``set_state`` (as those of grain have), so has what is made
+of it here, with states that are ready for JSON.
+
+Letters: N rows of a batch, t positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pipeline.vocabulary import CrossEntropy
+
+Tree = Any
+State = dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """What a step is given.
+
+    Attributes:
+      inputs: [N, ...] leaves.
+      targets: likewise.
+      extras: likewise, by name, for every stage.
+      weight: what counts in it, rows or tokens: its part in means over batches. None: its rows.
+    """
+
+    inputs: Tree
+    targets: Tree
+    extras: dict[str, Tree] | None = None
+    weight: float | None = None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        leaves = jax.tree.leaves(self.inputs)
+        return int(leaves[0].shape[0]) if leaves and leaves[0].ndim else 0
+
+    @property
+    def counts(self) -> float:
+        """Its part in means over batches."""
+        return float(self.rows if self.weight is None else self.weight)
+
+
+def as_batch(item: Any) -> Batch:
+    """A batch of what a source gave: a `Batch`, (inputs, targets[, extras]), or a dict of those.
+
+    Raises:
+      ValueError: something else.
+    """
+    if isinstance(item, Batch):
+        return item
+    if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
+        return Batch(**item)
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        return Batch(*item)
+    keys = f" with the keys {sorted(map(str, item))}" if isinstance(item, dict) else ""
+    length = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
+    raise ValueError(
+        f"the data gave a {type(item).__name__}{keys}{length}; give (inputs, targets), (inputs, "
+        f"targets, extras), a dict of {', '.join(Batch._fields)}, or a Batch"
+    )
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator that knows its position."""
+
+    def get_state(self) -> Any:
+        """The position, ready for JSON."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a position."""
+        ...
+
+
+class _Made:
+    """An iterator of batches made of a source, with a position if the source has one."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = iter(source)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def get_state(self) -> State:
+        """The position, ready for JSON.
+
+        Raises:
+          ValueError: the source has none.
+        """
+        return {"source": self._of_source().get_state(), "held": self._held()}
+
+    def set_state(self, state: State) -> None:
+        """Go on from a position."""
+        self._of_source().set_state(state["source"])
+        self._hold(state["held"])
+
+    def _of_source(self) -> Resumable:
+        if isinstance(self._source, Resumable):
+            return self._source
+        raise ValueError(
+            f"the position of a {type(self._source).__name__} is not known: a source that resumes "
+            f"has get_state() and set_state(), as the iterators of grain have"
+        )
+
+    def _held(self) -> Any:
+        return None
+
+    def _hold(self, held: Any) -> None:
+        del held
+
+
+# --- rows that do not count
+
+
+class Padded(NamedTuple):
+    """Targets of a padded batch, for a `masked` loss.
+
+    Attributes:
+      targets: [N, ...] leaves.
+      counts: [N] float32, 0 for rows that were added.
+    """
+
+    targets: Tree
+    counts: Any
+
+
+class MaskedCrossEntropy(CrossEntropy):
+    """A `CrossEntropy` that takes `Padded` targets too."""
+
+    def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """Words and weights, 0 in rows that were added."""
+        if not isinstance(targets, Padded):
+            return super().tokens(targets)
+        ids, weights = super().tokens(targets.targets)
+        counts = targets.counts.reshape(-1, *(1,) * (ids.ndim - 1))
+        return ids, weights * counts.astype(weights.dtype)
+
+
+def masked(loss_fn: Callable[..., Any]) -> Any:
+    """The loss that leaves out the rows that `padded` has added.
+
+    It takes the loss of each row by itself, so it is for losses that are a mean over rows, or a sum
+    with its weight; then it is the same to rounding. One that compares rows, or that multiplies
+    something over a batch, is another loss by itself.
+
+    Args:
+      loss_fn: ``loss_fn(outputs, targets)`` to a mean or to (sum, weight), a function.
+
+    Returns:
+      A function of outputs and `Padded` targets to (sum, weight); of other targets it is loss_fn.
+
+    Raises:
+      ValueError: a loss that is a module.
+    """
+    if isinstance(loss_fn, CrossEntropy):
+        return MaskedCrossEntropy()
+    if isinstance(loss_fn, nnx.Module):
+        raise ValueError(
+            f"masked() was given the module {type(loss_fn).__name__}; give a function, and let "
+            f"the module look at Padded.counts itself: it returns (sum, weight)"
+        )
+
+    def of_row(outputs: Tree, targets: Tree) -> Any:
+        one = (jax.tree.map(lambda x: x[None], tree) for tree in (outputs, targets))
+        return loss_fn(*one)
+
+    def loss(outputs: Tree, targets: Any) -> Any:
+        if not isinstance(targets, Padded):
+            return loss_fn(outputs, targets)
+        found = jax.vmap(of_row)(outputs, targets.targets)
+        total, weight = found if isinstance(found, tuple | list) else (found, jnp.ones_like(found))
+        counts = targets.counts > 0
+        return jnp.sum(jnp.where(counts, total, 0)), jnp.sum(jnp.where(counts, weight, 0))
+
+    return loss
+
+
+def pad(batch: Batch, rows: int) -> Batch:
+    """A batch with so many rows: copies of its last, which do not count for a `masked` loss.
+
+    Raises:
+      ValueError: it has more rows, or none.
+    """
+    if not 0 < batch.rows <= rows:
+        raise ValueError(
+            f"a batch of {batch.rows} rows cannot be padded to {rows}; give 1 to {rows}"
+        )
+    more = rows - batch.rows
+
+    def padded(x: Any) -> Any:
+        # What follows a real row from stage to stage divides by nothing that the row does not.
+        array = np.asarray(x)
+        return np.concatenate([array, np.repeat(array[-1:], more, axis=0)]) if more else array
+
+    counts = np.arange(rows) < batch.rows
+    inputs, targets, extras = jax.tree.map(padded, tuple(batch[:3]))
+    return Batch(inputs, Padded(targets, counts.astype(np.float32)), extras, batch.counts)
+
+
+class padded(_Made):  # noqa: N801  it is called as a function
+    """Batches of equal rows: a multiple of ``multiple`` that holds the first of them.
+
+    Targets become `Padded`, so give the pipeline ``loss_fn=masked(loss_fn)``. One shape compiles
+    once; a later batch that is larger gets its own multiple.
+
+    Args:
+      source: of batches, as `as_batch` takes them.
+      multiple: M * D, the parts that a batch is cut into.
+      rows: of a batch; by default as many as the first needs.
+    """
+
+    def __init__(self, source: Iterable[Any], multiple: int, rows: int = 0) -> None:
+        super().__init__(source)
+        if multiple < 1 or rows % max(multiple, 1):
+            raise ValueError(
+                f"padded(multiple={multiple}, rows={rows}): rows must be a multiple of multiple, "
+                f"which is at least 1"
+            )
+        self._multiple, self._rows = multiple, rows
+
+    def __next__(self) -> Batch:
+        batch = as_batch(next(self._source))
+        self._rows = max(self._rows, -(-batch.rows // self._multiple) * self._multiple)
+        return pad(batch, self._rows)
+
+    def _held(self) -> int:
+        return self._rows
+
+    def _hold(self, held: int) -> None:
+        self._rows = held
+
+
+# --- sequences of any length
+
+
+def _check_sequence(tokens: Any, most: int, what: str) -> np.ndarray[Any, Any]:
+    """[n] integers with 1 < n <= most + 1."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"a sequence is {array.dtype}{list(array.shape)}; give [n] integers")
+    if not 2 <= len(array) <= most + 1:
+        raise ValueError(
+            f"a sequence has {len(array)} tokens; {what} takes 2 to {most + 1}, the last of which "
+            f"is only a target: cut or drop others before"
+        )
+    return array.astype(np.int32)
+
+
+class packed(_Made):  # noqa: N801
+    """Batches of packed sequences: each row holds several, told apart by segment ids.
+
+    A sequence of n tokens takes n - 1 positions: its inputs, and as targets what follows them. It
+    goes into the first row with room (first fit); where none has, the batch is given out. Batches
+    have inputs [N, t], targets (words, weights) as `pipeline.CrossEntropy` takes them, and the
+    extras ``segment_ids`` (1, 2, ...; 0 for what is empty) and ``positions`` (0, 1, ... in each
+    segment), [N, t] int32. Their weight is the number of tokens.
+
+    Args:
+      source: of sequences, [n] integers each.
+      rows: N.
+      length: t.
+    """
+
+    def __init__(self, source: Iterable[Any], *, rows: int, length: int) -> None:
+        super().__init__(source)
+        if rows < 1 or length < 1:
+            raise ValueError(f"packed(rows={rows}, length={length}): both must be at least 1")
+        self._rows, self._length = rows, length
+        self._next: np.ndarray[Any, Any] | None = None
+
+    def __next__(self) -> Batch:
+        lying: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(self._rows)]
+        room = [self._length] * self._rows
+        for tokens in self._sequences():
+            size = len(tokens) - 1
+            row = next((r for r, free in enumerate(room) if free >= size), None)
+            if row is None:
+                self._next = tokens
+                break
+            lying[row].append(tokens)
+            room[row] -= size
+        if not any(lying):
+            raise StopIteration
+        return self._batch(lying)
+
+    def _sequences(self) -> Iterator[np.ndarray[Any, Any]]:
+        if self._next is not None:
+            tokens, self._next = self._next, None
+            yield tokens
+        for tokens in self._source:
+            yield _check_sequence(tokens, self._length, "a packed row")
+
+    def _batch(self, lying: Sequence[Sequence[np.ndarray[Any, Any]]]) -> Batch:
+        shape = self._rows, self._length
+        inputs, words, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
+        for row, sequences in enumerate(lying):
+            start = 0
+            for segment, tokens in enumerate(sequences, start=1):
+                at = row, slice(start, start := start + len(tokens) - 1)
+                inputs[at], words[at] = tokens[:-1], tokens[1:]
+                segments[at], positions[at] = segment, np.arange(len(tokens) - 1)
+        weights = (segments > 0).astype(np.float32)
+        extras = {"segment_ids": segments, "positions": positions}
+        return Batch(inputs, (words, weights), extras, float(weights.sum()))
+
+    def _held(self) -> list[int] | None:
+        return None if self._next is None else self._next.tolist()
+
+    def _hold(self, held: list[int] | None) -> None:
+        self._next = None if held is None else np.asarray(held, np.int32)
+
+
+def segment_mask(segment_ids: jax.Array) -> jax.Array:
+    """[N, 1, t, t] bool: which position reads which, causally and within its segment.
+
+    Every position reads itself, an empty one too, so no row of scores is without a number.
+    """
+    t = segment_ids.shape[1]
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (same & jnp.tril(jnp.ones((t, t), jnp.bool_))[None])[:, None]
+
+
+class bucketed(_Made):  # noqa: N801
+    """Batches of sequences of similar length, padded to the next of a few: each compiles once.
+
+    Targets are (words, weights) as `pipeline.CrossEntropy` takes them, of weight 0 behind a
+    sequence's end. The last batch of a bucket is filled up with rows that do not count. Weights of
+    batches are numbers of tokens.
+
+    Args:
+      source: of sequences, [n] integers each; one of n tokens takes n - 1 positions.
+      rows: N.
+      lengths: t of each bucket.
+    """
+
+    def __init__(self, source: Iterable[Any], *, rows: int, lengths: Sequence[int]) -> None:
+        super().__init__(source)
+        if rows < 1 or not lengths or min(lengths) < 1:
+            raise ValueError(
+                f"bucketed(rows={rows}, lengths={list(lengths)}): rows and all lengths must be at "
+                f"least 1, and there must be one"
+            )
+        self._rows = rows
+        self._full: dict[int, list[np.ndarray[Any, Any]]] = {n: [] for n in sorted(lengths)}
+
+    def __next__(self) -> Batch:
+        for given in self._source:
+            tokens = _check_sequence(given, max(self._full), "the longest bucket")
+            length = next(n for n in self._full if len(tokens) - 1 <= n)
+            self._full[length].append(tokens)
+            if len(self._full[length]) == self._rows:
+                return self._batch(length)
+        for length, waiting in self._full.items():
+            if waiting:
+                return self._batch(length)
+        raise StopIteration
+
+    def _batch(self, length: int) -> Batch:
+        sequences, self._full[length] = self._full[length], []
+        inputs, words = (np.zeros((self._rows, length), np.int32) for _ in range(2))
+        weights = np.zeros((self._rows, length), np.float32)
+        for row, tokens in enumerate(sequences):
+            at = row, slice(0, len(tokens) - 1)
+            inputs[at], words[at], weights[at] = tokens[:-1], tokens[1:], 1
+        return Batch(inputs, (words, weights), None, float(weights.sum()))
+
+    def _held(self) -> dict[str, list[list[int]]]:
+        return {str(n): [one.tolist() for one in held] for n, held in self._full.items()}
+
+    def _hold(self, held: dict[str, list[list[int]]]) -> None:
+        self._full = {
+            int(n): [np.asarray(one, np.int32) for one in waiting] for n, waiting in held.items()
+        }

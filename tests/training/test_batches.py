@@ -1,0 +1,337 @@
+"""Ragged data: padded rows, packed sequences and buckets against the plain model on what counts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import CrossEntropy, Pipeline, make_optimizer
+from pipeline.training.batches import (
+    Batch,
+    Padded,
+    as_batch,
+    bucketed,
+    masked,
+    packed,
+    pad,
+    padded,
+    segment_mask,
+)
+from pipeline.training.step import Step
+from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
+from tests.support import models
+from tests.support.models import CLASSES, WORDS, Hostile, Readout, Words
+from tests.training.plain import (
+    Chain,
+    assert_layers,
+    by_hand,
+    standard_promotion,  # noqa: F401  a fixture
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+M, D, ROWS = 2, 2, 8
+
+
+def token_weights(outputs, targets):
+    """(sum, weight) of labels, each with its own weight."""
+    labels, weights = targets
+    lost = -jnp.take_along_axis(jax.nn.log_softmax(outputs), labels[:, None], axis=-1)[:, 0]
+    return jnp.sum(lost * weights), jnp.sum(weights)
+
+
+def labels_of(n: int, rows: int, *, weighted: bool) -> Any:
+    labels = models.words(rows, most=CLASSES, seed=n)
+    return (labels, jnp.linspace(0.0, 2.0, rows)) if weighted else labels
+
+
+def ragged(*, weighted: bool, steps: int = 20) -> list[tuple[Any, Any]]:
+    """Batches of eight rows, each third of five or three."""
+    sizes = itertools.cycle((ROWS, ROWS, 5, ROWS, ROWS, 3))
+    return [
+        (models.rows(n, seed=k), labels_of(k, n, weighted=weighted))
+        for k, n in zip(range(steps), sizes, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_twenty_ragged_batches_are_those_of_the_plain_model(weighted):
+    loss_fn = token_weights if weighted else models.cross_entropy
+    stages, head = models.build(Hostile, 2), Readout(nnx.Rngs(5))
+    batches = ragged(weighted=weighted)
+    wanted = by_hand(lambda: Chain(stages, head, loss_fn), batches, optax.adamw(1e-2))
+    mesh = make_mesh(stage=2, data=D)
+    pipe = Pipeline(stages, M, mesh=mesh, head=head, loss_fn=masked(loss_fn))
+    step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-2)))
+    losses = [float(step(*batch[:2]).loss) for batch in padded(batches, M * D)]
+    np.testing.assert_allclose(losses, wanted[0], rtol=1e-5)
+    assert_layers(pipe, nnx.state(pipe, nnx.Param), wanted[1])
+    assert step.compiles() == 1
+
+
+def test_padded_rows_and_a_vocabulary_that_all_ranks_share():
+    ids, targets = models.words(5), models.words(5, seed=1)
+    stages = models.build(models.Block, 2)
+    ends = {
+        "embed": VocabularyEmbedding(WORDS, models.WIDTH, rngs=nnx.Rngs(0)),
+        "head": VocabularyHead(WORDS, models.WIDTH, rngs=nnx.Rngs(1)),
+    }
+    wanted = models.reference(stages, ids, targets, CrossEntropy(), **ends)
+    loss_fn = masked(CrossEntropy())
+    options = {"mesh": make_mesh(stage=2), "loss_fn": loss_fn, "vocabulary": "stage"}
+    pipe = Pipeline(stages, M, **ends, **options)
+    batch = pad(Batch(ids, targets), 6)
+    loss, grads = pipe.value_and_grad(batch.inputs, batch.targets)
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
+    layers = pipe.to_layers(grads)
+    assert models.distance(layers["stages"], wanted[1]) < 1e-5
+    for name in ends:
+        assert models.distance(layers[name], wanted[2][name]) < 1e-5
+
+
+def test_a_masked_loss_of_other_targets_is_the_loss():
+    x, t = models.rows(4), models.rows(4, seed=1)
+    assert masked(models.squares)(x, t) == models.squares(x, t)
+    total, weight = masked(models.squares)(x, Padded(t, jnp.array([1.0, 1, 0, 1])))
+    kept = jnp.array([0, 1, 3])
+    np.testing.assert_allclose(total / weight, models.squares(x[kept], t[kept]), rtol=1e-6)
+    assert weight == 3
+
+
+def test_a_batch_without_padding_is_refused_in_words():
+    pipe = Pipeline(
+        models.build(Hostile, 2), M, mesh=make_mesh(stage=2, data=D), loss_fn=models.squares
+    )
+    x = models.rows(5)
+    with pytest.raises(ValueError, match="5") as caught:
+        Step(pipe, make_optimizer(pipe, optax.sgd(0.1)))(x, x)
+    assert str(caught.value) == (
+        "the batch has 5 rows, which the mesh's data axis of 2 shards cannot share equally; use a "
+        "batch of 4 or 6 rows, or use another data axis"
+    )
+
+
+# --- packed sequences ---
+
+
+class Attention(nnx.Module):
+    """One head over the positions of a segment; positions turn into numbers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = models.normal(rngs, models.WIDTH, models.WIDTH)
+
+    def __call__(self, x, *, segment_ids, positions):
+        q = x @ self.w[...] + jnp.sin(positions.astype(jnp.float32))[..., None]
+        scores = jnp.where(segment_mask(segment_ids)[:, 0], q @ x.swapaxes(1, 2), -1e30)
+        return x + jax.nn.softmax(scores) @ x
+
+
+class Logits(Readout):
+    """Of each position."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = models.normal(rngs, models.WIDTH, WORDS)
+
+
+def sequences(count: int, sizes: tuple[int, ...] = (2, 3, 4, 5, 6, 7)) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, WORDS, rng.choice(sizes)) for _ in range(count)]
+
+
+def test_packed_sequences_lose_what_they_lose_alone():
+    texts = sequences(9, (4, 7))
+    stages = models.build(Attention, 2)
+    embed, head = Words(nnx.Rngs(3)), Logits(nnx.Rngs(4))
+    (batch,) = packed(texts, rows=4, length=12)
+
+    @jax.jit
+    def alone(tokens: jax.Array) -> Any:
+        n = len(tokens) - 1
+        extras = {"segment_ids": jnp.ones((1, n), int), "positions": jnp.arange(n)[None]}
+        outputs = models.compose(stages, embed, head, tokens[None, :-1], extras)
+        return CrossEntropy()(outputs, tokens[None, 1:])
+
+    total, weight = map(sum, zip(*map(alone, texts), strict=True))
+    assert weight == batch.weight == batch.counts
+    assert batch.extras["segment_ids"].max() > 1
+    pipe = Pipeline(
+        stages, M, mesh=make_mesh(stage=2), embed=embed, head=head, loss_fn=CrossEntropy()
+    )
+    found = pipe.loss(batch.inputs, batch.targets, extras=batch.extras)
+    np.testing.assert_allclose(found, total / weight, rtol=1e-5)
+
+
+def test_what_a_packed_batch_holds():
+    first, second = packed([[5, 6, 7], [1, 2], [3, 4, 5, 6], [8, 9, 1]], rows=2, length=4)
+    assert first.inputs.tolist() == [[5, 6, 1, 0], [3, 4, 5, 0]]
+    words, weights = first.targets
+    assert words.tolist() == [[6, 7, 2, 0], [4, 5, 6, 0]]
+    assert weights.tolist() == [[1, 1, 1, 0], [1, 1, 1, 0]]
+    assert first.extras["segment_ids"].tolist() == [[1, 1, 2, 0], [1, 1, 1, 0]]
+    assert first.extras["positions"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 0]]
+    assert second.inputs.tolist() == [[8, 9, 0, 0], [0, 0, 0, 0]]
+    assert (first.weight, second.weight) == (6, 2)
+
+
+# --- buckets ---
+
+
+def test_each_bucket_compiles_once():
+    stages = [models.Block(nnx.Rngs(k)) for k in range(2)]
+    ends = {"embed": Words(nnx.Rngs(3)), "head": Logits(nnx.Rngs(4))}
+    pipe = Pipeline(stages, M, mesh=make_mesh(stage=2), **ends, loss_fn=CrossEntropy())
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.0)))
+    texts, total, weight, seen = sequences(30, (3, 9)), 0.0, 0.0, []
+    for batch in bucketed(texts, rows=4, lengths=(3, 8)):
+        total += float(step(*batch[:2]).loss) * batch.weight
+        weight += batch.weight
+        seen.append(batch.inputs.shape)
+    assert set(seen) == {(4, 3), (4, 8)}
+    assert len(seen) > 4
+    assert step.compiles() == 2
+    assert weight == sum(len(text) - 1 for text in texts)
+    of_text = jax.jit(
+        lambda text: CrossEntropy()(
+            models.compose(stages, *ends.values(), text[None, :-1]), text[None, 1:]
+        )
+    )
+    lost = [of_text(text) for text in texts]
+    np.testing.assert_allclose(total / weight, sum(one[0] for one in lost) / weight, rtol=1e-5)
+
+
+# --- positions ---
+
+
+class Counted:
+    """A source with a position."""
+
+    def __init__(self, items: list) -> None:
+        self.items, self.at = items, 0
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def get_state(self) -> int:
+        return self.at
+
+    def set_state(self, at: int) -> None:
+        self.at = at
+
+
+MAKERS = {
+    "packed": lambda source: packed(source, rows=2, length=8),
+    "bucketed": lambda source: bucketed(source, rows=3, lengths=(3, 8)),
+    "padded": lambda source: padded(((one[:1], one[1:2]) for one in source), 4),
+}
+
+
+@pytest.mark.parametrize("name", ["packed", "bucketed"])
+def test_a_position_goes_on_where_it_was(name):
+    whole = list(MAKERS[name](Counted(sequences(40))))
+    for stop in (0, 1, len(whole) - 2):
+        first = MAKERS[name](Counted(sequences(40)))
+        for _ in range(stop):
+            next(first)
+        state = json.loads(json.dumps(first.get_state()))
+        other = MAKERS[name](Counted(sequences(40)))
+        other.set_state(state)
+        rest = list(other)
+        assert len(rest) == len(whole) - stop
+        jax.tree.map(np.testing.assert_array_equal, rest, whole[stop:])
+
+
+def test_rows_of_padded_batches_are_a_part_of_the_position():
+    batches = [(models.rows(n), models.rows(n)) for n in (8, 3)]
+    first = padded(Counted(batches), 4)
+    next(first)
+    other = padded(Counted(batches), 4)
+    other.set_state(first.get_state())
+    assert next(other).rows == 8
+
+
+def test_a_source_without_a_position():
+    with pytest.raises(ValueError, match="position") as caught:
+        MAKERS["padded"](sequences(4)).get_state()
+    assert str(caught.value) == (
+        "the position of a generator is not known: a source that resumes has get_state() and "
+        "set_state(), as the iterators of grain have"
+    )
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: as_batch({"x": 1}),
+            (
+                "the data gave a dict with the keys ['x']; give (inputs, targets), (inputs, "
+                "targets, extras), a dict of inputs, targets, extras, weight, or a Batch"
+            ),
+        ),
+        (
+            lambda: as_batch((1,)),
+            (
+                "the data gave a tuple of length 1; give (inputs, targets), (inputs, targets, "
+                "extras), a dict of inputs, targets, extras, weight, or a Batch"
+            ),
+        ),
+        (
+            lambda: pad(Batch(models.rows(5), ()), 4),
+            "a batch of 5 rows cannot be padded to 4; give 1 to 4",
+        ),
+        (
+            lambda: padded([], 4, rows=6),
+            (
+                "padded(multiple=4, rows=6): rows must be a multiple of multiple, which is at "
+                "least 1"
+            ),
+        ),
+        (
+            lambda: list(packed([np.arange(6)], rows=1, length=4)),
+            (
+                "a sequence has 6 tokens; a packed row takes 2 to 5, the last of which is only a "
+                "target: cut or drop others before"
+            ),
+        ),
+        (
+            lambda: list(bucketed([np.ones(3)], rows=1, lengths=[4])),
+            "a sequence is float64[3]; give [n] integers",
+        ),
+        (
+            lambda: bucketed([], rows=1, lengths=[]),
+            (
+                "bucketed(rows=1, lengths=[]): rows and all lengths must be at least 1, and there "
+                "must be one"
+            ),
+        ),
+        (
+            lambda: masked(Readout(nnx.Rngs(0))),
+            (
+                "masked() was given the module Readout; give a function, and let the module look "
+                "at Padded.counts itself: it returns (sum, weight)"
+            ),
+        ),
+    ],
+)
+def test_what_is_refused(make, text):
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        make()
+    assert str(caught.value) == text
