@@ -11,6 +11,7 @@ check_vma=True)` and inserts the reductions of gradients from it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
+from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -234,6 +236,56 @@ def loop_sizes(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].unpack())
     return len(consts), len(carry)
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr that the equation of a call runs.
+
+    Under `jax_remat3` and `jax_custom_vjp3`, and in `jax.experimental.hijax`, a call is an object
+    that says by a method what it does; seen in 0.12.0. (In 0.10.2 JAX itself fails under these
+    flags, in transposing a slice within `jax.checkpoint`: nothing here is tried with them there.)
+    What would take its place is `jaxprs_in_params` of `jax.extend` that knows such objects.
+    """
+    params = eqn.params
+    if "_prim" not in params:
+        return params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
+    types = [var.aval for var in eqn.invars]
+    return jax.make_jaxpr(lambda *given: eqn.primitive.to_lojax(*given, **params))(*types)
+
+
+def lowers_what_it_holds(primitive: Primitive) -> None:
+    """Say of a primitive with a jaxpr in its parameters that its lowering traces that again.
+
+    JAX asks a primitive that holds calls as above (see `called`) for another rule beside its
+    lowering, by a method that is private; seen in 0.12.0, without effect in 0.10.2.
+    """
+    primitive.is_high = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+def custom_vjp(
+    f: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    nondiff_argnums: tuple[int, ...],
+) -> Callable[..., Any]:
+    """`jax.custom_vjp` whose forward rule is told what is differentiated, by symbolic zeros.
+
+    With `jax_custom_vjp3`, seen in 0.12.0, `jax.checkpoint` says of all operands that they are,
+    unless it shall call the function for the second time and not its rule. How to ask for this is
+    private, and refused without that flag; a `jax.checkpoint` that says which operands are
+    differentiated would take its place.
+    """
+    plain, called_again = (jax.custom_vjp(f, nondiff_argnums) for _ in range(2))
+    for function in (plain, called_again):
+        function.defvjp(forward, backward, symbolic_zeros=True)
+    called_again.optimize_remat = True
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        is_new = jax.__version_info__ >= (0, 12) and getattr(jax.config, "jax_custom_vjp3", True)
+        return (called_again if is_new else plain)(*args)
+
+    return call
 
 
 def fixes_shardings(eqn: Any) -> bool:

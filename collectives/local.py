@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from collectives.compat import typed_as, typeless, untyped, vary, varying_axes
+from collectives.compat import lowers_what_it_holds, typed_as, typeless, untyped, vary, varying_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,6 +111,7 @@ def _batched(values: Any, dims: Any, *, jaxpr: Any) -> Any:
 
 _call, _erase = Primitive("local"), Primitive("erase_varying")
 _call.multiple_results = True
+lowers_what_it_holds(_call)
 _call.def_impl(_run)
 _call.def_effectful_abstract_eval(
     lambda *given, jaxpr: ([typed_as(v.aval, given) for v in jaxpr.outvars], jaxpr.effects)

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from collectives.compat import REFS_ARE_WHOLE
-from pipeline.jaxpr.primitives import bodies, callee, traits
+from pipeline.jaxpr.primitives import bodies, callee, held, traits
 
 Var = Any
 
@@ -66,7 +66,7 @@ def _suits(eqn: Any, place: int, same: set[Var]) -> bool:
         return (REFS_ARE_WHOLE or keeps) and _is_fit(body.jaxpr, {body.jaxpr.invars[place]})
     if eqn.primitive.name == "cond":
         return all(_is_fit(b.jaxpr, {b.jaxpr.invars[place - b.first]}) for b in bodies(eqn))
-    return not any(True for _ in jaxprs_in_params(eqn.params))
+    return not held(eqn)
 
 
 def _places(eqn: Any, variables: Collection[Var]) -> list[int]:

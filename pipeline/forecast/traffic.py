@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from numpy.typing import NDArray
 
 from collectives import STAGE
 from collectives.compat import live
 from pipeline.base.tree import nbytes
 from pipeline.forecast.liveness import find_shard_map
-from pipeline.jaxpr.primitives import bodies, traits
+from pipeline.jaxpr.primitives import bodies, held, traits
 from pipeline.kernel import runtime, scopes
 from pipeline.kernel.ticks import without
 from pipeline.model.model import Batch, Model, Weights
@@ -136,7 +135,7 @@ class _Walk:
                 branches = [branch.jaxpr for branch in bodies(eqn)]
                 self.read(max(branches, key=self._bytes), times, here, known=known)
             else:
-                for body in jaxprs_in_params(eqn.params):
+                for body in held(eqn):
                     self.read(body, times * eqn.params.get("length", 1), here, known=known)
 
     def _loop(self, eqn: Any, times: Counts, scope: str, *, known: bool) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
-from pipeline.jaxpr.primitives import traits
+from pipeline.jaxpr.primitives import held, traits
 
 Var = Any
 Eqn = Any
@@ -100,7 +100,7 @@ def narrows(jaxpr: Any) -> bool:
     What is only moved, such as inputs that are kept in float16, does not count.
     """
     for eqn in jaxpr.eqns:
-        bodies = list(jaxprs_in_params(eqn.params))
+        bodies = held(eqn)
         if any(map(narrows, bodies)):
             return True
         is_work = not bodies and not traits(eqn).carries

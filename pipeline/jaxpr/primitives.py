@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
-from collectives.compat import fixes_shardings, loop_sizes, varying_in
+from collectives.compat import called, fixes_shardings, loop_sizes, varying_in
 
 Eqn = Any
 
@@ -95,7 +96,9 @@ _TABLE = {
     "swap": Traits(carries=True, writes=True),
     "addupdate": Traits(writes=True),
     "scan while": Traits(loops=True),
-    "closed_call custom_jvp_call custom_vjp_call jit": Traits(calls=True),
+    "call_hi_primitive closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit": Traits(
+        calls=True
+    ),
     "remat2": Traits(calls=True, remat=True),
     "pmax pmin psum psum_invariant": Traits(hlo="all-reduce"),
     "all_gather all_gather_invariant": Traits(hlo="all-gather"),
@@ -192,14 +195,18 @@ def bodies(eqn: Eqn) -> list[Body]:
 
 def body_of(eqn: Eqn) -> Body | None:
     """What an equation calls once, with its operands; None if it does not."""
-    if not traits(eqn).calls:
-        return None
-    return _body(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+    return _body(called(eqn)) if traits(eqn).calls else None
 
 
 def callee(eqn: Eqn) -> Body | None:
     """What an equation merely calls; a `jit` that fixes shardings does more."""
     return None if fixes_shardings(eqn) else body_of(eqn)
+
+
+def held(eqn: Eqn) -> list[Any]:
+    """All jaxprs within an equation."""
+    body = body_of(eqn)
+    return list(jaxprs_in_params(eqn.params)) if body is None else [body.jaxpr]
 
 
 def barred(eqn: Eqn) -> Sequence[bool]:

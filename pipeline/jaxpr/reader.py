@@ -62,6 +62,8 @@ class _Reader:
         body = callee(eqn)
         if body is not None:
             return self.inline(body.jaxpr, body.consts, self._barrier(reads, barred(eqn)))
+        if eqn.primitive.name == "optimization_barrier":
+            return self._barrier(reads, [True] * len(reads))
         inner = _inner(eqn)
         makes = tuple(Name(var.aval) for var in eqn.outvars)
         self.steps.append(
@@ -79,7 +81,7 @@ class _Reader:
         return makes
 
     def _barrier(self, reads: Sequence[Atom], apart: Sequence[bool]) -> list[Atom]:
-        """Operands of a recomputation, which must not be merged with the first computation."""
+        """Values of which some must not be merged with what came before, as in a recomputation."""
         chosen = [
             isinstance(a, Name) and b and not is_ref(a.aval)
             for a, b in zip(reads, apart, strict=True)

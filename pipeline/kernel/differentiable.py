@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from collectives.compat import REFS_ARE_WHOLE, has_check, is_of_refs
+from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs
 from pipeline.backward.masks import Mask, Trained, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.jaxpr.evaluate import narrows
@@ -59,8 +59,7 @@ class _Waiting:
 jax.tree_util.register_dataclass(_Waiting)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
+def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
     """The mean loss, a float32 scalar; differentiable in params and inputs.
 
     With metrics, if the model has them, which have no gradient.
@@ -117,11 +116,10 @@ def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> t
     return Weights(chunks, ends, None, None), Batch(inputs, None, None)
 
 
-loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
+def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
     """[N, ...] outputs; differentiable in params and inputs. Arguments as of `loss`."""
     del before
     return watched(infer, plan, model, weights, batch, take_loss=False)
@@ -148,7 +146,7 @@ def _outputs_backward(
     return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
 
 
-outputs.defvjp(_outputs_forward, _outputs_backward, symbolic_zeros=True)
+outputs = custom_vjp(_outputs, _outputs_forward, _outputs_backward, nondiff_argnums=(0, 1, 2))
 
 
 def _cotangents(

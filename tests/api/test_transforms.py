@@ -41,6 +41,7 @@ def summed(pipe):
     return jax.tree.map(jnp.add, *grads)
 
 
+@pytest.mark.derivatives
 @WHOLE
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_gradient_of_a_scan_over_batches(checkpoint):
@@ -100,6 +101,7 @@ def test_vmap_over_batches():
     assert_close(jax.vmap(pipe)(BATCHES), jnp.stack([pipe(x) for x in BATCHES]))
 
 
+@pytest.mark.derivatives
 def test_a_product_with_the_hessian():
     pipe, direction = make(), models.rows(4, seed=8)
 

@@ -330,11 +330,20 @@ def assert_same(found: Any, wanted: Any, *, simplified: bool = False) -> None:
 
 
 FROM_INPUT = (mlp, normalised, normalised_layers, checkpointed, branches_of_layers, tree)
+
+
+def marks_of(f, keep="residuals"):
+    recomputes = f.__name__.startswith("checkpointed")
+    return [
+        *([pytest.mark.slow] if keep == "input" and f not in FROM_INPUT else []),
+        *([pytest.mark.derivatives] if recomputes else []),
+    ]
+
+
 BOTH = [
-    pytest.param(case, keep, id=f"{n}-{case.f.__name__}-{keep}", marks=marks)
+    pytest.param(case, keep, id=f"{n}-{case.f.__name__}-{keep}", marks=marks_of(case.f, keep))
     for n, case in enumerate(CASES)
     for keep in ("residuals", "input")
-    for marks in [[pytest.mark.slow] if keep == "input" and case.f not in FROM_INPUT else []]
 ]
 
 
@@ -363,7 +372,13 @@ def test_the_halves_are_the_whole(case, keep):
     assert sum(count) == dots.in_jaxpr(whole, grads, *arguments)
 
 
-@pytest.mark.parametrize("f", [layers, with_biases, checkpointed_layers, branches, sliced])
+@pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(f, marks=marks_of(f))
+        for f in (layers, with_biases, checkpointed_layers, branches, sliced)
+    ],
+)
 def test_gradients_by_value(f):
     """A loop's second half then carries the sum for what all its trips share."""
     case = next(case for case in CASES if case.f is f)
@@ -482,6 +497,28 @@ def test_what_cannot_be_taken_apart_is_in_the_first_half_and_named(f, weights, w
     found, crossing, _ = jax.jit(first)(grads, *arguments)
     assert_same(found, dx)
     assert_same(jax.jit(second)(grads, weights, (), (), crossing), want)
+
+
+def test_a_barrier_is_cut_between_the_halves():
+    """It hands each value through: neither half waits for the other's."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def back(kept, ct):
+        x, w, ct = jax.lax.optimization_barrier((*kept, ct))
+        return ct @ w.T, x.T @ ct
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), back)
+    case = Case(lambda w, fixed, side, x: product(x, w[0]), [SQUARE], (1, 1), 1, {})
+    linearize, stash = starts(case, "residuals")
+    arguments = case.weights, (), (), stash, cotangents(case)
+    split = SplitBackward(linearize, *arguments)
+    assert split.whole == ()
+    _, first, second = functions(linearize, split, in_place=True)
+    crossing = first([SQUARE], *arguments)[1]
+    assert dots.in_jaxpr(second, [SQUARE], case.weights, (), (), crossing) == 1
 
 
 def test_a_print_is_printed_once(capfd):

@@ -148,6 +148,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.derivatives
 @pytest.mark.parametrize("D", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", CHECKED)
 def test_checks_within_a_stage_name_it_and_the_row(way, D):
@@ -157,6 +158,10 @@ def test_checks_within_a_stage_name_it_and_the_row(way, D):
         assert "alike" not in pipe.describe()
         rows = {"row": jnp.arange(8)}
         check = checkify.checkify(lambda x: CHECKED[way](pipe, x, extras=rows))
+        if jax.config.jax_custom_vjp3 and way != "value_and_grad":  # a limit of jax up to 0.12.0
+            with pytest.raises(NotImplementedError, match="checkify effects"):
+                check(X)
+            return
         error, found = check(X)
         assert error.get() is None
         plain = make(*(Block(nnx.Rngs(k)) for k in range(2)), D=D)

@@ -77,6 +77,7 @@ class Looped(nnx.Module):
         return nnx.jit(lambda layer, x: nnx.fori_loop(0, 1, trip, (layer, x))[1])(self.inner, x)
 
 
+@pytest.mark.derivatives
 @pytest.mark.parametrize("options", REMATS)
 @pytest.mark.parametrize("kind", [Rematted, Jitted, Nested])
 def test_stages_that_call_through_nnx(kind, options):
@@ -151,6 +152,7 @@ def test_masks_are_those_of_the_plain_call(kind, options):
     assert models.distance(found, wanted) < 1e-6
 
 
+@pytest.mark.derivatives
 def test_what_is_handed_back_is_not_stashed():
     """A weight that comes out of a call is still a weight."""
     lines = [
@@ -206,6 +208,7 @@ class Normed(nnx.Module):
         return self.norm(x)
 
 
+@pytest.mark.derivatives
 @pytest.mark.parametrize(
     ("kind", "variable"),
     [

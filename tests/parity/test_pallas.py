@@ -167,6 +167,7 @@ def test_a_kernel_beside_a_tensor_axis(family, remat):
     test_tensor_axis.check(pipe, Beside)
 
 
+@pytest.mark.derivatives
 def test_gradients_of_what_all_ranks_share_are_summed():
     """Integers have none; what `vmap` makes of it is the same."""
     x, scale = models.rows(4), jnp.arange(1.0, 1.0 + WIDTH)
@@ -199,6 +200,7 @@ def test_gradients_of_what_all_ranks_share_are_summed():
     assert local(f)(x, scale, picks)["y"].shape == (3, WIDTH)
 
 
+@pytest.mark.derivatives
 def test_results_and_residuals_say_over_what_they_vary():
     def body(x, w):
         y, pullback = jax.vjp(local(lambda x, w: square(x) * w), x, w)

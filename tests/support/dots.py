@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.stages import Compiled
+
+from pipeline.jaxpr.primitives import held
 
 
 def in_jaxpr(f: Any, *args: Any) -> int:
@@ -37,7 +38,7 @@ def _multiplications(eqn: Any) -> int:
 def _count(jaxpr: Any, measure: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
-        inner = [_count(body, measure) for body in jaxprs_in_params(eqn.params)]
+        inner = [_count(body, measure) for body in held(eqn)]
         if eqn.primitive.name == "dot_general":
             total += measure(eqn)
         elif eqn.primitive.name == "cond":
@@ -54,5 +55,5 @@ def find(jaxpr: Any, name: str) -> list[Any]:
         if eqn.primitive.name == name:
             found.append(eqn)
         else:
-            found += [e for body in jaxprs_in_params(eqn.params) for e in find(body, name)]
+            found += [e for body in held(eqn) for e in find(body, name)]
     return found

@@ -22,7 +22,11 @@ from tests.docs.test_rooms import modules
 PRIVATE = re.compile(r"(jax|jaxlib|flax|optax)(\.\w+)*\._(?!_)\w+(\.|$)")
 HOME = "collectives.compat"
 # Primitives of the table that not every release has.
-OF_SOME_RELEASES = {"closed_call": "up to 0.10.2", "one_minus_square": "from 0.12 on"}
+OF_SOME_RELEASES = {
+    "closed_call": "up to 0.10.2",
+    "eval_jaxpr": "from 0.12 on",
+    "one_minus_square": "from 0.12 on",
+}
 
 
 def names(tree: ast.Module) -> set[str]:
