@@ -220,11 +220,6 @@ class Step:
         """Calls since the last update, of those that the next one takes together."""
         return self._called
 
-    def compiles(self) -> int:
-        """How many training programs were compiled: one for each shape of a batch and part."""
-        parts: tuple[Any, ...] = (self._fused, self._added, self._taken, self._updated)
-        return sum(part._cache_size() for part in parts)  # noqa: SLF001  nothing else says it
-
     # --- what a checkpoint keeps beside model and optimizer
 
     def shaped(self) -> dict[str, Tree]:
@@ -284,8 +279,12 @@ class Step:
 
     def _bad(self, tree: Tree) -> str:
         """The first leaf in layer order that is not finite, and how many are."""
-        layers = self.model.to_layers(tree) if hasattr(self.model, "to_layers") else tree
-        flat = jax.tree_util.tree_leaves_with_path(layers)
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        if hasattr(self.model, "to_layers"):
+            layers = self.model.to_layers(tree)
+            order = sorted(layers, key=("embed", "stages", "head").index)
+            parts = [{name: layers[name]} for name in order]
+            flat = [one for part in parts for one in jax.tree_util.tree_leaves_with_path(part)]
         bad = [
             path
             for path, x in flat

@@ -21,8 +21,12 @@ ALLOWED = {
     "pipeline": {"jax", "numpy", "scipy", "flax", "optax", "schedules", "collectives", "pipeline"},
 }
 
-# Drawing is optional: loaded by the function that draws, as the fresh process below proves.
-LAZY = {("schedules", "draw.py"): {"matplotlib"}}
+# Drawing is optional: loaded by the function that draws, as the fresh process below proves; so are
+# lines of progress and event files.
+LAZY = {
+    ("schedules", "draw.py"): {"matplotlib"},
+    ("pipeline", "records.py"): {"rich", "tensorboardX"},
+}
 
 PUBLIC = {
     "schedules": """

@@ -64,6 +64,22 @@ def assert_layers(pipe: Any, tree: Any, wanted: Any, *, tolerance: float = 1e-5)
     assert models.distance(layers["head"], wanted["head"]) < tolerance
 
 
+_compiled: list[str] = []
+
+
+def _note(event: str, _: float, **about: Any) -> None:
+    if event.endswith("backend_compile_duration"):
+        _compiled.append(str(about.get("fun_name")))
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+def compiles() -> int:
+    """How many training programs this process has compiled so far."""
+    return sum(name in ("jit(_train)", "jit(_add)") for name in _compiled)
+
+
 @pytest.fixture(scope="package")
 def standard_promotion():
     """Optax multiplies its int32 step by floats."""

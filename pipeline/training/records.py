@@ -1,0 +1,166 @@
+"""Records of a run: progress on a terminal, JSON lines, TensorBoard.
+
+A record is a dict of numbers, texts and dicts of those, and a recorder anything that takes one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+Record = Mapping[str, Any]
+
+
+class Recorder(Protocol):
+    """What the trainer tells of each step."""
+
+    def write(self, record: Record) -> None:
+        """Take a record: of a step, of an evaluation, or of an event."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+class JsonLines:
+    """A file of one JSON object a line, each written at once; what is there stays.
+
+    Args:
+      path: of the file; its folder must be there.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed below
+
+    def write(self, record: Record) -> None:
+        """A line. What is no number is null: JSON has neither NaN nor infinity."""
+        self._file.write(json.dumps(_finite(record)) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard: every number of a record, by its step.
+
+    Args:
+      folder: of the event files.
+
+    Raises:
+      ImportError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # noqa: PLC0415  an optional extra
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard(...) writes with tensorboardX, which is not installed; run "
+                "pip install 'shardpipe[training]', or record to JsonLines"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, record: Record) -> None:
+        """A point of each curve."""
+        for name, value in _numbers(record):
+            if name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class Progress:
+    """A line of progress that is redrawn on a terminal; else a line for each tenth of the run.
+
+    Args:
+      steps: of the run.
+      console: a `rich.console.Console`; by default that of standard error.
+      title: what stands before the bar.
+
+    Raises:
+      ImportError: rich is not installed.
+    """
+
+    def __init__(self, steps: int, *, console: Any = None, title: str = "train") -> None:
+        try:
+            from rich.console import Console  # noqa: PLC0415  an optional extra
+            from rich.progress import (  # noqa: PLC0415
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+            from rich.progress import Progress as Bars  # noqa: PLC0415
+        except ImportError as error:
+            raise ImportError(
+                "Progress(...) draws with rich, which is not installed; run "
+                "pip install 'shardpipe[training]', or record to JsonLines"
+            ) from error
+        self._console: Any = console or Console(stderr=True, highlight=False, markup=False)
+        status = TextColumn("{task.fields[status]}", markup=False)
+        columns = MofNCompleteColumn(), BarColumn(20), status, TimeRemainingColumn()
+        self._bars = Bars(*columns, console=self._console)
+        self._steps = steps
+        self._bar = self._bars.add_task(title, total=steps, status="compiling")
+        self._bars.start()
+
+    def write(self, record: Record) -> None:
+        """Show a step; print an event."""
+        if "event" in record:
+            self._console.print(f"step {record['step']}: {record['text']}", soft_wrap=True)
+            return
+        step, text = record["step"], status_of(record)
+        self._bars.update(self._bar, completed=step, status=text)
+        tenth = max(1, self._steps // 10)
+        if not self._console.is_terminal and (step % tenth == 0 or "eval_loss" in record):
+            self._console.print(f"step {step}/{self._steps} · {text}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last line."""
+        self._bars.stop()
+
+
+def status_of(record: Record) -> str:
+    """A record in a line."""
+    if "eval_loss" in record:
+        return f"held-out loss {record['eval_loss']:.4f}"
+    parts = [f"loss {record['loss']:.3f}"]
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    seconds = record.get("seconds", {})
+    if seconds.get("step"):
+        predicted = record.get("predicted", ())
+        for name in ("bubble", "communication", "input"):
+            share = seconds.get(name, 0.0) / seconds["step"]
+            if share >= 0.005:
+                parts.append(f"{'predicted ' * (name in predicted)}{name} {share:.1%}")
+    return " · ".join(parts)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(record: Record, before: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{before}{name}/")
+        elif isinstance(value, int | float):
+            yield before + name, float(value)

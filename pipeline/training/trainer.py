@@ -1,0 +1,357 @@
+"""The loop of a training run: batches, steps, evaluation, checkpoints, records, and how it ends.
+
+    trainer = Trainer(Step(pipe, optimizer), data, steps=1000, checkpoints=Checkpoints("run"))
+    trainer.resume()
+    trainer.run()
+
+The host is one step ahead of the devices: a step's numbers are read while the next one runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import jax
+from flax import nnx
+
+from pipeline.training import timing
+from pipeline.training.batches import Batch, Resumable, as_batch
+from pipeline.training.records import Record, Recorder
+from pipeline.training.step import DynamicScale, Metrics, NotFiniteError, Step
+
+Hook = Callable[["Trainer", Record], None]
+
+
+class Saves(Protocol):
+    """What a run asks of its checkpoints."""
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        optimizer: Any,
+        *,
+        shaped: Any,
+        plain: Any,
+        data: Any,
+        metrics: Any,
+    ) -> None:
+        """Write one, perhaps while the run goes on."""
+        ...
+
+    def restore(
+        self, model: Any, optimizer: Any, *, shaped: Any, plain: Any, data: Any
+    ) -> int | None:
+        """Read the newest into what is given; its step, None if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Wait until what was saved is on the disk."""
+        ...
+
+
+@dataclass
+class _Running:
+    """A step whose numbers nobody has read yet."""
+
+    number: int
+    metrics: Metrics
+    batch: Batch
+    tokens: int
+    waited: float
+
+
+class Trainer:
+    """A run of training steps.
+
+    Args:
+      step: what is repeated.
+      data: an iterable of batches, as `pipeline.training.batches.as_batch` takes them. One whose
+        iterator has ``get_state`` and ``set_state``, as those of grain have, can be resumed.
+      steps: updates of the whole run, with those before it was resumed.
+      evaluation: batches to evaluate on, an iterable that can be gone through again; or a function
+        that returns one.
+      eval_interval: updates from one evaluation to the next; 0: only at the end.
+      eval_ema: whether the mean of the weights is evaluated in place of the weights.
+      checkpoints: where states are saved; None saves none.
+      checkpoint_interval: updates from one to the next; 0: only at the end or where it is stopped.
+      recorders: told of every step, on process 0.
+      hooks: called with the trainer and the record of a step, as soon as it is known.
+      stop: asked before each step; what is true ends the run, after a checkpoint.
+      stop_after: updates in a row that are not finite, after which the run ends.
+      flops_per_token: of the model; by default counted (`timing.flops_per_token`).
+      peak_flops: operations a second of a device; by default those of the planner's table.
+
+    Attributes:
+      done: updates so far.
+      losses: of those in this process, as far as they are known.
+      seconds: from one to the next.
+      eval_loss: the last, and `evaluated` at which update.
+
+    Raises:
+      ValueError: intervals that cannot be, or without what they are of.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        data: Iterable[Any],
+        *,
+        steps: int,
+        evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+        eval_interval: int = 0,
+        eval_ema: bool = False,
+        checkpoints: Saves | None = None,
+        checkpoint_interval: int = 0,
+        recorders: Sequence[Recorder] = (),
+        hooks: Sequence[Hook] = (),
+        stop: Callable[[], object] | None = None,
+        stop_after: int = 20,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("steps", steps, 1),
+            ("eval_interval", eval_interval, 0),
+            ("checkpoint_interval", checkpoint_interval, 0),
+            ("stop_after", stop_after, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: must be a whole number >= {least}")
+        if eval_interval and evaluation is None:
+            raise ValueError(
+                f"eval_interval={eval_interval}: there is no evaluation=; give batches"
+            )
+        if checkpoint_interval and checkpoints is None:
+            raise ValueError(
+                f"checkpoint_interval={checkpoint_interval}: there are no checkpoints=; give "
+                f"Checkpoints(folder)"
+            )
+        self.step, self.steps = step, steps
+        self.data: Iterator[Any] = iter(data)
+        self._evaluation, self._eval_interval = evaluation, eval_interval
+        self._eval_ema = eval_ema
+        self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
+        self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
+        self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
+        self.done, self.losses, self.seconds = 0, list[float](), list[float]()
+        self.eval_loss: float | None = None
+        self.evaluated = self._saved = -1
+        self._ended = 0.0
+        self._shares = timing.predicted(step.model)
+        counted = timing.flops_per_token(step.model)
+        self._flops = counted if flops_per_token is None else flops_per_token
+        devices = _devices(step.model)
+        peak = timing.peak_flops(devices[0]) if peak_flops is None else peak_flops
+        self._peak = None if peak is None else peak * len(devices)
+
+    # --- the loop
+
+    def resume(self) -> int | None:
+        """Go on from the newest checkpoint: its step, or None if there is none.
+
+        Raises:
+          ValueError: no checkpoints to resume from, or data without a position.
+        """
+        if self._checkpoints is None:
+            raise ValueError("resume() has nothing to resume from; give checkpoints=")
+        if not isinstance(self.data, Resumable):
+            raise ValueError(
+                f"resume() cannot say where in the data the run was: {type(self.data).__name__} "
+                f"has no get_state() and set_state(); give an iterator that has, as those of grain"
+            )
+        step = self.step
+        shaped, plain = step.shaped(), {"step": step.plain()}
+        found = self._checkpoints.restore(
+            step.model, step.optimizer, shaped=shaped, plain=plain, data=self.data
+        )
+        if found is not None:
+            step.load(shaped, plain["step"])
+            self.done = self._saved = found
+        return found
+
+    def run(self) -> bool:
+        """Train to the end; whether it got there, or was stopped.
+
+        Raises:
+          NotFiniteError: too many updates in a row were not finite.
+          ValueError: the data ended, or gave no batch.
+        """
+        running: _Running | None = None
+        self._ended = time.perf_counter()
+        while self.done < self.steps:
+            if self._stop is not None and self._stop():
+                self._read(running)
+                self.save()
+                return False
+            running = self._next(running)
+            if self._is_due(self._eval_interval) or self._is_due(self._checkpoint_interval):
+                self._read(running)
+                running = None
+                self._evaluate_if_due()
+                if self._is_due(self._checkpoint_interval):
+                    self.save()
+                self._ended = time.perf_counter()
+        self._read(running)
+        if self._evaluation is not None and self.evaluated != self.done:
+            self.evaluate()
+        self.save()
+        return True
+
+    def evaluate(self) -> float:
+        """The mean loss over all batches of the evaluation, each by its weight.
+
+        Raises:
+          ValueError: there is no evaluation, or it has no batch.
+        """
+        if self._evaluation is None:
+            raise ValueError("evaluate() has nothing to evaluate on; give evaluation=")
+        total: Any = 0.0
+        weight = 0.0
+        batches = self._evaluation() if callable(self._evaluation) else self._evaluation
+        for item in batches:
+            batch = as_batch(item)
+            loss = self.step.eval_step(
+                batch.inputs, batch.targets, extras=batch.extras, ema=self._eval_ema
+            )
+            total, weight = total + loss * batch.counts, weight + batch.counts
+        if not weight:
+            raise ValueError("the evaluation has no batch in which anything counts")
+        self.eval_loss, self.evaluated = float(total) / weight, self.done
+        self._tell({"step": self.done, "eval_loss": self.eval_loss})
+        return self.eval_loss
+
+    def save(self) -> None:
+        """Save the state now, if there are checkpoints and it is not saved yet."""
+        if self._checkpoints is None or self._saved == self.done:
+            return
+        step = self.step
+        known = self.evaluated == self.done and self.eval_loss is not None
+        self._checkpoints.save(
+            self.done,
+            step.model,
+            step.optimizer,
+            shaped=step.shaped(),
+            plain={"step": step.plain()},
+            data=self.data if isinstance(self.data, Resumable) else None,
+            metrics={"eval_loss": self.eval_loss} if known else None,
+        )
+        self._saved = self.done
+
+    def close(self) -> None:
+        """Wait for checkpoints, and close recorders."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        for recorder in self._recorders:
+            recorder.close()
+
+    # --- one step
+
+    def _next(self, before: _Running | None) -> _Running:
+        """Start an update; read the one before it meanwhile."""
+        waited, tokens, metrics = 0.0, 0, None
+        while metrics is None:
+            start = time.perf_counter()
+            batch = self._batch()
+            # A batch that comes while the devices are at work has cost them nothing.
+            if before is None or _is_ready(before.metrics.loss):
+                waited += time.perf_counter() - start
+            tokens += timing.tokens_of(batch)
+            weight = None if self.step.accumulate == 1 else batch.counts
+            metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
+        self.done += 1
+        self._read(before)
+        return _Running(self.done, metrics, batch, tokens, waited)
+
+    def _batch(self) -> Batch:
+        try:
+            return as_batch(next(self.data))
+        except StopIteration:
+            raise ValueError(
+                f"the data ended after {self.done} of {self.steps} updates; give data that "
+                f"repeats, or fewer steps"
+            ) from None
+
+    def _read(self, running: _Running | None) -> None:
+        """Wait for a step and tell of it.
+
+        Raises:
+          NotFiniteError: it is one too many that is not finite.
+        """
+        if running is None:
+            return
+        metrics = cast("Metrics", jax.device_get(running.metrics))
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        self.losses.append(float(metrics.loss))
+        self.seconds.append(seconds)
+        record = self._record(running, metrics, seconds)
+        self._tell(record)
+        for hook in self._hooks:
+            hook(self, record)
+        if not metrics.finite:
+            self._say_skipped(running, metrics)
+
+    def _record(self, running: _Running, metrics: Metrics, seconds: float) -> dict[str, Any]:
+        waited = min(running.waited, seconds)
+        rest = seconds - waited
+        split = {name: rest * share for name, share in self._shares._asdict().items()}
+        record: dict[str, Any] = {
+            "step": running.number,
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            "skipped": int(metrics.skipped),
+            "seconds": {"step": seconds, "input": waited, **split},
+            "predicted": list(split),
+            "tokens_per_second": running.tokens / seconds,
+        }
+        if self.step.scaling is not None:
+            record["loss_scale"] = float(metrics.loss_scale)
+        if self._peak:
+            record["mfu"] = self._flops * running.tokens / seconds / self._peak
+        if (held := timing.memory()) is not None:
+            record["memory"] = held
+        return record
+
+    def _say_skipped(self, running: _Running, metrics: Metrics) -> None:
+        text = "not finite: weights, optimizer and mean stay as they were"
+        if isinstance(self.step.scaling, DynamicScale):
+            scale = float(metrics.loss_scale)
+            fallen = max(scale / self.step.scaling.factor, self.step.scaling.least)
+            text += f"; the loss scale falls from {scale:g} to {fallen:g}"
+        self._tell({"step": running.number, "event": "skipped", "text": text})
+        if metrics.in_a_row < self._stop_after:
+            return
+        batch = running.batch
+        why = self.step.diagnose(batch.inputs, batch.targets, extras=batch.extras)
+        first = running.number - int(metrics.in_a_row) + 1
+        raise NotFiniteError(
+            f"updates {first} to {running.number} were not finite, {int(metrics.in_a_row)} in a "
+            f"row: {why}"
+        )
+
+    def _tell(self, record: Record) -> None:
+        for recorder in self._recorders:
+            recorder.write(record)
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.done % interval == 0
+
+    def _evaluate_if_due(self) -> None:
+        if self._is_due(self._eval_interval) and self.evaluated != self.done:
+            self.evaluate()
+
+
+def _is_ready(array: Any) -> bool:
+    return bool(array.is_ready())
+
+
+def _devices(model: nnx.Module) -> list[jax.Device]:
+    """Those that hold the model."""
+    found: set[jax.Device] = set()
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        found |= leaf.sharding.device_set
+    return sorted(found, key=lambda device: device.id)
