@@ -65,7 +65,7 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
     transformation, wrt = sharded.transformation, pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
-        return PipelineOptimizer(pipe, transformation, wrt=wrt)
+        return PipelineOptimizer(pipe, transformation, wrt=wrt, plan=sharded.plan)
 
     everywhere = NamedSharding(pipe.mesh, PartitionSpec())
     if not is_abstract(nnx.state(pipe)):
@@ -105,8 +105,16 @@ def shard_optimizer(
 class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     """What `make_optimizer` returns: an `nnx.Optimizer` that knows how its state's layers lie."""
 
-    def __init__(self, model: Pipeline, tx: optax.GradientTransformation, *, wrt: Any) -> None:
+    def __init__(
+        self,
+        model: Pipeline,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any,
+        plan: Callable[[Tree], StatePlan],
+    ) -> None:
         super().__init__(model, tx, wrt=wrt)
+        self._plan = nnx.static(plan)
         types = is_abstract(nnx.state(model))
         self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
 
@@ -120,6 +128,10 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
         check_layout("the optimizer", model.schedule.stages_of, self.layout, held)
         return super().update(model, grads, **extra)
+
+    def state_plan(self, model: Pipeline) -> StatePlan:
+        """How this state is stored, of layers, for a pipeline's parameters."""
+        return self._plan(nnx.as_pure(nnx.state(model, self.wrt)))
 
 
 class _Layered:

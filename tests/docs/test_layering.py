@@ -22,9 +22,10 @@ ALLOWED = {
 }
 
 # Drawing is optional: loaded by the function that draws, as the fresh process below proves; so are
-# lines of progress and event files.
+# lines of progress, event files and checkpoints.
 LAZY = {
     ("schedules", "draw.py"): {"matplotlib"},
+    ("pipeline", "checkpoints.py"): {"orbax"},
     ("pipeline", "records.py"): {"rich", "tensorboardX"},
 }
 

@@ -1,0 +1,1 @@
+"""Tests of training: steps, checkpoints, faults."""

@@ -1,0 +1,550 @@
+"""Checkpoints: a model, its optimizer and where a run was, in layer order, written by Orbax.
+
+A checkpoint holds the leaves of the model without a pipeline (`pipeline.layerwise.leaves`), so it
+fits every pipeline of that model, whatever S, V, placement, schedule and mesh, and the model too.
+Beside a run it is written into a folder of another name; when all is on the disk the manifest
+follows (`pipeline.training.manifest`), then the folder gets its name. What has its name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+from flax import nnx
+
+from pipeline.base.tree import Tree
+from pipeline.layerwise.leaves import Leaf, replicated
+from pipeline.pipeline import Pipeline
+from pipeline.sharding import meshes
+from pipeline.training import contents, manifest
+from pipeline.training.contents import Contents
+from pipeline.training.manifest import DamagedError
+from pipeline.training.together import everyone, from_first
+from schedules.core.capacity import bytes_text
+
+MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints, so that no other is taken
+ARRAYS = "arrays"
+GROUP = 2**28  # bytes of leaves that are read at once
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written, or of which none can be read."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in a folder of their own that all processes share.
+
+    Args:
+      folder: where; it is made if it is not there.
+      keep: how many of the newest are kept.
+      best: whether the one whose metric is least ("min") or greatest ("max") is kept too.
+      read_only: nothing is written, as for evaluation from a disk that is not one's own.
+
+    Raises:
+      ValueError: the folder is a file, or holds something else.
+      OSError: it cannot be written to.
+      ImportError: Orbax is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        best: Literal["min", "max"] | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep={keep!r}: must be an integer >= 1, how many checkpoints remain")
+        if best not in (None, "min", "max"):
+            raise ValueError(
+                f"best={best!r}: must be None, or 'min' or 'max' for the checkpoint of the least "
+                f"or the greatest metric to be kept too"
+            )
+        self._orbax = _orbax()
+        self._folder, self._keep, self._best, self._read_only = Path(folder), keep, best, read_only
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._damaged: set[int] = set()  # steps of those that were found to be
+        self._asked = 0  # how often processes have asked each other
+        _check_folder(self._folder, read_only=read_only)
+        self._folder = self._folder.absolute()
+        if not read_only and jax.process_index() == 0:
+            self._tidy()
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self._folder
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, ascending."""
+        return sorted(
+            int(path.name[5:])
+            for path in self._folder.glob("step_*")
+            if path.name[5:].isdecimal() and path.is_dir()
+        )
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        optimizer: nnx.Optimizer[Any] | None = None,
+        *,
+        shaped: Mapping[str, Tree] | None = None,
+        plain: Mapping[str, Any] | None = None,
+        data: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write a checkpoint while the run goes on: it returns when all arrays are copied.
+
+        All processes call it, at the same step. A save that is still being written is waited for.
+
+        Args:
+          step: how many steps the run has done.
+          model: a pipeline, any other `nnx.Module`, or ``{"stages": [K modules], "embed": module,
+            "head": module}``. All of its state is written, random streams and counts too.
+          optimizer: of the model.
+          shaped: trees shaped like the model's parameters, such as an average of them, by name.
+          plain: JSON, by name: what is no array, such as a loss scale.
+          data: an iterator with ``get_state()``, as those of grain; each process gives its own.
+          metrics: numbers, of which the first says which checkpoint is ``best``.
+
+        Raises:
+          CheckpointError: this one, or the one before, could not be written.
+          ValueError: arguments that cannot be written.
+        """
+        if self._read_only:
+            raise ValueError(
+                f"Checkpoints({str(self._folder)!r}, read_only=True) writes nothing; make it "
+                f"without read_only to save"
+            )
+        self.wait()
+        state = Contents(model, optimizer, shaped)
+        said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+        if self._best is not None and not said["metrics"]:
+            raise ValueError(
+                f"best={self._best!r} needs metrics, of which the first is compared: "
+                f"checkpoints.save(step, model, metrics={{'loss': loss}})"
+            )
+        temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
+        tree: dict[str, Any] = {}
+        with _entered(model):
+            for name, leaf in state.leaves.items():
+                if math.prod(leaf.shape):  # Orbax takes no empty arrays
+                    _set(tree, name, _of_all(leaf.read(), model))
+        try:
+            if jax.process_index() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+            with self._context():
+                response = self._orbax.save_async(temporary / ARRAYS, tree)
+        except Exception as error:
+            raise self._failed(step, error) from error
+        given = step, response, said, topic
+        self._thread = threading.Thread(target=self._finish, args=given, name=_name(step))
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+          CheckpointError: it could not be written; those before are as they were.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait, as `wait`; what comes after it is as before."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def restore(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer[Any] | None = None,
+        *,
+        shaped: dict[str, Tree] | None = None,
+        plain: dict[str, Any] | None = None,
+        data: Any = None,
+        step: int | None = None,
+        ignore: Collection[contents.Part] = (),
+    ) -> int | None:
+        """Have a model, and what else is given, be as they were when they were saved.
+
+        Everything the checkpoint holds has its place in what is given, and the other way round. All
+        of it is compared, and every file with its digest, before the first array is changed. A
+        damaged checkpoint is warned of, and the one before it taken.
+
+        Args:
+          model: as for `save`: any pipeline of the same layers, or the model without one.
+          optimizer: of the model; one of the same transformation.
+          shaped: trees by name, which are replaced by those that were saved.
+          plain: values by name, likewise.
+          data: an iterator with ``set_state(state)``. Where each process was elsewhere in its data,
+            there must be as many processes now.
+          step: which; by default the newest good one.
+          ignore: of "optimizer", "shaped", "plain" and "data" what of a checkpoint is left there.
+
+        Returns:
+          The step; None if the folder has no checkpoint.
+
+        Raises:
+          ValueError: a checkpoint of another model, or of other things: the first that differs.
+          CheckpointError: there are checkpoints, and none is good.
+        """
+        self.wait()
+        contents.check_ignored(ignore)
+        found = self._good(step)
+        if found is None:
+            return None
+        folder, said = found
+        trees = None if shaped is None else dict(shaped)
+        state = Contents(model, optimizer, trees)
+        given = {"plain": plain, "data": data}
+        contents.check_same(folder, said, state, given, ignore)
+        position = None if data is None else contents.own_position(folder, said["data"])
+        self._load(folder / ARRAYS, state.leaves, model)
+        if shaped is not None and trees is not None:
+            shaped.update(trees)
+        if plain is not None:
+            plain.update(said["plain"])
+        if data is not None:
+            contents.set_position(data, position)
+        return int(said["step"])
+
+    # --- writing ---
+
+    def _finish(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
+        """In a thread: have it all on the disk, and say at the next call what went wrong."""
+        try:
+            self._complete(step, response, said, topic)
+        except Exception as error:  # noqa: BLE001  # of Orbax, TensorStore, the disk, others
+            self._failure = self._failed(step, error)
+            self._failure.__cause__ = error
+
+    def _complete(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
+        """Have arrays, manifest and name on the disk, then drop what is too old."""
+        temporary, several = self._folder / f".{_name(step)}.tmp", jax.process_count() > 1
+
+        def tried(work: Callable[[], Any]) -> str:
+            try:
+                work()
+            except Exception as error:
+                if not several:
+                    raise
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        _check_done(everyone(f"{topic}/arrays", tried(response.result)))
+        names = from_first(f"{topic}/names", manifest.names_of_files(temporary))
+        mine = names[jax.process_index() :: jax.process_count()]
+        files: dict[str, Any] = {}
+        for part in everyone(f"{topic}/files", manifest.digests(temporary, mine)):
+            files |= part
+        done = ""
+        if jax.process_index() == 0:
+            done = tried(lambda: self._commit(step, temporary, said | {"files": files}))
+        _check_done([from_first(f"{topic}/done", done)])
+
+    def _commit(self, step: int, temporary: Path, said: dict[str, Any]) -> None:
+        """Give a checkpoint its manifest and its name."""
+        known = self._read()
+        said["serial"] = 1 + max((one.get("serial", 0) for one in known.values()), default=0)
+        manifest.sync_tree(temporary)
+        manifest.write_manifest(temporary, said)
+        final, aside = self._folder / _name(step), self._folder / f".{_name(step)}.old"
+        if final.exists():  # an abandoned one of this step, which `_tidy` brings back
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+        temporary.rename(final)
+        manifest.sync_folder(self._folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._damaged.discard(step)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Delete all but the newest, the best, and what another release wrote."""
+        known = self._read()
+        good = {step: one for step, one in known.items() if step not in self._damaged}
+        order = sorted(good, key=lambda step: good[step]["serial"])
+        kept = {*order[-self._keep :], *self._best_of(good)}
+        for step in self.steps:
+            if step not in kept and (step in known or step in self._damaged):
+                gone = self._folder / f".{_name(step)}.gone"
+                (self._folder / _name(step)).rename(gone)  # so that none is ever half there
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _best_of(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The step of the best metric, if that is asked for."""
+        values = {
+            step: value
+            for step, one in known.items()
+            for value in list(one["metrics"].values())[:1]
+            if value is not None
+        }
+        if self._best is None or not values:
+            return []
+        choose = min if self._best == "min" else max
+        return [choose(values, key=lambda step: values[step])]
+
+    def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        """What is said of a checkpoint that could not be written, of which nothing remains."""
+        if jax.process_index() == 0:
+            shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
+        kept = f"those of steps {', '.join(map(str, self.steps))} are" if self.steps else "none is"
+        with contextlib.suppress(OSError):
+            free = bytes_text(shutil.disk_usage(self._folder).free)
+            kept = f"{kept} there, {free} are free"
+        text = " ".join(str(error).split())
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self._folder} ({kept}): "
+            f"{type(error).__name__}: {text[:500]}"
+        )
+
+    def _tidy(self) -> None:
+        """Remove what a run left half done that was killed."""
+        for path in sorted(self._folder.glob(".step_*")):
+            final = self._folder / path.name[1:].rpartition(".")[0]
+            if path.suffix == ".old" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # --- reading ---
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """The manifests that can be read, by step."""
+        found = {}
+        for step in self.steps:
+            with contextlib.suppress(DamagedError, manifest.NewerError):
+                found[step] = manifest.read_manifest(self._folder / _name(step))
+        return found
+
+    def _good(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is as it was written, or the one of a step."""
+        steps = self.steps
+        topic = self._topic("restore")
+        if any(other != steps for other in everyone(f"{topic}/steps", steps)):
+            raise ValueError(
+                f"processes see other checkpoints in {self._folder}, process "
+                f"{jax.process_index()} those of steps {steps}; give a folder that all share"
+            )
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"step={step!r}: {self._folder} has checkpoints of steps "
+                f"{', '.join(map(str, steps)) or 'none'}; give one of them"
+            )
+        known: dict[int, dict[str, Any]] = {}
+        why: dict[int, str] = {}
+        for one in steps if step is None else [step]:
+            try:
+                known[one] = manifest.read_manifest(self._folder / _name(one))
+            except DamagedError as error:
+                why[one] = str(error)
+        for one in sorted(known, key=lambda step: known[step]["serial"], reverse=True):
+            folder = self._folder / _name(one)
+            part = {"part": jax.process_index(), "parts": jax.process_count()}
+            text = ""
+            try:
+                manifest.check_files(folder, known[one]["files"], **part)
+            except DamagedError as error:
+                text = str(error)
+            text = "; ".join(filter(None, everyone(f"{topic}/{one}", text)))
+            if not text:
+                self._warn({step: text for step, text in why.items() if step > one}, one)
+                return folder, known[one]
+            why[one] = text
+        self._damaged.update(why)
+        if why:
+            texts = "; ".join(f"step {step}: {text}" for step, text in sorted(why.items()))
+            raise CheckpointError(
+                f"no checkpoint of {'those in' if step is None else f'step {step} in'} "
+                f"{self._folder} is as it was written: {texts}; restore a copy of it, or start "
+                f"anew in another folder"
+            )
+        return None
+
+    def _warn(self, why: Mapping[int, str], taken: int) -> None:
+        """Say which checkpoints are damaged, and are not taken."""
+        self._damaged.update(why)
+        for step, text in sorted(why.items(), reverse=True):
+            warnings.warn(
+                f"the checkpoint of step {step} is damaged: {text}; that of step {taken} is taken",
+                stacklevel=4,
+            )
+
+    def _load(self, folder: Path, leaves: Mapping[str, Leaf], model: Any) -> None:
+        """Read all leaves, so many at once that a process holds a part of the model only."""
+        left: dict[int, int] = {}
+        for leaf in leaves.values():
+            left[id(leaf.cell)] = left.get(id(leaf.cell), 0) + 1
+        with _entered(model):
+            for group in _groups(leaves):
+                wanted: dict[str, Any] = {}
+                for name, leaf in group.items():
+                    if math.prod(leaf.shape):
+                        _set(wanted, name, _wanted(leaf, model))
+                with self._context():
+                    found = self._orbax.load(folder, wanted) if wanted else {}
+                for name, leaf in group.items():
+                    if math.prod(leaf.shape):
+                        leaf.write(_own(_get(found, name), leaf))
+                    left[id(leaf.cell)] -= 1
+                    if not left[id(leaf.cell)]:
+                        leaf.cell.store()
+
+    def _context(self) -> Any:
+        context = self._orbax.Context()
+        context.array.saving.use_compression = False  # weights are noise
+        context.array.saving.enable_write_sharding_file = False
+        context.pytree.loading.partial_load = True
+        return context
+
+    def _topic(self, name: str) -> str:
+        self._asked += 1
+        return f"checkpoints/{self._asked}/{name}"
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint.experimental.v1 as found  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(
+            f"checkpoints are written by orbax-checkpoint, which is not here ({error}); install "
+            f"the extra: pip install 'shardpipe[training]'"
+        ) from error
+    return found
+
+
+def _name(step: int) -> str:
+    return f"step_{step:09d}"
+
+
+def _check_folder(folder: Path, *, read_only: bool) -> None:
+    """See that a folder is one of checkpoints, or can become one, and that it can be written to."""
+    if "://" in str(folder) or str(folder).startswith("gs:/"):
+        raise ValueError(
+            f"folder={str(folder)!r}: must be a folder of a file system, where a name changes at "
+            f"once; mount the bucket, or save beside it and copy what is complete"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"folder={str(folder)!r} is a file; give a folder, which may not be there yet"
+        )
+    held = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+    if held and MARK not in held and any(not name.startswith(f".{MARK}") for name in held):
+        raise ValueError(
+            f"folder={str(folder)!r} holds {held[0]!r} and is no folder of checkpoints, which has "
+            f"a file {MARK}; give an empty one, or one that is not there yet"
+        )
+    if read_only:
+        if not held:
+            raise ValueError(f"folder={str(folder)!r} has no checkpoints, and read_only=True")
+        return
+    if jax.process_index():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest.write_durably(folder / MARK, '{"format": 1}\n')
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"folder={str(folder)!r} cannot be written to ({error.strerror}); give another, or "
+            f"make room there, or read_only=True to restore only",
+        ) from error
+
+
+def _check_done(texts: list[str]) -> None:
+    """Check that no process has failed."""
+    for process, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"process {process}: {text}")
+
+
+def _entered(model: Any) -> Any:
+    if isinstance(model, Pipeline):
+        return meshes.entered(model.plan.mesh, model.plan.home)
+    return contextlib.nullcontext()
+
+
+def _set(tree: dict[str, Any], name: str, value: Any) -> None:
+    *above, last = name.split(".")
+    for key in above:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _get(tree: Any, name: str) -> Any:
+    for key in name.split("."):
+        tree = tree[key]
+    return tree
+
+
+def _is_local(array: Any, model: Any) -> bool:
+    """Whether several processes have an array each, which Orbax would not write."""
+    several = jax.process_count() > 1 and isinstance(model, Pipeline)
+    return several and getattr(array, "is_fully_addressable", True)
+
+
+def _of_all(array: Any, model: Any) -> Any:
+    return replicated(array, model.plan.mesh) if _is_local(array, model) else array
+
+
+def _wanted(leaf: Leaf, model: Any) -> Any:
+    """What Orbax is to read."""
+    value = leaf.cell.value
+    if _is_local(value, model):
+        sharding = jax.sharding.NamedSharding(model.plan.mesh, jax.sharding.PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=sharding)
+    return np.empty(leaf.shape, value.dtype) if isinstance(value, np.ndarray) else leaf.type
+
+
+def _own(found: Any, leaf: Leaf) -> Any:
+    """What Orbax has read, as the leaf's cell takes it."""
+    if isinstance(leaf.cell.value, np.ndarray):
+        return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
+    return found
+
+
+def _groups(leaves: Mapping[str, Leaf]) -> Iterator[dict[str, Leaf]]:
+    """Leaves of one array after those of another, in groups that are not large."""
+    cells: dict[int, list[str]] = {}
+    for name, leaf in leaves.items():
+        cells.setdefault(id(leaf.cell), []).append(name)
+    group: dict[str, Leaf] = {}
+    size = 0
+    for name in (name for names in cells.values() for name in names):
+        group[name] = leaves[name]
+        size += leaves[name].size
+        if size >= GROUP:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group

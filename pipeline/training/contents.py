@@ -1,0 +1,386 @@
+"""What a checkpoint holds: leaves by name in layer order, plain values, a position in the data.
+
+Names are paths in the model without a pipeline: ``model.layers.3.up``, ``model.head.kernel``,
+``optimizer.opt_state.0.mu.layers.3.up``, ``shaped.ema.layers.3.up``. Layers are counted through all
+stages: a stage whose parameters all lie in one list of modules, as those of a stage of several
+blocks do, is as many layers, so that names do not depend on how many stages share the layers.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.metadata
+import math
+import pathlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.nnx.traversals import flatten_mapping
+
+from pipeline.base.tree import Tree
+from pipeline.layerwise.leaves import (
+    Leaf,
+    optimizer_leaves,
+    pipeline_leaves,
+    plain_leaves,
+    shaped_leaves,
+    tree_leaves,
+)
+from pipeline.layerwise.view import Path, layer_view
+from pipeline.optimizer import PipelineOptimizer
+from pipeline.pipeline import Pipeline
+from pipeline.training.together import everyone
+
+Part = Literal["optimizer", "shaped", "plain", "data"]
+SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
+
+
+class Contents:
+    """The leaves of a model and of what belongs to it, by name.
+
+    Args:
+      model: a pipeline, a module, or ``{"stages": [K modules], "embed": module, "head": module}``.
+      optimizer: of the model.
+      shaped: trees like its parameters, by name; what is written to them is put there.
+
+    Attributes:
+      model: as given.
+      leaves: by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: nnx.Optimizer[Any] | None,
+        shaped: dict[str, Tree] | Mapping[str, Tree] | None,
+    ) -> None:
+        self.model = model
+        self.leaves: dict[str, Leaf] = {}
+        self._layers = _Layers(_parameters_of_stages(model))
+        self._add("model", _model_leaves(model))
+        if optimizer is not None:
+            self._add("optimizer", _optimizer_leaves(model, optimizer))
+        for name, tree in (shaped or {}).items():
+            put = functools.partial(_put, shaped, name)
+            of_pipe = isinstance(model, Pipeline)
+            found = shaped_leaves(model, tree, put) if of_pipe else tree_leaves(tree, put)
+            self._add(f"shaped.{name}", found)
+
+    def _add(self, prefix: str, leaves: Iterator[Leaf]) -> None:
+        for leaf in leaves:
+            name = ".".join(map(str, (prefix, *self._layers.path(leaf.path))))
+            if name in self.leaves:
+                raise ValueError(
+                    f"two leaves have the name {name}; give attributes and keys names without dots"
+                )
+            self.leaves[name] = leaf
+
+
+class _Layers:
+    """Counts layers through stages.
+
+    Args:
+      stages: [K] the paths of all parameters of each stage.
+    """
+
+    def __init__(self, stages: list[list[Path]]) -> None:
+        self._number: dict[Path, int] = {}
+        for k, paths in enumerate(stages):
+            for prefix in _layers_among(paths):
+                self._number[k, *prefix] = len(self._number)
+
+    def path(self, path: Path) -> Path:
+        """A path that may lead through a stage, by layers."""
+        if "stages" not in path:
+            return path
+        first = path.index("stages")
+        rest = path[first + 1 :]
+        for n in range(1, len(rest) + 1):
+            if (layer := self._number.get(rest[:n])) is not None:
+                return (*path[:first], "layers", layer, *rest[n:])
+        return path
+
+
+def _layers_among(paths: list[Path]) -> list[Path]:
+    """The paths of the layers of a stage with these parameters; () if it is one itself."""
+    if not paths:
+        return [()]
+    n = 0
+    while all(len(path) > n and path[n] == paths[0][n] for path in paths):
+        if isinstance(paths[0][n], int):
+            break
+        n += 1
+    if not all(len(path) > n + 1 and isinstance(path[n], int) for path in paths):
+        return [()]
+    found = []
+    for number in sorted({path[n] for path in paths}):
+        inner = [path[n + 1 :] for path in paths if path[n] == number]
+        found += [(*paths[0][:n], number, *prefix) for prefix in _layers_among(inner)]
+    return found
+
+
+def _parameters_of_stages(model: Any) -> list[list[Path]]:
+    if isinstance(model, Pipeline):
+        stages = layer_view(model).tree["stages"]
+        return [[*map(tuple, flatten_mapping(stage))] for stage in stages]
+    if isinstance(model, nnx.Module):
+        flat: list[Path] = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+        held = [path[1:] for path in flat if path[0] == "stages" and isinstance(path[1], int)]
+        count = 1 + max((path[0] for path in held), default=-1)
+        return [[path[1:] for path in held if path[0] == k] for k in range(count)]
+    stages = model.get("stages", ()) if isinstance(model, Mapping) else ()
+    return [
+        [tuple(path) for path, _ in nnx.to_flat_state(nnx.state(stage, nnx.Param))]
+        for stage in stages
+    ]
+
+
+def _put(shaped: Any, name: str, tree: Tree) -> None:
+    shaped[name] = tree
+
+
+def _model_leaves(model: Any) -> Iterator[Leaf]:
+    if isinstance(model, Pipeline):
+        yield from pipeline_leaves(model)
+    elif isinstance(model, nnx.Module):
+        yield from plain_leaves(model)
+    elif isinstance(model, Mapping) and "stages" in model and set(model) <= set(SEVERAL):
+        named: list[tuple[Path, Any]] = [
+            (("stages", k), stage) for k, stage in enumerate(model["stages"])
+        ]
+        named += [((name,), model[name]) for name in SEVERAL[1:] if model.get(name) is not None]
+        for prefix, module in named:
+            for leaf in plain_leaves(module):
+                yield Leaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
+    else:
+        raise ValueError(
+            f"model is of type {type(model).__name__}; give a Pipeline, an nnx.Module, or a "
+            f"dictionary of modules: {{'stages': [...], 'embed': ..., 'head': ...}}"
+        )
+
+
+def _optimizer_leaves(model: Any, optimizer: Any) -> Iterator[Leaf]:
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise ValueError(
+            f"optimizer is of type {type(optimizer).__name__}; give what "
+            f"pipeline.make_optimizer(pipe, tx) or nnx.Optimizer(model, tx, wrt=...) returns"
+        )
+    if not isinstance(model, Pipeline):
+        yield from plain_leaves(optimizer)
+        return
+    plan = None
+    if isinstance(optimizer, PipelineOptimizer):
+        plan = optimizer.state_plan(model)
+    yield from optimizer_leaves(model, optimizer, plan)
+
+
+# --- what is said of it ---
+
+
+def describe(
+    step: int,
+    state: Contents,
+    plain: Mapping[str, Any] | None,
+    data: Any,
+    metrics: Mapping[str, float] | None,
+    topic: str,
+) -> dict[str, Any]:
+    """The manifest of a checkpoint, but for its files.
+
+    Raises:
+      ValueError: what cannot be written.
+    """
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
+    position = None if data is None else _position(data)
+    return {
+        "step": int(step),
+        "layout": _layout(state.model),
+        "leaves": {name: _described(leaf) for name, leaf in state.leaves.items()},
+        "plain": {name: _json(f"plain[{name!r}]", value) for name, value in (plain or {}).items()},
+        "data": None if data is None else everyone(topic, position),
+        "metrics": {name: _number(name, value) for name, value in (metrics or {}).items()},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")
+        },
+    }
+
+
+def _described(leaf: Leaf) -> dict[str, Any]:
+    said = {"shape": list(leaf.shape), "dtype": leaf.cell.value.dtype.name}
+    return said | ({"kind": leaf.cell.kind} if leaf.cell.kind else {})
+
+
+def _layout(model: Any) -> dict[str, Any] | None:
+    """How the model lay that was saved; nothing is read by it."""
+    if not isinstance(model, Pipeline):
+        return None
+    schedule = model.schedule
+    return {
+        "stages_of_ranks": [list(held) for held in schedule.stages_of],
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        "mesh": {str(axis): int(size) for axis, size in model.mesh.shape.items()},
+        "shared_vocabulary": list(model.plan.shared),
+    }
+
+
+def _json(what: str, value: Any) -> Any:
+    """A value as JSON, that of an array of one number being the number."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(f"{what}[{key!r}]", member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(f"{what}[{n}]", member) for n, member in enumerate(value)]
+    if hasattr(value, "dtype") and hasattr(value, "item") and value.size == 1:
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        raise ValueError(f"{what} is {value}, for which JSON has no word; give a finite number")
+    raise ValueError(
+        f"{what} is of type {type(value).__name__}; give numbers, texts, lists and dictionaries of "
+        f"them, and arrays that are like the parameters as shaped="
+    )
+
+
+def _number(name: str, value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"metrics[{name!r}]={value!r}: must be a number") from None
+    return number if math.isfinite(number) else None
+
+
+# --- where the data is ---
+
+
+def _position(data: Any) -> Any:
+    if not callable(getattr(data, "get_state", None)):
+        raise ValueError(
+            f"data is of type {type(data).__name__}, which has no get_state(); give the iterator, "
+            f"as grain's, with get_state() and set_state(state)"
+        )
+    state = data.get_state()
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    return {"json": _json("data.get_state()", state)}
+
+
+def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
+    """Where this process goes on.
+
+    Raises:
+      ValueError: other processes than now were each elsewhere.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if all(one == positions[0] for one in positions):
+        index = 0
+    elif len(positions) != count:
+        raise ValueError(
+            f"{folder} has the positions of {len(positions)} processes in the data, which differ, "
+            f"and {count} restore it; use as many, an iterator of global positions, or "
+            f"ignore=('data',) to start at the beginning"
+        )
+    found = positions[index]
+    return base64.b64decode(found["bytes"]) if "bytes" in found else found["json"]
+
+
+def set_position(data: Any, position: Any) -> None:
+    """Have an iterator go on there."""
+    data.set_state(position)
+
+
+# --- compared ---
+
+
+def check_ignored(ignore: Collection[str]) -> None:
+    """Check what of a checkpoint is to be left there."""
+    known = get_args(Part)
+    for part in [ignore] if isinstance(ignore, str) else ignore:
+        if part not in known or isinstance(ignore, str):
+            raise ValueError(
+                f"ignore={ignore!r}: must be a tuple of {', '.join(map(repr, known))}, what of a "
+                f"checkpoint is not restored"
+            )
+
+
+def check_same(
+    folder: pathlib.Path,
+    said: Mapping[str, Any],
+    state: Contents,
+    given: Mapping[str, Any],
+    ignore: Collection[str],
+) -> None:
+    """Check that all of a checkpoint has its place, and that nothing else has one.
+
+    Raises:
+      ValueError: the first leaf, or value, that differs.
+    """
+    saved = {
+        name: leaf for name, leaf in said["leaves"].items() if name.partition(".")[0] not in ignore
+    }
+    own = {name: _described(leaf) for name, leaf in state.leaves.items()}
+    for name in [*own, *saved]:
+        if saved.get(name) != own.get(name):
+            raise ValueError(_different(folder, name, saved, own))
+    for part, value in given.items():
+        if part in ignore:
+            if value is not None:
+                raise ValueError(f"{part}= is given, and ignore={ignore!r} leaves it; choose one")
+            continue
+        has = said[part] if part == "data" else (said[part] or None)
+        if (has is None) != (not value if part == "plain" else value is None):
+            raise ValueError(_one_sided(folder, part, has is not None))
+    if "plain" not in ignore and given["plain"]:
+        for name in [*given["plain"], *said["plain"]]:
+            if name not in said["plain"] or name not in given["plain"]:
+                raise ValueError(
+                    f"{folder}: plain[{name!r}] is only in "
+                    f"{'the checkpoint' if name in said['plain'] else 'what is restored'}; give "
+                    f"{', '.join(map(repr, said['plain']))}"
+                )
+
+
+def _different(
+    folder: pathlib.Path, name: str, saved: Mapping[str, Any], own: Mapping[str, Any]
+) -> str:
+    """Which leaf is the first that differs, and how many do."""
+    count = sum(saved.get(one) != own.get(one) for one in {*saved, *own})
+    more = f", and {count - 1} more differ" if count > 1 else ""
+    part = name.partition(".")[0]
+    if name not in own:
+        remedy = f", or ignore=({part!r},) to leave it there" if part in get_args(Part) else ""
+        return (
+            f"{folder} holds {name}, {_typed(saved[name])}, which has no place in what is "
+            f"restored{more}; give the {part} that was saved{remedy}"
+        )
+    if name not in saved:
+        return (
+            f"{folder} has nothing for {name}, {_typed(own[name])}{more}; it is a checkpoint of "
+            f"another model: give the {part} that was saved"
+        )
+    return (
+        f"{folder} holds {name} as {_typed(saved[name])}, and what is restored has "
+        f"{_typed(own[name])}{more}; it is a checkpoint of another model: give the {part} that "
+        f"was saved"
+    )
+
+
+def _typed(said: Mapping[str, Any]) -> str:
+    kind = f" of {said['kind']}" if "kind" in said else ""
+    return f"{said['dtype']}[{','.join(map(str, said['shape']))}]{kind}"
+
+
+def _one_sided(folder: pathlib.Path, part: str, is_saved: bool) -> str:
+    if is_saved:
+        return (
+            f"{folder} holds {part}, and none is given: give {part}=, or ignore=({part!r},) to "
+            f"leave it there"
+        )
+    return f"{folder} holds no {part}, and {part}= is given: leave it out"

@@ -1,0 +1,123 @@
+"""The manifest of a checkpoint: what it holds, and digests of its files, in one JSON file.
+
+It is the last file that is written into a checkpoint, before the folder gets its name: one that has
+its name and its manifest is whole. Orbax and TensorStore do not see a flipped byte in an array, so
+every file is compared with its digest before any of it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+Files = dict[str, list[Any]]  # path in the checkpoint -> [bytes, digest]
+
+
+class DamagedError(ValueError):
+    """A checkpoint that is not as it was written: which file, and what is wrong with it."""
+
+
+class NewerError(ValueError):
+    """A checkpoint that a later release wrote."""
+
+
+def names_of_files(folder: Path) -> list[str]:
+    """Paths of all files below a folder, but for its manifest."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(one.relative_to(folder)) for one in found if one != folder / NAME)
+
+
+def digests(folder: Path, names: Iterable[str]) -> Files:
+    """Size and digest of some files, read in pieces."""
+    found: Files = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[name] = [(folder / name).stat().st_size, digest]
+    return found
+
+
+def write_manifest(folder: Path, said: Mapping[str, Any]) -> None:
+    """Write what a checkpoint says of itself; after this it is whole, and on the disk."""
+    text = json.dumps({**said, "format": FORMAT}, indent=1, allow_nan=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_durably(folder / NAME, f"{text}\n{digest}\n")
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file at once or not at all, so that a power cut leaves the old or the new one."""
+    other = path.with_name(f".{path.name}.tmp")
+    with other.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    other.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder's entries on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have all files and folders below a folder on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_folder(path)  # a file's handle is synced as a folder's is
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+      DamagedError: there is no manifest, or not the one that was written.
+    """
+    path = folder / NAME
+    try:
+        text, digest = path.read_bytes().rstrip(b"\n").rsplit(b"\n", 1)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except ValueError:
+        raise DamagedError(f"{path} is cut off or changed") from None
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise DamagedError(f"{path} is cut off or changed")
+    said: dict[str, Any] = json.loads(text)
+    if said["format"] > FORMAT:
+        raise NewerError(
+            f"{path} has the format {said['format']}, and this shardpipe reads up to {FORMAT}; "
+            f"install the one that wrote it: {said.get('versions')}"
+        )
+    return said
+
+
+def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -> None:
+    """Check that files are what a manifest says.
+
+    Args:
+      folder: of the checkpoint.
+      wanted: of its manifest.
+      part: which of several equal parts of the files this process reads.
+      parts: how many.
+
+    Raises:
+      DamagedError: which file is missing, or differs.
+    """
+    for name in sorted(wanted)[part::parts]:
+        size, digest = wanted[name]
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise DamagedError(f"{path} has {path.stat().st_size:,} bytes of {size:,}")
+        if digests(folder, [name])[name][1] != digest:
+            raise DamagedError(f"{path} has other bytes than were written")

@@ -1,0 +1,49 @@
+"""What processes tell each other beside their arrays: JSON, by jax's coordination service."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+
+from pipeline.processes import service
+
+TIMEOUT = 600.0  # seconds that processes wait for each other
+
+
+def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
+    """What each process says on a topic, in their order; alone, one hears oneself.
+
+    Args:
+      topic: a path that is used once.
+      value: JSON.
+      timeout: seconds.
+
+    Raises:
+      TimeoutError: somebody says nothing.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    service.say(topic, json.dumps(value))
+    return _heard(topic, list(range(jax.process_count())), timeout)
+
+
+def from_first(topic: str, value: Any, *, timeout: float = TIMEOUT) -> Any:
+    """What process 0 says on a topic; what the others have is not looked at."""
+    if jax.process_count() == 1:
+        return value
+    if jax.process_index() == 0:
+        service.say(topic, json.dumps(value))
+    return _heard(topic, [0], timeout)[0]
+
+
+def _heard(topic: str, who: list[int], timeout: float) -> list[Any]:
+    said = service.hear(topic, len(who), timeout)
+    if missing := [process for process in who if process not in said]:
+        raise TimeoutError(
+            f"process {jax.process_index()} of {jax.process_count()} heard nothing of process "
+            f"{', '.join(map(str, missing))} on {topic!r} within {timeout:g} s; see in its output "
+            f"whether it ended, and that all processes save and restore at the same steps"
+        )
+    return [json.loads(said[process]) for process in who]
