@@ -11,9 +11,9 @@ from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.mlp import SwiGLU, fuse_gate_up
-from pipeline.layers.norm import RMSNorm
+from pipeline.layers.norm import LayerNorm, RMSNorm
 from pipeline.layers.replicated import ReplicatedKV
-from pipeline.layers.rotary import RopeScaling, rotary, rotate
+from pipeline.layers.rotary import LinearScaling, RopeScaling, YarnScaling, rotary, rotate
 from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from pipeline.layers.weights import check_axis
 
@@ -22,6 +22,8 @@ __all__ = [
     "ColumnLinear",
     "Dropout",
     "FusedQKV",
+    "LayerNorm",
+    "LinearScaling",
     "RMSNorm",
     "ReplicatedKV",
     "RopeScaling",
@@ -29,6 +31,7 @@ __all__ = [
     "SwiGLU",
     "VocabularyEmbedding",
     "VocabularyHead",
+    "YarnScaling",
     "check_axis",
     "fuse_gate_up",
     "fuse_qkv",

@@ -7,6 +7,7 @@ ranks once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ class SwiGLU(nnx.Module):
       sequence_parallel: whether input and output are this rank's part of the sequence.
       init: of the fused weight; init_out: of the one down.
       dtype: of the parameters.
+      bias: whether something is added to gate and up, and after the sum.
+      activation: of the gate.
 
     Raises:
       ValueError: when called on R ranks, that R does not divide f.
@@ -46,7 +49,10 @@ class SwiGLU(nnx.Module):
         init: Initializer | None = None,
         init_out: Initializer | None = None,
         dtype: Any = jnp.float32,
+        bias: bool = False,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     ) -> None:
+        self.activation = activation
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
         pieces = "hidden", hidden, None
         self.gate_up = make_weight(
@@ -58,10 +64,18 @@ class SwiGLU(nnx.Module):
             dim=2,
             pieces=pieces,
         )
+        added: nnx.Param[Any] | None = None
+        if bias:
+            zeros = jax.nn.initializers.zeros
+            added = make_weight(
+                rngs, (2, hidden), init=zeros, dtype=dtype, axis=axis, dim=1, pieces=pieces
+            )
+        self.gate_up_bias = added
         self.down = RowLinear(
             hidden,
             width,
             rngs,
+            bias=bias,
             axis=axis,
             sequence_parallel=sequence_parallel,
             init=init_out,
@@ -75,7 +89,9 @@ class SwiGLU(nnx.Module):
         x = column_input(x, self.axis, sequence_axis=self.sequence_axis)
         # The columns stay two dims: where the compiler cuts them, flat ones would be exchanged.
         both = jnp.einsum("td,dcf->tcf", x.reshape(-1, x.shape[-1]), weight)
-        hidden = jax.nn.silu(both[:, 0]) * both[:, 1]
+        if self.gate_up_bias is not None:
+            both += read_weight(self.gate_up_bias, x, self.axis)[None]
+        hidden = self.activation(both[:, 0]) * both[:, 1]
         return self.down(hidden.reshape(*x.shape[:-1], -1))
 
 

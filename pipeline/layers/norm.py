@@ -1,4 +1,6 @@
-"""Root-mean-square norm (B. Zhang and R. Sennrich, arXiv:1910.07467)."""
+"""Norms of rows: by root mean square (B. Zhang and R. Sennrich, arXiv:1910.07467), and layer norm
+(J. L. Ba et al., arXiv:1607.06450).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class RMSNorm(nnx.Module):
       width: d.
       epsilon: added to the mean square.
       axis: the mesh axis of the group.
-      sequence_parallel: whether the input is this rank's part of the sequence.
+      sequence_parallel: whether the input is this rank's part of the sequence, or otherwise another
+        than that of the other ranks, as heads are.
       dtype: of the scale.
+      offset: what is added to the scale, which then begins as 1 - offset.
     """
 
     def __init__(
@@ -35,13 +39,47 @@ class RMSNorm(nnx.Module):
         axis: str = TENSOR,
         sequence_parallel: bool = False,
         dtype: Any = jnp.float32,
+        offset: float = 0.0,
     ) -> None:
-        self.epsilon = epsilon
-        self.scale = shared(jnp.ones(width, dtype), axis if sequence_parallel else None)
+        self.epsilon, self.offset = epsilon, offset
+        first = jnp.full(width, 1 - offset, dtype)
+        self.scale = shared(first, axis if sequence_parallel else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """In the dtype of the input."""
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        scale = self.scale.get_value().astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        scale = _row(self.scale, x)
+        if self.offset:
+            scale += self.offset
         return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Rows of mean zero and variance one, times a scale, plus a bias: `[..., d] -> [..., d]`.
+
+    Scale and bias are the same on all ranks. Computed in float32.
+
+    Args:
+      width: d.
+      epsilon: added to the variance.
+      dtype: of scale and bias.
+    """
+
+    def __init__(self, width: int, *, epsilon: float = 1e-5, dtype: Any = jnp.float32) -> None:
+        self.epsilon = epsilon
+        self.scale = shared(jnp.ones(width, dtype), None)
+        self.bias = shared(jnp.zeros(width, dtype), None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In the dtype of the input."""
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        unit = wide * jax.lax.rsqrt(variance + self.epsilon)
+        return (unit * _row(self.scale, x) + _row(self.bias, x)).astype(x.dtype)
+
+
+def _row(weight: nnx.Param[Any], x: jax.Array) -> jax.Array:
+    """A weight `[d]` beside x, in float32."""
+    return weight.get_value().astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Scaling(Protocol):
+    """How the wavelengths of rotary positions are stretched."""
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        """Scale `[c / 2]` radians per position."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,68 @@ class RopeScaling:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
+@dataclass(frozen=True)
+class LinearScaling:
+    """Slows all rotations alike (S. Chen et al., arXiv:2306.15595).
+
+    Attributes:
+      factor: by how much.
+    """
+
+    factor: float
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        """Scale `[c / 2]` radians per position."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Slows the slow rotations, and makes queries and keys larger (YaRN, arXiv:2309.00071).
+
+    Attributes:
+      factor: by how much the slow ones are slowed.
+      original_max_position_embeddings: the original context.
+      beta_fast: turns within the original context from which on a rotation stays as it is.
+      beta_slow: turns up to which all of `factor` applies; linear between, by index of the pair.
+      attention_factor: what queries and keys are multiplied with; None for 1 + ln(factor) / 10.
+      truncate: whether the two ends of that line are rounded to whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def amplitude(self) -> float:
+        """What queries and keys are multiplied with."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        """Scale `[c / 2]` radians per position."""
+        pairs = len(frequencies)
+        # A pair's index follows from its turns: frequencies are a geometric sequence from 1.
+        step = -math.log(frequencies[1]) if pairs > 1 else 1.0
+
+        def pair_of(turns: float) -> float:
+            length = self.original_max_position_embeddings / (2 * math.pi * turns)
+            return math.log(length) / step
+
+        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        slowed = np.clip((np.arange(pairs) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        return frequencies * (1 - slowed + slowed / self.factor)
+
+
 def rotary(
-    positions: jax.Array, width: int, *, theta: float = 10000.0, scaling: RopeScaling | None = None
+    positions: jax.Array, width: int, *, theta: float = 10000.0, scaling: Scaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every position's angles, `[b, t, 1, c / 2]` float32.
 
@@ -61,7 +130,10 @@ def rotary(
         frequencies = scaling.apply(frequencies)
     steps = jnp.asarray(frequencies, jnp.float32).reshape(1, 1, 1, -1)
     angles = positions.astype(jnp.float32)[..., None, None] * steps
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(scaling, YarnScaling):
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    return cos, sin
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

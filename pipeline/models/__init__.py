@@ -1,0 +1,20 @@
+"""Decoders that people have: Llama, Qwen, Mistral, Gemma and GPT-2 as one configurable model.
+
+What lives here is the model, made of `pipeline.layers`, in the parts that a pipeline wants: stages,
+embed and head. What never does is a file format, or the name that another library gives a weight:
+those are the business of `pipeline.weights`.
+"""
+
+from pipeline.models.config import DecoderConfig, Rope
+from pipeline.models.decoder import Block, Embedding, Head, Stage, build, split_layers
+
+__all__ = [
+    "Block",
+    "DecoderConfig",
+    "Embedding",
+    "Head",
+    "Rope",
+    "Stage",
+    "build",
+    "split_layers",
+]

@@ -1,0 +1,113 @@
+"""Causal attention as decoders vary it: normed queries and keys, windows, soft caps, biases.
+
+Letters as in `pipeline.layers.attention`: b = sequences, t = positions, d = width, c = width of a
+head, k = heads of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
+from pipeline.layers.attention import attend
+from pipeline.models.config import DecoderConfig
+
+HIDDEN = -1e30  # a score that counts for nothing
+
+
+class DecoderAttention(nnx.Module):
+    """`[b, t, d] -> [b, t, d]`: every position reads itself and those before it.
+
+    Args:
+      config: of the decoder.
+      layer: which of its layers this is.
+      rngs: has a stream ``params``.
+      dtype: of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, *, dtype: Any) -> None:
+        c, heads = config.head_dim, config.heads
+        self.qkv = FusedQKV(
+            config.width, heads, config.kv_heads, c, rngs, bias=config.qkv_bias, dtype=dtype
+        )
+        self.out = RowLinear(
+            heads * c,
+            config.width,
+            rngs,
+            bias=config.out_bias,
+            dtype=dtype,
+            pieces=("num_kv_heads", config.kv_heads, None),
+        )
+        # A rank norms heads of its own, so the gradients of its scales are parts of sums.
+        norm: dict[str, Any] = {
+            "epsilon": config.norm_epsilon,
+            "offset": config.norm_offset,
+            "sequence_parallel": True,
+            "dtype": dtype,
+        }
+        self.q_norm = RMSNorm(c, **norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(c, **norm) if config.qk_norm else None
+        self.rope, self.window = config.rope_of(layer), config.window(layer)
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Attend.
+
+        Args:
+          x: `[b, t, d]`.
+          positions: `[b, t]`, by default 0..t-1. They turn queries and keys; what a position may
+            read is decided by its place in the sequence.
+        """
+        q, k, v = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            if positions is None:
+                positions = jnp.arange(q.shape[1])[None]
+            turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
+            q, k = rotate(q, *turns), rotate(k, *turns)
+        y = self._read(q, k, v)
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+    def _read(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention over local heads: by the platform's kernel where it is the usual one."""
+        t, usual = q.shape[1], q.shape[-1] ** -0.5
+        scale = usual if self.scale is None else self.scale
+        window = None if self.window is None or self.window >= t else self.window
+        if window is None and self.softcap is None:
+            return attend(q if scale == usual else q * jnp.asarray(scale / usual, q.dtype), k, v)
+        return _read(q, k, v, scale, window, self.softcap)
+
+
+def _read(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> jax.Array:
+    """The formula, in float32, returned in the dtype of q.
+
+    Args:
+      q: queries, `[b, t, heads, c]`.
+      k: keys, `[b, t, k, c]`.
+      v: values, the same.
+      scale: of scores.
+      window: how many positions a query sees; None for all before it.
+      softcap: of scores, if any.
+    """
+    b, t, _, c = q.shape
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * scale
+    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    back = jnp.arange(t)[:, None] - jnp.arange(t)[None]
+    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, HIDDEN), axis=-1)
+    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)

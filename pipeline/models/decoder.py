@@ -1,0 +1,254 @@
+"""One decoder for many families, in the parts that a pipeline wants.
+
+    stages, embed, head = build(config, [7, 8, 8, 7], nnx.Rngs(0))
+    Pipeline(stages, 16, embed=embed, head=head, loss_fn=...)
+
+On a mesh with an axis ``tensor`` every layer is spread over it (`pipeline.layers`); on one without,
+or with no mesh at all, the same modules are the plain model.
+
+Letters: b = sequences, t = positions, d = width, v = words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.layers import (
+    ColumnLinear,
+    LayerNorm,
+    RMSNorm,
+    RowLinear,
+    SwiGLU,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from pipeline.models.attention import DecoderAttention
+from pipeline.models.config import ACTIVATIONS, DecoderConfig
+
+SPREAD = 0.02  # of initial tables
+
+
+class PlainMLP(nnx.Module):
+    """`[..., d] -> [..., d]`: down(activation(up(x))).
+
+    Args:
+      config: of the decoder.
+      rngs: has a stream ``params``.
+      dtype: of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
+        d, f = config.width, config.hidden
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = ColumnLinear(d, f, rngs, bias=config.mlp_bias, dtype=dtype)
+        self.down = RowLinear(f, d, rngs, bias=config.mlp_bias, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The whole output."""
+        return self.down(self.activation(self.up(x)))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each added to the residual stream: `[b, t, d] -> [b, t, d]`.
+
+    Args:
+      config: of the decoder.
+      layer: which of its layers this is.
+      rngs: has a stream ``params``.
+      dtype: of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, *, dtype: Any) -> None:
+        self.attention_norm = _norm(config, dtype)
+        self.attention = DecoderAttention(config, layer, rngs, dtype=dtype)
+        self.mlp_norm = _norm(config, dtype)
+        self.mlp: Any
+        if config.gated:
+            self.mlp = SwiGLU(
+                config.width,
+                config.hidden,
+                rngs,
+                bias=config.mlp_bias,
+                activation=ACTIVATIONS[config.activation],
+                dtype=dtype,
+            )
+        else:
+            self.mlp = PlainMLP(config, rngs, dtype=dtype)
+        after = config.post_norms
+        self.attention_post_norm = _norm(config, dtype) if after else None
+        self.mlp_post_norm = _norm(config, dtype) if after else None
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Run it; positions as of `DecoderAttention`."""
+        y = self.attention(self.attention_norm(x), positions)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+
+
+class Stage(nnx.Module):
+    """Consecutive blocks: `[b, t, d] -> [b, t, d]`.
+
+    Args:
+      blocks: in layer order.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Run all of them; positions as of `DecoderAttention`."""
+        for block in self.blocks:
+            x = block(x, positions)
+        return x
+
+
+class Embedding(VocabularyEmbedding):
+    """Words to vectors, scaled or with learned positions: `[b, t] -> [b, t, d]`.
+
+    Args:
+      config: of the decoder.
+      rngs: has a stream ``params``.
+      dtype: of the tables; activations: of what it returns.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any, activations: Any
+    ) -> None:
+        init = nnx.initializers.normal(SPREAD)
+        super().__init__(
+            config.vocabulary, config.width, rngs, init=init, dtype=dtype, activations=activations
+        )
+        self.scale = config.embedding_scale
+        shape = config.positions, config.width
+        learned = config.rope is None
+        self.positions = nnx.Param(init(rngs.params(), shape, dtype)) if learned else None
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Look the words up.
+
+        Raises:
+          ValueError: a sequence longer than the positions that were learned.
+        """
+        x = super().__call__(tokens)
+        if self.scale is not None:
+            x = x * jnp.asarray(self.scale, x.dtype)
+        if self.positions is None:
+            return x
+        t, learned = tokens.shape[-1], self.positions.get_value()
+        if t > learned.shape[0]:
+            raise ValueError(
+                f"a sequence of {t} tokens: this model has learned {learned.shape[0]} positions; "
+                f"give it no more"
+            )
+        return x + learned[:t].astype(x.dtype)[None]
+
+
+class Head(VocabularyHead):
+    """Last activations to logits: `[b, t, d] -> [b, t, v]`.
+
+    Args:
+      config: of the decoder.
+      rngs: has a stream ``params``.
+      table: that of the embedding, to share it.
+      dtype: of the parameters.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, *, table: Any = None, dtype: Any
+    ) -> None:
+        super().__init__(
+            width=config.width,
+            vocabulary=config.vocabulary,
+            rngs=rngs,
+            table=table,
+            norm=_norm(config, dtype),
+            init=nnx.initializers.normal(SPREAD),
+            dtype=dtype,
+        )
+        self.softcap = config.logit_softcap
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """This rank's logits."""
+        logits = super().__call__(x)
+        if self.softcap is None:
+            return logits
+        cap = jnp.asarray(self.softcap, logits.dtype)
+        return cap * jnp.tanh(logits / cap)
+
+
+class Parts(nnx.Module):
+    """A decoder in parts, `stages`, `embed` and `head`, which may share a table."""
+
+    def __init__(self, stages: list[Stage], embed: Embedding, head: Head) -> None:
+        self.stages, self.embed, self.head = nnx.List(stages), embed, head
+
+
+def build(
+    config: DecoderConfig,
+    counts: Sequence[int],
+    rngs: nnx.Rngs | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    activations: Any = None,
+) -> tuple[list[Stage], Embedding, Head]:
+    """Stages, embed and head of a decoder.
+
+    Args:
+      config: what it is.
+      counts: [K] how many blocks each stage has, none or more (`split_layers`).
+      rngs: has a stream ``params``, for random weights; None makes types of weights, to describe
+        them or to read a checkpoint into.
+      dtype: of the parameters.
+      activations: of activations, by default that of the parameters.
+
+    Raises:
+      ValueError: counts that do not add up to the config's layers.
+    """
+    if sum(counts) != config.layers or not counts or min(counts) < 0:
+        raise ValueError(
+            f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "
+            f"model has {config.layers}"
+        )
+
+    def make(rngs: nnx.Rngs) -> Parts:
+        blocks = [Block(config, n, rngs, dtype=dtype) for n in range(config.layers)]
+        firsts = [sum(counts[:k]) for k in range(len(counts))]
+        stages = [Stage(blocks[n : n + c]) for n, c in zip(firsts, counts, strict=True)]
+        embed = Embedding(config, rngs, dtype=dtype, activations=activations)
+        table = embed.table if config.tied else None
+        return Parts(stages, embed, Head(config, rngs, table=table, dtype=dtype))
+
+    parts = nnx.eval_shape(lambda: make(nnx.Rngs(0))) if rngs is None else make(rngs)
+    return list(parts.stages), parts.embed, parts.head
+
+
+def split_layers(layers: int, num_stages: int) -> list[int]:
+    """[K] how many blocks each stage gets: as equal as can be, fewer at the ends.
+
+    Embedding and head stand beside the first and the last stage.
+
+    Raises:
+      ValueError: more stages than blocks.
+    """
+    if not 1 <= num_stages <= layers:
+        raise ValueError(
+            f"num_stages={num_stages}: {layers} blocks fill 1 to {layers} stages, each with one at "
+            f"least"
+        )
+    fewer, more = divmod(layers, num_stages)
+    first = (num_stages - more) // 2  # stages before those with one block more
+    return [fewer + (first <= k < first + more) for k in range(num_stages)]
+
+
+def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm | LayerNorm:
+    if config.norm == "layer":
+        return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
+    return RMSNorm(
+        config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, dtype=dtype
+    )

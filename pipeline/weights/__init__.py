@@ -1,0 +1,28 @@
+"""Checkpoints that people have, into pipelines and back: names and transposes are tables.
+
+What lives here reads and writes the Hugging Face layout, safetensors with a config.json, by slices
+that a device holds. What never does is a model (`pipeline.models`) or a step; and nobody imports
+this room but the command line.
+"""
+
+from pipeline.weights.families import FAMILIES
+from pipeline.weights.family import Family
+from pipeline.weights.layout import parse_layout, read_layout, write_layout
+from pipeline.weights.load import load, read_into
+from pipeline.weights.patterns import Row, row
+from pipeline.weights.save import Layer, named_layers, save
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Layer",
+    "Row",
+    "load",
+    "named_layers",
+    "parse_layout",
+    "read_into",
+    "read_layout",
+    "row",
+    "save",
+    "write_layout",
+]

@@ -1,0 +1,422 @@
+"""Families of checkpoints, each a table: keys of config.json, and which tensor is which weight.
+
+Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
+all heads of queries, c width of a head, f columns of the MLP, p learned positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
+from pipeline.models import DecoderConfig, Rope
+from pipeline.models.config import Activation
+from pipeline.weights.family import Config, Family
+from pipeline.weights.patterns import row
+
+# ---- names and transposes ----------------------------------------------------------------------
+
+_ATTENTION = (
+    row(
+        "attention.qkv.linear.weight",
+        "d (k + c)",
+        ("self_attn.q_proj.weight", "(k +g c) d"),
+        ("self_attn.k_proj.weight", "(k c) d"),
+        ("self_attn.v_proj.weight", "(k c) d"),
+    ),
+    row(
+        "attention.qkv.linear.bias",
+        "(k + c)",
+        ("self_attn.q_proj.bias", "(k +g c)"),
+        ("self_attn.k_proj.bias", "(k c)"),
+        ("self_attn.v_proj.bias", "(k c)"),
+    ),
+    row("attention.q_norm.scale", "c", ("self_attn.q_norm.weight", "c")),
+    row("attention.k_norm.scale", "c", ("self_attn.k_norm.weight", "c")),
+    row("attention.out.weight", "(h c) d", ("self_attn.o_proj.weight", "d (h c)")),
+    row("attention.out.bias", "d", ("self_attn.o_proj.bias", "d")),
+)
+_MLP = (
+    row(
+        "mlp.gate_up",
+        "d + f",
+        ("mlp.gate_proj.weight", "f d"),
+        ("mlp.up_proj.weight", "f d"),
+    ),
+    row("mlp.gate_up_bias", "+ f", ("mlp.gate_proj.bias", "f"), ("mlp.up_proj.bias", "f")),
+    row("mlp.down.weight", "f d", ("mlp.down_proj.weight", "d f")),
+    row("mlp.down.bias", "d", ("mlp.down_proj.bias", "d")),
+)
+LLAMA_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *_ATTENTION,
+    row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    *_MLP,
+)
+GEMMA2_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *_ATTENTION,
+    row("attention_post_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    row("mlp_norm.scale", "d", ("pre_feedforward_layernorm.weight", "d")),
+    *_MLP,
+    row("mlp_post_norm.scale", "d", ("post_feedforward_layernorm.weight", "d")),
+)
+GPT2_ROWS = (
+    row("attention_norm.scale", "d", ("ln_1.weight", "d")),
+    row("attention_norm.bias", "d", ("ln_1.bias", "d")),
+    row("attention.qkv.linear.weight", "d (k + c)", ("attn.c_attn.weight", "d (+3 k c)")),
+    row("attention.qkv.linear.bias", "(k + c)", ("attn.c_attn.bias", "(+3 k c)")),
+    row("attention.out.weight", "(h c) d", ("attn.c_proj.weight", "(h c) d")),
+    row("attention.out.bias", "d", ("attn.c_proj.bias", "d")),
+    row("mlp_norm.scale", "d", ("ln_2.weight", "d")),
+    row("mlp_norm.bias", "d", ("ln_2.bias", "d")),
+    row("mlp.up.weight", "d f", ("mlp.c_fc.weight", "d f")),
+    row("mlp.up.bias", "f", ("mlp.c_fc.bias", "f")),
+    row("mlp.down.weight", "f d", ("mlp.c_proj.weight", "f d")),
+    row("mlp.down.bias", "d", ("mlp.c_proj.bias", "d")),
+)
+EMBED = (row("table", "v d", ("embed_tokens.weight", "v d")),)
+HEAD = (
+    row("norm.scale", "d", ("norm.weight", "d")),
+    row("table", "v d", (".lm_head.weight", "v d")),
+)
+GPT2_EMBED = (
+    row("table", "v d", ("wte.weight", "v d")),
+    row("positions", "p d", ("wpe.weight", "p d")),
+)
+GPT2_HEAD = (
+    row("norm.scale", "d", ("ln_f.weight", "d")),
+    row("norm.bias", "d", ("ln_f.bias", "d")),
+    row("table", "v d", (".lm_head.weight", "v d")),
+)
+
+# ---- config.json -------------------------------------------------------------------------------
+
+_KEYS = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+}
+_GPT2_KEYS = {
+    "vocab_size": "vocabulary",
+    "n_embd": "width",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "hidden",
+    "n_positions": "positions",
+    "layer_norm_epsilon": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+}
+_SIZES = {"vocabulary", "width", "layers", "heads"}  # that no model has by default
+_HIDDEN_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a config.json becomes a decoder's.
+
+    Attributes:
+      keys: names of config.json and of the decoder.
+      defaults: of what config.json may lack, under its names.
+      only: values that other models of the family may have, and this decoder has not.
+      fixed: what is so in the whole family.
+      activation: under which name the MLP's stands.
+      more: anything that does not follow from a single key.
+    """
+
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    more: Callable[[Config], Mapping[str, Any]] = lambda _: {}
+
+
+def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
+    """A decoder's config, of the content of config.json.
+
+    Raises:
+      ValueError: a key is missing, or asks for what this decoder has not.
+    """
+    given = {key: value for key, value in content.items() if value is not None}
+    given = {**reading.defaults, **given}
+    wrong = [
+        f"{key} is missing"
+        for key, own in reading.keys.items()
+        if own in _SIZES and key not in given
+    ]
+    wrong += [
+        f"{key}={given[key]!r} is not supported, only {value!r}"
+        for key, value in {**reading.only, "quantization_config": None}.items()
+        if given.get(key, value) != value
+    ]
+    activation = str(given.get(reading.activation))
+    if activation not in _HIDDEN_ACTIVATIONS:
+        known = ", ".join(_HIDDEN_ACTIVATIONS)
+        wrong.append(f"{reading.activation}={activation!r} is not supported, only {known}")
+    if wrong:
+        raise ValueError(f"config.json of {name}: " + "; ".join(wrong))
+    found = {own: given[key] for key, own in reading.keys.items() if key in given}
+    found["activation"] = _HIDDEN_ACTIVATIONS[activation]
+    found.setdefault("kv_heads", found["heads"])
+    if "head_dim" not in found:
+        found["head_dim"] = found["width"] // found["heads"]
+    found.setdefault("hidden", 4 * found["width"])  # of GPT-2
+    try:
+        return DecoderConfig(**{**found, **reading.fixed, **reading.more(given)})
+    except ValueError as error:
+        raise ValueError(f"config.json of {name}: {error}") from None
+
+
+def _rope(given: Config, kind: str | None = None) -> Rope:
+    """Rotary positions, out of any form in which they are written.
+
+    Args:
+      given: config.json.
+      kind: of the layers, where each kind has its own.
+    """
+    written: Mapping[str, Any] = given.get("rope_parameters") or {}
+    if kind is not None and isinstance(written.get(kind), Mapping):
+        written = written[kind]
+    elif kind is None and "full_attention" in written:
+        written = written["full_attention"]
+    written = written or given.get("rope_scaling") or {}
+    theta: Any = written.get("rope_theta", given.get("rope_theta", 10000.0))
+    how = written.get("rope_type", written.get("type", "default"))
+    context: Any = written.get(
+        "original_max_position_embeddings", given.get("max_position_embeddings", 8192)
+    )
+    if written.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported, only 1.0")
+    if how == "default":
+        return Rope(theta)
+    if how == "linear":
+        return Rope(theta, LinearScaling(written["factor"]))
+    if how == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        values = {name: written[name] for name in names if name in written}
+        return Rope(theta, RopeScaling(**values, original_max_position_embeddings=context))
+    if how == "yarn" and not (written.get("mscale") or written.get("mscale_all_dim")):
+        options = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+        values = {name: written[name] for name in options if written.get(name) is not None}
+        factor = written.get("factor") or given["max_position_embeddings"] / context
+        return Rope(theta, YarnScaling(factor, context, **values))
+    raise ValueError(
+        f"rope of type {how!r} is not supported as written ({dict(written)!r}); known are "
+        f"default, linear, llama3, and yarn without mscale"
+    )
+
+
+def _windows(given: Config, *, pattern: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """[layers] the window of each.
+
+    Args:
+      given: config.json.
+      pattern: which layers have one where ``layer_types`` does not say it.
+    """
+    layers, window = given["num_hidden_layers"], given.get("sliding_window")
+    if window is None:
+        return ()
+    kinds = given.get("layer_types")
+    if kinds is None:
+        return tuple(window if pattern(n) else None for n in range(layers))
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _llama(given: Config) -> dict[str, Any]:
+    return {
+        "rope": _rope(given),
+        "qkv_bias": given.get("attention_bias", False),
+        "out_bias": given.get("attention_bias", False),
+        "mlp_bias": given.get("mlp_bias", False),
+    }
+
+
+def _mistral(given: Config) -> dict[str, Any]:
+    return {"rope": _rope(given), "windows": _windows(given, pattern=lambda _: True)}
+
+
+def _qwen2(given: Config) -> dict[str, Any]:
+    first = given.get("max_window_layers", 28)
+    used = given.get("use_sliding_window", False)
+    windows = _windows(given, pattern=lambda n: n >= first) if used else ()
+    return {"rope": _rope(given), "windows": windows}
+
+
+def _qwen3(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", False)
+    return {**_qwen2(given), "qkv_bias": bias, "out_bias": bias}
+
+
+def _gemma(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", False)
+    return {
+        "rope": _rope(given),
+        "embedding_scale": given["hidden_size"] ** 0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _gemma2(given: Config) -> dict[str, Any]:
+    return {
+        **_gemma(given),
+        "attention_scale": given["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": given.get("attn_logit_softcapping"),
+        "logit_softcap": given.get("final_logit_softcapping"),
+        "windows": _windows(given, pattern=lambda n: n % 2 == 0),
+    }
+
+
+def _gemma3(given: Config) -> dict[str, Any]:
+    every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
+    nested = isinstance((given.get("rope_parameters") or {}).get("sliding_attention"), Mapping)
+    local = (
+        _rope(given, "sliding_attention")
+        if nested
+        else Rope(given.get("rope_local_base_freq", 10000.0))
+    )
+    return {
+        **_gemma2(given),
+        "windows": _windows(given, pattern=lambda n: (n + 1) % every != 0),
+        "local_rope": local,
+    }
+
+
+_GEMMA = {"norm_offset": 1.0}
+_SILU = {"hidden_act": "silu"}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+_READINGS = {
+    "llama": Reading(_KEYS, defaults=_SILU, more=_llama),
+    "mistral": Reading(_KEYS, defaults=_SILU, more=_mistral),
+    "qwen2": Reading(_KEYS, defaults=_SILU, fixed={"qkv_bias": True}, more=_qwen2),
+    "qwen3": Reading(
+        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3
+    ),
+    "gemma": Reading(
+        _KEYS,
+        defaults=_GEMMA_DEFAULTS,
+        fixed=_GEMMA,
+        activation="hidden_activation",
+        more=_gemma,
+    ),
+    "gemma2": Reading(
+        _KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={**_GEMMA, "post_norms": True},
+        activation="hidden_activation",
+        more=_gemma2,
+    ),
+    "gemma3_text": Reading(
+        _KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "rope_theta": 1_000_000.0,
+        },
+        only={"use_bidirectional_attention": False},
+        fixed={**_GEMMA, "post_norms": True, "qk_norm": True},
+        activation="hidden_activation",
+        more=_gemma3,
+    ),
+    "gpt2": Reading(
+        _GPT2_KEYS,
+        defaults={
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "tie_word_embeddings": True,
+        },
+        only={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        fixed={
+            "norm": "layer",
+            "rope": None,
+            "gated": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+        },
+        activation="activation_function",
+    ),
+}
+_TABLES: dict[str, dict[str, Any]] = {
+    "gemma2": {"rows": GEMMA2_ROWS},
+    "gemma3_text": {"rows": GEMMA2_ROWS},
+    "gpt2": {
+        "rows": GPT2_ROWS,
+        "embed": GPT2_EMBED,
+        "head": GPT2_HEAD,
+        "blocks": "h.{n}.",
+        "prefixes": ("transformer.", ""),
+        "ignored": (r"\.attn\.bias$", r"\.attn\.masked_bias$"),
+    },
+}
+_COMMON = {
+    "rows": LLAMA_ROWS,
+    "embed": EMBED,
+    "head": HEAD,
+    "ignored": (r"\.rotary_emb\.inv_freq$",),
+}
+
+FAMILIES: dict[str, Family] = {
+    name: Family(
+        name=name,
+        config=functools.partial(read_config, name, reading),
+        **{**_COMMON, **_TABLES.get(name, {})},
+    )
+    for name, reading in _READINGS.items()
+}
+
+
+def family_of(content: Config, where: str = "config.json") -> Family:
+    """The family of a config.json, by its ``model_type``.
+
+    Raises:
+      ValueError: none that is known.
+    """
+    name = content.get("model_type")
+    if name in FAMILIES:
+        return FAMILIES[name]
+    known = ", ".join(FAMILIES)
+    if name is None:
+        raise ValueError(f"{where} has no model_type; known are {known}")
+    made = content.get("architectures")
+    also = f" (architectures {', '.join(map(str, made))})" if isinstance(made, list) else ""
+    raise ValueError(
+        f"{where} has model_type {name!r}{also}, and known are {known}; for another give family=, "
+        f"a pipeline.weights.Family with a table of its names"
+    )

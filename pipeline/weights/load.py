@@ -1,0 +1,289 @@
+"""A checkpoint into a pipeline: each process reads the slices that its devices hold, one by one.
+
+Letters: S ranks, K stages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import STAGE
+from pipeline.layerwise.layout import Mark
+from pipeline.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
+from pipeline.models import build, split_layers
+from pipeline.models.config import as_float
+from pipeline.pipeline import Pipeline
+from pipeline.sharding.distribute import distribute
+from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
+from pipeline.weights.families import family_of
+from pipeline.weights.family import Config, Family
+from pipeline.weights.layout import parse_layout
+from pipeline.weights.names import check_shapes, check_tensors, entries_of
+from pipeline.weights.native import NATIVE, is_native, native_entries
+from pipeline.weights.patterns import Plan, Range
+
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a pipeline's weights came from: what an export of them needs to know.
+
+    Attributes:
+      family: the table of names.
+      config: the text of config.json.
+    """
+
+    family: Family
+    config: str
+
+
+def load(
+    folder: str | Path,
+    num_microbatches: int = 1,
+    *,
+    num_stages: int | None = None,
+    layout: str | None = None,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    activations: Any = None,
+    family: str | Family | None = None,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline of the decoder that a checkpoint holds, with its weights.
+
+    No process holds the model: each reads what its own devices hold, a weight at a time.
+
+    Args:
+      folder: config.json, and safetensors in one file or with an index.
+      num_microbatches: M, as of `Pipeline`.
+      num_stages: K; by default the size of the mesh's axis ``stage``, or a stage for each device,
+        as far as there are layers.
+      layout: in place of it, which layers each stage has (`parse_layout`).
+      mesh: as of `Pipeline`.
+      dtype: of the weights; by default that of most bytes of the checkpoint.
+      activations: dtype of activations; by default that of the weights.
+      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
+
+    Raises:
+      ValueError: files that are missing, cut short or mislabelled, a family that is not known, a
+        config that this decoder has not, tensors of other sizes; or as `Pipeline`.
+    """
+    checkpoint = open_checkpoint(folder)
+    family = choose_family(family, checkpoint.config, f"{checkpoint.folder}/config.json")
+    if family.config is None:
+        raise ValueError(
+            f"the family {family.name!r} has no config=, so its model is one's own: make a "
+            f"Pipeline of it and call pipeline.weights.read_into(pipe, folder, family=...)"
+        )
+    config = family.config(checkpoint.config)
+    counts = count_blocks(config.layers, num_stages, layout, mesh)
+    stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
+    stages, embed, head = build(config, counts, dtype=stored, activations=activations)
+    pipe = Pipeline(stages, num_microbatches, embed=embed, head=head, mesh=mesh, **options)
+    _read(pipe, checkpoint, family)
+    return pipe
+
+
+def read_into(
+    pipe: Pipeline,
+    folder: str | Path,
+    *,
+    family: str | Family | None = None,
+    config: Config | None = None,
+) -> None:
+    """Read a checkpoint into a pipeline of any model whose stages are lists ``blocks`` of layers.
+
+    Its weights may be types, made under `nnx.eval_shape`: then no other array is ever made. Weights
+    keep their dtype.
+
+    Args:
+      pipe: the pipeline.
+      folder: safetensors in one file or with an index, and config.json.
+      family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      config: in place of config.json.
+
+    Raises:
+      ValueError: as `load`; or weights for which the table has no row, or of other sizes.
+    """
+    checkpoint = open_checkpoint(folder, config)
+    _read(pipe, checkpoint, choose_family(family, checkpoint.config, f"{folder}/config.json"))
+
+
+def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
+    """The family that is asked for, or that config.json names.
+
+    Raises:
+      ValueError: none that is known.
+    """
+    if isinstance(family, Family):
+        return family
+    if family is None:
+        return family_of(config, where)
+    return family_of({"model_type": family}, f"family={family!r}")
+
+
+def count_blocks(
+    layers: int, num_stages: int | None, layout: str | None, mesh: Mesh | None
+) -> list[int]:
+    """[K] how many layers each stage has.
+
+    Raises:
+      ValueError: both of two ways to say it, or a number that does not fit.
+    """
+    if layout is not None:
+        if num_stages is not None:
+            raise ValueError(
+                f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
+                f"there are; give one of the two"
+            )
+        return parse_layout(layout, layers)
+    if num_stages is None:
+        devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
+        num_stages = min(devices, layers)
+    return split_layers(layers, num_stages)
+
+
+def common_dtype(checkpoint: Checkpoint) -> Any:
+    """The dtype of most bytes of a checkpoint."""
+    sizes: Counter[Any] = Counter()
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.readable()] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+
+
+def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
+    view = layer_view(pipe)
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    entries = entries_of(view.tree, family, checkpoint.config, prefix)
+    check_shapes(entries, lambda held: _shape(view, held))
+    if is_native(checkpoint):
+        entries = native_entries(entries)
+        check_tensors(entries, checkpoint, NATIVE)
+    else:
+        check_tensors(entries, checkpoint, family)
+    _Reading(pipe, view, checkpoint, {entry.held: entry.plan for entry in entries}).run()
+    text = json.dumps(checkpoint.config, indent=2)
+    if isinstance(pipe.head, nnx.Module):
+        pipe.head.origin = Origin(family, text)  # type: ignore[attr-defined]
+
+
+def _shape(view: LayerView, held: Any) -> tuple[int, ...]:
+    if isinstance(held, EndRef):
+        return view.ends[held.end].shape
+    stack = view.stacks[held.stack]
+    return stack.slots[held.slot].shape
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Fills the arrays of a pipeline, one by one.
+
+    Attributes:
+      pipe: the pipeline.
+      view: its layers.
+      checkpoint: what is read.
+      plans: by where a weight lies.
+    """
+
+    pipe: Pipeline
+    view: LayerView
+    checkpoint: Checkpoint
+    plans: Mapping[Any, Plan]
+
+    def run(self) -> None:
+        """Fill all of them."""
+        variables = dict(nnx.to_flat_state(nnx.state(self.pipe)))
+        for n, stack in enumerate(self.view.stacks):
+            self._put(variables[stack.path], functools.partial(self._stack, n))
+        for n, end in enumerate(self.view.ends):
+            path = ("ends", *end.path)
+            self._put(variables[path], functools.partial(self._end, n))
+        for variable in variables.values():
+            value = variable.get_raw_value()
+            if isinstance(variable, Mark) and isinstance(value, jax.ShapeDtypeStruct):
+                made = distribute(np.zeros(value.shape, value.dtype), value.sharding)
+                variable.set_raw_value(made)
+
+    def _put(self, variable: Any, fill: Callable[[np.ndarray, Ranges], None]) -> None:
+        old = variable.get_raw_value()
+        variable.set_raw_value(made_of_parts(old.shape, old.dtype, old.sharding, fill))
+
+    def _stack(self, n: int, out: np.ndarray, at: Ranges) -> None:
+        """A device's part of [S, ...]."""
+        (first, last), rest = at[0], at[1:]
+        for m, slot in enumerate(self.view.stacks[n].slots):
+            for rank, _ in slot.names:
+                plan = self.plans.get(Ref(n, m, rank))
+                if first <= rank < last and plan is not None:
+                    self._slot(plan, slot, out[rank - first], rest)
+
+    def _slot(self, plan: Plan, slot: Slot, out: np.ndarray, at: Ranges) -> None:
+        """A layer's leaf, within a device's part of the row in which it lies."""
+        part = None if slot.spot is None else slot.spot.part
+        if part is None:
+            out[...] = self._slice(plan, at, out.dtype)
+            return
+        low, high = max(part[0], at[0][0]), min(part[1], at[0][1])
+        if low >= high:
+            return
+        dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
+        if len(slot.shape) == len(at):  # a column
+            dest[...] = self._slice(plan, (inner, *at[1:]), out.dtype)
+        else:
+            whole = self._slice(plan, tuple((0, size) for size in slot.shape), out.dtype)
+            dest[...] = whole.reshape(-1)[slice(*inner)]
+
+    def _end(self, n: int, out: np.ndarray, at: Ranges) -> None:
+        """A device's part of a weight of embed or head; rows behind the last word stay zero."""
+        end = self.view.ends[n]
+        held = tuple(
+            (min(a, size), min(b, size)) for (a, b), size in zip(at, end.shape, strict=True)
+        )
+        if all(a < b for a, b in held):
+            place = tuple(slice(0, b - a) for a, b in held)
+            out[place] = self._slice(self.plans[EndRef(n)], held, out.dtype)
+
+    def _slice(self, plan: Plan, at: Ranges, dtype: Any) -> np.ndarray:
+        tensors = self.checkpoint.tensors
+        return plan.read(at, lambda name, ranges: tensors[name].read(ranges), dtype)
+
+
+def made_of_parts(
+    shape: Sequence[int],
+    dtype: Any,
+    sharding: Any,
+    fill: Callable[[np.ndarray, Ranges], None],
+) -> jax.Array:
+    """An array of which this process makes its own devices' parts, one after the other.
+
+    Args:
+      shape: of all of it.
+      dtype: of its numbers.
+      sharding: where it lies.
+      fill: writes a part into zeros, given the range of each dim.
+    """
+    held: dict[Ranges, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        ranges = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        held.setdefault(ranges, []).append(device)
+    arrays = []
+    for ranges, devices in held.items():
+        part = np.zeros([stop - start for start, stop in ranges], dtype)
+        fill(part, ranges)
+        # Waited for: else several parts would lie on the host at once.
+        arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
+        del part
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)

@@ -1,0 +1,196 @@
+"""Which weight of a pipeline is made of which tensors of a checkpoint, in layer order.
+
+Letters: K stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.layerwise.view import Ref
+from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
+from pipeline.weights.family import Config, Family
+from pipeline.weights.patterns import Part, Plan, Row, Sizes, plan
+
+Path = tuple[Any, ...]
+EMBED, HEAD = "embed", "head"
+BLOCKS = "blocks"  # of a stage: the attribute that lists its blocks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight.
+
+    Attributes:
+      layer: its number, or "embed" or "head".
+      plan: what it is made of; parts have the names of tensors.
+      held: where it lies, a `Ref` or an `EndRef` of a layer view; None if it is in no pipeline.
+    """
+
+    layer: int | str
+    plan: Plan
+    held: Any = None
+
+    @property
+    def name(self) -> str:
+        """Its own name, such as ``layers.3.mlp.down.weight``."""
+        layer = f"layers.{self.layer}" if isinstance(self.layer, int) else self.layer
+        return f"{layer}.{self.plan.target}"
+
+
+def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: str) -> list[Entry]:
+    """All weights of a model in layer order: embed, layers 0, 1, ..., head.
+
+    Args:
+      tree: the layers of a `LayerView`.
+      family: the table.
+      config: the content of config.json.
+      prefix: of the names of tensors.
+
+    Raises:
+      ValueError: a weight for which the table has no row.
+    """
+    sizes, made = family.sizes_of(config), _Planner(family, prefix)
+    found = [made.entry(EMBED, None, r, leaf, sizes) for r, leaf in _pairs(tree, EMBED, family)]
+    layer = 0
+    for k, stage in enumerate(tree["stages"]):
+        for n, leaves in _blocks(stage, k):
+            pairs = _matched(family.rows, leaves, f"stages[{k}].{BLOCKS}[{n}]", family)
+            found += [made.entry(layer, layer, r, leaf, sizes) for r, leaf in pairs]
+            layer += 1
+    found += [made.entry(HEAD, None, r, leaf, sizes) for r, leaf in _pairs(tree, HEAD, family)]
+    return found
+
+
+def _pairs(tree: Mapping[str, Any], part: str, family: Family) -> list[tuple[Row, Any]]:
+    rows = family.embed if part == EMBED else family.head
+    leaves = {".".join(map(str, path)): leaf for path, leaf in _leaves(tree[part])}
+    return _matched(rows, leaves, part, family)
+
+
+def _blocks(stage: Mapping[str, Any], k: int) -> list[tuple[int, dict[str, Any]]]:
+    """Leaves of each block of a stage, by dotted path."""
+    others = [name for name in stage if name != BLOCKS]
+    if others:
+        raise ValueError(
+            f"stages[{k}] has {', '.join(map(repr, others))} beside {BLOCKS!r}: a stage whose "
+            f"weights are read by a table of names is a list of layers called {BLOCKS!r}, and "
+            f"nothing else"
+        )
+    blocks: Mapping[Any, Any] = stage.get(BLOCKS, {})
+    found = sorted((int(n), leaves) for n, leaves in blocks.items())
+    return [
+        (n, {".".join(map(str, path)): leaf for path, leaf in _leaves(leaves)})
+        for n, leaves in found
+    ]
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, below in tree.items():
+        yield from _leaves(below, (*path, name))
+
+
+def _matched(
+    rows: Sequence[Row], leaves: Mapping[str, Any], where: str, family: Family
+) -> list[tuple[Row, Any]]:
+    """Rows whose weight is there, in the order of the table."""
+    known = {row.target for row in rows}
+    if unknown := [name for name in leaves if name not in known]:
+        raise ValueError(
+            f"{where} has {listed(unknown)}, for which the family {family.name!r} has no row; its "
+            f"rows are {', '.join(known)}"
+        )
+    return [(row, leaves[row.target]) for row in rows if row.target in leaves]
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Makes entries whose parts have the whole names of tensors."""
+
+    family: Family
+    prefix: str
+
+    def entry(
+        self, layer: int | str, number: int | None, row: Row, held: Any, sizes: Sizes
+    ) -> Entry:
+        """A weight's."""
+        made = plan(row, sizes)
+        parts = tuple(
+            Part(
+                self.family.tensor_name(self.prefix, number, part.name),
+                part.dims,
+                part.start,
+                part.count,
+            )
+            for part in made.parts
+        )
+        return Entry(layer, Plan(made.target, made.dims, parts), held)
+
+
+def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, ...]]) -> None:
+    """See that a model's weights are as large as the table says.
+
+    Raises:
+      ValueError: all that are not.
+    """
+    wrong = [
+        f"{entry.name} is {list(shape_of(entry.held))} in the model, and by its row and the sizes "
+        f"of config.json it is {list(entry.plan.shape)}"
+        for entry in entries
+        if shape_of(entry.held) != entry.plan.shape
+    ]
+    if wrong:
+        raise ValueError(_several(wrong))
+
+
+def check_tensors(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> None:
+    """See that a checkpoint has what a model needs, of the right sizes, and nothing else.
+
+    Raises:
+      ValueError: all that is wrong, up to a few.
+    """
+    wrong, used = [], set()
+    for entry in entries:
+        for part in entry.plan.parts:
+            used.add(part.name)
+            tensor = checkpoint.tensors.get(part.name)
+            if tensor is None:
+                wrong.append(f"{part.name} is missing; expected {list(part.shape)}")
+                continue
+            if tensor.shape != part.shape:
+                wrong.append(
+                    f"{tensor.file.name}: {part.name} is {list(tensor.shape)}, and by the sizes "
+                    f"of config.json it is {list(part.shape)}"
+                )
+            try:
+                tensor.readable()
+            except ValueError as error:
+                wrong.append(str(error))
+    tied = {s.name.removeprefix(".") for row in family.head for s in row.sources}
+    # A tied head's table may be written once more.
+    unread = [
+        name
+        for name in checkpoint.tensors
+        if name not in used and not family.ignores(name) and name not in tied
+    ]
+    if unread:
+        wrong.append(
+            f"{listed(unread)}: in the files, and no weight of the model that config.json describes"
+        )
+    if wrong:
+        raise ValueError(f"{checkpoint.folder}: {_several(wrong)}")
+
+
+def _several(wrong: Sequence[str]) -> str:
+    more = len(wrong) - SHOWN
+    return "; ".join(wrong[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def is_layer(held: Any) -> bool:
+    """Whether a weight is one of a stage."""
+    return isinstance(held, Ref)

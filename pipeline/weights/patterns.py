@@ -1,0 +1,280 @@
+"""How a weight lies in a file and how in a layer, as patterns of letters; slices of it both ways.
+
+A pattern names the dims of an array, and within parentheses what a dim consists of, slowest first:
+``(k c) d`` is a matrix whose rows are k heads of c rows each, and ``d (k c)`` is its transpose. In
+a layer's pattern ``+`` is a dim along which several arrays of the file lie one behind another; in
+theirs ``+g`` says that it takes g places of it, and where, while one without takes a single place.
+So three matrices of a file are one fused weight here::
+
+    "d (k + c)"  of  "(k +g c) d",  "(k c) d"  and  "(k c) d"
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Sizes = Mapping[str, int]  # of letters
+Range = tuple[int, int]  # start, stop
+Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range of each dim
+Factors = tuple[tuple[str, int], ...]  # of a dim: letters and sizes, slowest first
+
+PLACES = "+"
+BLOCK = 1 << 23  # bytes that are read at a time
+_TOKEN = re.compile(r"\([^()]*\)|\S+")
+_LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """An array of the file.
+
+    Attributes:
+      name: its name within the layer, such as ``self_attn.q_proj.weight``.
+      pattern: its dims.
+    """
+
+    name: str
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A weight of a layer, and the arrays of a file that it is made of.
+
+    Attributes:
+      target: the path in the layer, dotted.
+      pattern: its dims.
+      sources: one, or several that lie along ``+``.
+    """
+
+    target: str
+    pattern: str
+    sources: tuple[Source, ...]
+
+
+def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
+    """A row of a family's table.
+
+    Args:
+      target: the path in the layer, dotted.
+      pattern: its dims.
+      sources: (name, pattern) of the arrays of the file, in their order along ``+``.
+    """
+    return Row(target, pattern, tuple(Source(*source) for source in sources))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source within its target.
+
+    Attributes:
+      name: of the array.
+      dims: what each of its dims consists of.
+      start, count: its places along ``+``.
+    """
+
+    name: str
+    dims: tuple[Factors, ...]
+    start: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array in the file."""
+        return tuple(map(_size, self.dims))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row with the sizes of a model: what to read for any slice of a weight.
+
+    Attributes:
+      target: the path in the layer, dotted.
+      dims: what each dim of the weight consists of.
+      parts: its sources.
+    """
+
+    target: str
+    dims: tuple[Factors, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return tuple(map(_size, self.dims))
+
+    def read(self, index: Sequence[Range], read: Read, dtype: Any) -> np.ndarray:
+        """A slice of the weight, of which no more is read than it needs, a block at a time.
+
+        Args:
+          index: the range of each dim.
+          read: reads a slice of an array of the file.
+          dtype: of the result.
+        """
+        # Whole entries of each dim's slowest factor, of which the slice may want a part.
+        ranges, trims = {}, []
+        for n, (factors, (start, stop)) in enumerate(zip(self.dims, index, strict=True)):
+            inner = _size(factors[1:])
+            first, last = start // inner, -(-stop // inner)
+            if factors:
+                ranges[n] = first, last
+            trims.append(slice(start - first * inner, stop - first * inner))
+        lead = {self.dims[n][0][0]: found for n, found in ranges.items()}
+        names = [name for factors in self.dims for name, _ in factors]
+        sizes = dict(one for factors in self.dims for one in factors)
+        spans = {name: lead.get(name, (0, sizes[name])) for name in names}
+        held = [spans[name][1] - spans[name][0] for name in names]
+        out = np.empty(held, dtype)
+        for part in self.parts:
+            view = out
+            own = dict(spans)
+            if PLACES in names:
+                first, last = spans[PLACES]
+                low, high = max(first, part.start), min(last, part.start + part.count)
+                if low >= high:
+                    continue
+                axis = names.index(PLACES)
+                cut = (slice(None),) * axis + (slice(low - first, high - first),)
+                view = out[cut]
+                own[PLACES] = low - part.start, high - part.start
+            _fill(view, names, part, own, read)
+        shape = [
+            math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
+            for factors in self.dims
+        ]
+        return out.reshape(shape)[tuple(trims)]
+
+    def split(self, weight: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of the file that a whole weight is made of, by name."""
+        names = [name for factors in self.dims for name, _ in factors]
+        view = weight.reshape([size for factors in self.dims for _, size in factors])
+        found = {}
+        for part in self.parts:
+            piece = view
+            if PLACES in names:
+                axis = names.index(PLACES)
+                piece = view[(slice(None),) * axis + (slice(part.start, part.start + part.count),)]
+            order = [name for factors in part.dims for name, _ in factors]
+            missing = [name for name in names if name not in order]  # `+` of a single place
+            piece = piece.transpose([names.index(name) for name in (*order, *missing)])
+            found[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
+        return found
+
+
+def plan(row: Row, sizes: Sizes) -> Plan:
+    """A row with the sizes of a model.
+
+    Raises:
+      ValueError: a pattern that cannot be read, or that names other letters than its sources do.
+    """
+    starts, parts = 0, []
+    for source in row.sources:
+        dims = _dims(source.pattern, sizes, row.target)
+        count = next((size for factors in dims for name, size in factors if name == PLACES), 1)
+        parts.append(Part(source.name, dims, starts, count))
+        starts += count
+    dims = _dims(row.pattern, {**sizes, PLACES: starts}, row.target)
+    own = sorted(name for factors in dims for name, _ in factors if name != PLACES)
+    for source, part in zip(row.sources, parts, strict=True):
+        theirs = sorted(name for factors in part.dims for name, _ in factors if name != PLACES)
+        if theirs != own:
+            raise ValueError(
+                f"row {row.target!r}: the pattern {source.pattern!r} of {source.name!r} has the "
+                f"letters {' '.join(theirs)}, that of the weight, {row.pattern!r}, has "
+                f"{' '.join(own)}; both name the same, each once"
+            )
+    if len(parts) > 1 and PLACES not in row.pattern:
+        raise ValueError(
+            f"row {row.target!r} has {len(parts)} sources and the pattern {row.pattern!r}: say "
+            f"with + along which dim they lie"
+        )
+    return Plan(row.target, dims, tuple(parts))
+
+
+def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
+    """What each dim of a pattern consists of."""
+    dims = []
+    seen: set[str] = set()
+    for token in _TOKEN.findall(pattern):
+        factors = []
+        for text in token.strip("()").split():
+            if not _LETTER.fullmatch(text):
+                raise ValueError(
+                    f"row {target!r}: {text!r} of the pattern {pattern!r} is no letter"
+                )
+            name, size = (PLACES, text[1:]) if text.startswith(PLACES) else (text, text)
+            if name == PLACES and not size:
+                count = sizes.get(PLACES, 1)
+            elif size.isdecimal():
+                count = int(size)
+            elif size in sizes:
+                count = sizes[size]
+            else:
+                known = " ".join(name for name in sizes if name != PLACES)
+                raise ValueError(
+                    f"row {target!r}: the pattern {pattern!r} has the letter {size!r}, and the "
+                    f"model has sizes for {known}"
+                )
+            if name in seen:
+                raise ValueError(
+                    f"row {target!r}: the pattern {pattern!r} names {name!r} twice; give the "
+                    f"second a letter of its own"
+                )
+            seen.add(name)
+            factors.append((name, count))
+        dims.append(tuple(factors))
+    return tuple(dims)
+
+
+def _fill(
+    view: np.ndarray, names: Sequence[str], part: Part, spans: Mapping[str, Range], read: Read
+) -> None:
+    """Read what a part has of a slice into its view, in which dims are letters."""
+    order = [name for factors in part.dims for name, _ in factors]
+    rest = [name for name in names if name not in order]  # `+` of a single place
+    dest = view.transpose([names.index(name) for name in (*order, *rest)])
+    dest = dest[(slice(None),) * len(order) + (0,) * len(rest)]
+    sizes = dict(one for factors in part.dims for one in factors)
+    dims = [[(name, size) for name, size in factors if size != 1] for factors in part.dims]
+    dest = dest[tuple(0 if sizes[name] == 1 else slice(None) for name in order)]
+    # A range of the slowest factor is a range of the dim; other factors are cut after reading.
+    wanted: list[Range] = []
+    cuts: list[slice] = []
+    for factors in dims:
+        inner = _size(factors[1:])
+        if not factors:
+            wanted.append((0, 1))
+            continue
+        start, stop = spans[factors[0][0]]
+        wanted.append((start * inner, stop * inner))
+        cuts.append(slice(None))
+        cuts += [slice(*spans[name]) for name, _ in factors[1:]]
+    shape = [
+        (spans[factors[0][0]][1] - spans[factors[0][0]][0] if n == 0 else size)
+        for factors in dims
+        for n, (_, size) in enumerate(factors)
+    ]
+    if not shape:
+        dest[...] = read(part.name, wanted).reshape(())
+        return
+    if not dims[0]:  # a single row
+        dest[...] = read(part.name, wanted).reshape(shape)[tuple(cuts)]
+        return
+    step, total = _size(dims[0][1:]), shape[0]
+    per = max(1, math.prod(shape[1:]) * dest.itemsize)
+    at_once = max(1, BLOCK // per)
+    for first in range(0, total, at_once):
+        last = min(first + at_once, total)
+        rows = wanted[0][0] + first * step, wanted[0][0] + last * step
+        block = read(part.name, [rows, *wanted[1:]])
+        dest[first:last] = block.reshape([last - first, *shape[1:]])[tuple(cuts)]
+
+
+def _size(factors: Sequence[tuple[str, int]]) -> int:
+    return math.prod(size for _, size in factors)

@@ -1,0 +1,234 @@
+"""The safetensors format: a length, a JSON header, and arrays one behind another.
+
+Read by ranges of each array's dims, with no more in memory than was asked for, and written array by
+array. What a file says of itself is checked against its size before anything is read of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+Range = tuple[int, int]
+
+DTYPES: dict[str, Any] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WIDTHS = {  # bytes of those that are not read, whose headers are checked all the same
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+LONGEST = 100_000_000  # bytes of a header, the limit of the format
+POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array of a file.
+
+    Attributes:
+      file: where it is.
+      name: its name.
+      dtype: as the file has it, such as BF16.
+      shape: of the array.
+      start: of its first byte in the file.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else WIDTHS[self.dtype]
+        return math.prod(self.shape) * width
+
+    def read(self, ranges: Sequence[Range]) -> np.ndarray:
+        """A slice, of its own dtype.
+
+        Rows of the first dim are read in one go; where they are cut, row by row, so that the rest
+        of a row stays in the file.
+
+        Raises:
+          ValueError: a dtype that is not read, or a file that has become shorter.
+        """
+        dtype = self.readable()
+        shape = [stop - start for start, stop in ranges]
+        out = np.empty(shape, dtype)
+        if not out.size:
+            return out
+        # Leading dims one by one, until what is left of the array is wanted in one piece.
+        whole = len(shape)
+        while whole > 1 and ranges[whole - 1] == (0, self.shape[whole - 1]):
+            whole -= 1
+        strides = [math.prod(self.shape[n + 1 :]) for n in range(len(shape))]
+        run = max(whole - 1, 0)  # this dim's range, and all behind it, are one piece
+        offset = sum(r[0] * s for r, s in zip(ranges, strides, strict=True))
+        flat = out.reshape([math.prod(shape[:run]), -1]).view(np.uint8)
+        with self.file.open("rb", buffering=0) as file:
+            for n, place in enumerate(np.ndindex(*shape[:run])):
+                at = offset + sum(i * s for i, s in zip(place, strides, strict=False))
+                self._into(file, flat[n], self.start + at * dtype.itemsize)
+        return out
+
+    def readable(self) -> Any:
+        """Its dtype as NumPy knows it.
+
+        Raises:
+          ValueError: one that is not read.
+        """
+        if self.dtype not in DTYPES:
+            raise ValueError(
+                f"{self.file}: {self.name} is {self.dtype}, and weights are read from "
+                f"{', '.join(DTYPES)}; convert the checkpoint to one of these first"
+            )
+        return DTYPES[self.dtype]
+
+    def _into(self, file: Any, place: np.ndarray, at: int) -> None:
+        file.seek(at)
+        got = 0
+        while got < len(place):
+            more = file.readinto(place[got:].data)
+            if not more:
+                raise ValueError(
+                    f"{self.file}: the file ends within {self.name}, at byte {at + got:,}; it was "
+                    f"whole when it was opened, so fetch it again"
+                )
+            got += more
+
+
+def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file by name, in the order of their bytes, and its metadata.
+
+    Raises:
+      ValueError: no safetensors file, one that was cut short, or one whose header contradicts
+        itself.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(max(8, len(POINTER)))
+        if start.startswith(POINTER):
+            raise ValueError(
+                f"{path} is a git-lfs pointer, not the file it stands for; run git lfs pull"
+            )
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > LONGEST:
+            raise ValueError(
+                f"{path} is no safetensors file: its first 8 bytes would make a header of "
+                f"{length:,} bytes"
+                if size >= 8
+                else f"{path} has {size} bytes, and a safetensors file begins with 8 for the "
+                f"length of its header; fetch it again"
+            )
+        if 8 + length > size:
+            raise ValueError(
+                f"{path} was cut short: its header should have {length:,} bytes, but the file "
+                f"has {size:,} in all; fetch it again"
+            )
+        file.seek(8)
+        text = file.read(length)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
+    metadata = content.pop("__metadata__", {})
+    tensors = [_tensor(path, name, said, 8 + length, size) for name, said in content.items()]
+    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda t: t.start)}, metadata
+
+
+def _tensor(path: Path, name: str, said: Any, data: int, size: int) -> Tensor:
+    """What a header says of one tensor, checked."""
+    try:
+        dtype, shape = said["dtype"], tuple(map(int, said["shape"]))
+        start, stop = map(int, said["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(
+            f"{path}: the header says {said!r} of {name}; expected dtype, shape and data_offsets"
+        ) from None
+    if dtype not in DTYPES and dtype not in WIDTHS:
+        raise ValueError(
+            f"{path}: {name} is {dtype!r}, which is no dtype that is known; weights are read from "
+            f"{', '.join(DTYPES)}"
+        )
+    tensor = Tensor(path, name, dtype, shape, data + start)
+    if stop - start != tensor.nbytes or start < 0:
+        raise ValueError(
+            f"{path} is mislabelled: {name} is {dtype}{list(shape)}, which takes {tensor.nbytes:,} "
+            f"bytes, but its data_offsets [{start}, {stop}] leave {stop - start:,}"
+        )
+    if data + stop > size:
+        raise ValueError(
+            f"{path} was cut short: {name} ends at byte {data + stop:,}, but the file has "
+            f"{size:,}; fetch it again"
+        )
+    return tensor
+
+
+class Writer:
+    """A file that is written array by array.
+
+    Args:
+      path: of the file.
+      tensors: (dtype, shape) by name, in the order in which they will be written.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, (dtype, shape) in tensors.items():
+            size = math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [at, at + size],
+            }
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = list(tensors)
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """The next array."""
+        if self._left[0] != name:
+            raise ValueError(f"{name} was written where {self._left[0]} comes next")
+        self._left.pop(0)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._file.write(flat.data)
+
+    def close(self) -> None:
+        """All of it is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close without writing the rest."""
+        self._file.close()

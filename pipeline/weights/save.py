@@ -1,0 +1,335 @@
+"""A pipeline's weights as a checkpoint, and layer by layer for whoever serves or syncs them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pipeline.layerwise.view import EndRef, LayerView, layer_view
+from pipeline.pipeline import Pipeline
+from pipeline.sharding import meshes
+from pipeline.weights.checkpoint import CONFIG, INDEX, SINGLE
+from pipeline.weights.family import Config, Family
+from pipeline.weights.load import Origin, choose_family
+from pipeline.weights.names import Entry, check_shapes, entries_of
+from pipeline.weights.safetensors import NAMES, Writer
+
+SHARD = "model-{n:05d}-of-{N:05d}.safetensors"
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's tensors, as a checkpoint has them.
+
+    Attributes:
+      name: "embed", "head" or "layers.3".
+      tensors: by their names in a checkpoint, whole, on the host.
+    """
+
+    name: str
+    tensors: Mapping[str, np.ndarray]
+
+
+def named_layers(
+    pipe: Pipeline, *, family: str | Family | None = None, config: Config | None = None
+) -> Iterator[Layer]:
+    """All layers with the names of a checkpoint: embed, layers 0, 1, ..., head.
+
+    The same on every process, which all have to go on to the end together: the ranks that hold a
+    layer send it to all others. One layer at a time is on the host.
+
+    Args:
+      pipe: the pipeline.
+      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
+      config: the content of config.json, likewise.
+
+    Raises:
+      ValueError: a pipeline that came from no checkpoint, and no family and config.
+    """
+    family, content = _origin(pipe, family, config)
+    return _layers(_Source(pipe), family, content)
+
+
+def save(
+    pipe: Pipeline,
+    folder: str | Path,
+    *,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a checkpoint of the Hugging Face layout, in layer order.
+
+    All processes call it, and the first writes. The folder appears when it is complete: until then
+    all is in one beside it, which goes if anything fails.
+
+    Args:
+      pipe: the pipeline.
+      folder: which must not be there yet, or be empty.
+      family: the table of names; by default that of the checkpoint the pipeline was loaded from.
+      config: the content of config.json, likewise.
+      shard_bytes: of weights in a file; one tensor may have more. With more files than one there is
+        an index.
+
+    Raises:
+      ValueError: a folder that is not empty; as `named_layers`; or weights of a dtype that is not
+        written.
+    """
+    folder = Path(folder)
+    family, content = _origin(pipe, family, config)
+    source = _Source(pipe)
+    entries = source.entries(family, content)
+    if jax.process_index() > 0:
+        for _ in _layers(source, family, content):
+            pass
+        _agree(None, folder)
+        return
+    problem: BaseException | None = None
+    layers = _layers(source, family, content)
+    try:
+        with written(folder) as partial:
+            dtype = source.dtype(entries[0])
+            text = json.dumps({**content, **_dtype_key(content, dtype)}, indent=2)
+            (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+            files = group(_tensors(entries, source), shard_bytes)
+            _write(partial, files, (item for layer in layers for item in layer.tensors.items()))
+    except (OSError, ValueError) as error:
+        problem = error
+        for _ in layers if jax.process_count() > 1 else ():
+            pass  # others wait for this process to take part
+    _agree(problem, folder)
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """A folder beside the one that it becomes when the block ends well; else it goes.
+
+    Raises:
+      ValueError: the folder is there, and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there and not empty; give a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
+    try:
+        yield partial
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
+
+
+def group(tensors: Types, shard_bytes: int) -> dict[str, Types]:
+    """Which file has which tensors.
+
+    Args:
+      tensors: in layer order.
+      shard_bytes: of a file, unless one tensor has more.
+
+    Raises:
+      ValueError: no positive number of bytes.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes}: must be >= 1")
+    groups: list[dict[str, tuple[Any, tuple[int, ...]]]] = [{}]
+    held = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        if groups[-1] and held + size > shard_bytes:
+            groups.append({})
+            held = 0
+        groups[-1][name] = dtype, shape
+        held += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {SHARD.format(n=n + 1, N=len(groups)): own for n, own in enumerate(groups)}
+
+
+def _write(
+    folder: Path, files: Mapping[str, Types], tensors: Iterator[tuple[str, np.ndarray]]
+) -> None:
+    """Write files and, of several, their index."""
+    for file, own in files.items():
+        writer = Writer(folder / file, own)
+        try:
+            for _ in own:
+                writer.write(*next(tensors))
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+    if list(files) != [SINGLE]:
+        write_index(folder, files)
+
+
+def write_index(folder: Path, files: Mapping[str, Types]) -> None:
+    """Write which file has which tensor."""
+    total = sum(
+        math.prod(shape) * dtype.itemsize for own in files.values() for dtype, shape in own.values()
+    )
+    places = {name: file for file, own in files.items() for name in own}
+    content = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _agree(problem: BaseException | None, folder: Path) -> None:
+    """The same outcome on every process."""
+    failed = problem is not None
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils  # noqa: PLC0415 - only where it is needed
+
+        failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failed)))
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ValueError(f"process 0 could not write {folder}; its error says why")
+
+
+def _origin(
+    pipe: Pipeline, family: str | Family | None, config: Config | None
+) -> tuple[Family, Config]:
+    origin = getattr(pipe.head, "origin", None)
+    known = origin if isinstance(origin, Origin) else None
+    if config is None:
+        if known is None:
+            raise ValueError(
+                "this pipeline was not loaded from a checkpoint: give family= and config=, the "
+                "content of a config.json"
+            )
+        config = json.loads(known.config)
+    if family is None and known is not None:
+        return known.family, config
+    return choose_family(family, config, "config"), config
+
+
+def _dtype_key(content: Config, dtype: Any) -> dict[str, str]:
+    """What config.json says of the dtype, under the name that it has for it."""
+    return {"dtype" if "dtype" in content else "torch_dtype": str(dtype)}
+
+
+def _tensors(entries: Sequence[Entry], source: _Source) -> Types:
+    """All tensors in layer order."""
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for entry in entries:
+        dtype = source.dtype(entry)
+        if dtype not in NAMES:
+            raise ValueError(
+                f"{entry.name} is {dtype}, and weights are written as {', '.join(NAMES.values())}"
+            )
+        found |= {part.name: (dtype, part.shape) for part in entry.plan.parts}
+    return found
+
+
+def _layers(source: _Source, family: Family, config: Config) -> Iterator[Layer]:
+    last: Entry | None = None
+    tensors: dict[str, np.ndarray] = {}
+    for entry in source.entries(family, config):
+        if last is not None and entry.layer != last.layer:
+            yield Layer(_layer_name(last), tensors)
+            tensors = {}
+        tensors |= entry.plan.split(source.fetch(entry))
+        last = entry
+    if last is not None:
+        yield Layer(_layer_name(last), tensors)
+
+
+def _layer_name(entry: Entry) -> str:
+    return f"layers.{entry.layer}" if isinstance(entry.layer, int) else entry.layer
+
+
+class _Source:
+    """Weights of a pipeline, whole, on the host."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.view: LayerView = layer_view(pipe)
+        state = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
+        values = {path: variable.get_raw_value() for path, variable in state}
+        if any(isinstance(value, jax.ShapeDtypeStruct) for value in values.values()):
+            raise ValueError(
+                "this pipeline has types in place of weights, made under nnx.eval_shape: read "
+                "weights into it first"
+            )
+        self.mesh = pipe.plan.mesh
+        self.values = meshes.untyped(values, self.mesh)
+
+    def entries(self, family: Family, config: Config) -> list[Entry]:
+        """All weights in layer order."""
+        found = entries_of(self.view.tree, family, config, family.prefixes[0])
+        check_shapes(found, lambda held: self._place(held)[2])
+        return found
+
+    def dtype(self, entry: Entry) -> Any:
+        """Of a weight."""
+        return np.dtype(self._place(entry.held)[0].dtype)
+
+    def fetch(self, entry: Entry) -> np.ndarray:
+        """A weight."""
+        array, rank, shape = self._place(entry.held)
+        if isinstance(entry.held, EndRef):
+            whole = gathered(array, None, self.mesh)
+            return whole[: shape[0]] if shape else whole
+        slot = self.view.stacks[entry.held.stack].slots[entry.held.slot]
+        row = gathered(array, rank, self.mesh)
+        if slot.spot is None or slot.spot.part is None:
+            return row
+        return row[slice(*slot.spot.part)].reshape(shape)
+
+    def _place(self, held: Any) -> tuple[Any, int | None, tuple[int, ...]]:
+        """The array that has a weight, in which row, and the weight's shape."""
+        if isinstance(held, EndRef):
+            end = self.view.ends[held.end]
+            return self.values["ends", *end.path], None, end.shape
+        stack = self.view.stacks[held.stack]
+        return self.values[stack.path], held.rank, stack.slots[held.slot].shape
+
+
+def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:
+    """An array, or a row of it, on every process's host."""
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        return np.asarray(_replicated(array, row, mesh).addressable_data(0))
+    shape = array.shape if row is None else array.shape[1:]
+    out = np.empty(shape, array.dtype)
+    for shard in array.addressable_shards:
+        index, data = shard.index, shard.data
+        if row is not None:
+            start, stop, _ = index[0].indices(array.shape[0])
+            if not start <= row < stop:
+                continue
+            index, data = index[1:], np.asarray(data)[row - start]
+        out[index] = np.asarray(data)
+        if all(s.indices(size)[:2] == (0, size) for s, size in zip(index, shape, strict=True)):
+            break  # others have the same
+    return out
+
+
+def _replicated(array: jax.Array, row: int | None, mesh: Any) -> jax.Array:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if row is None:
+        return jax.jit(lambda a: a, out_shardings=everywhere)(array)
+    return _row(everywhere)(array, np.int32(row))
+
+
+def _row(sharding: NamedSharding) -> Any:
+    def of(array: jax.Array, row: Any) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(array, row, keepdims=False)
+
+    return jax.jit(of, out_shardings=sharding)
