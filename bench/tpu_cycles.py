@@ -1,8 +1,9 @@
-"""A whole step's time by the TPU compiler: ``python -m bench.tpu_cycles 8B``.
+"""A whole step's time by the TPU compiler: ``python -m bench.tpu_cycles 8B-best``.
 
-The cycles of each action of `bench.tpu_llama`'s steps (`bench.cycles`), and what follows of them
-for a step by `schedules.simulate`. Nothing runs; needs `libtpu` and no TPU. What is printed stands
-in docs/llama.md. Numbers that contradict each other are not printed.
+The cycles of each action of `bench.tpu_llama`'s steps, or of the same model as others write it
+(`bench.tpu_peers`), and what follows of them for a step: for ours by `schedules.simulate`, for
+others from the program's own loops. Nothing runs; needs `libtpu` and no TPU. What is printed stands
+in docs/tpu.md. Numbers that contradict each other are not printed.
 
 Letters: t = positions, d = width.
 """
@@ -10,35 +11,47 @@ Letters: t = positions, d = width.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import tpu
-from bench.cycles import (
-    AROUND,
-    BLOCK,
-    EFFICIENCY,
-    ONCE,
-    RATE,
-    ContradictionError,
-    Cycles,
-    cycles,
-    see_that_they_agree,
-)
+from bench import tpu  # before jax
+from bench.measure import table
 from bench.tpu_llama import CASES, Case
 
 import jax  # isort: skip
 import optax  # type: ignore[import-untyped]
-from jax.experimental import topologies
 
-from pipeline import Pipeline, make_optimizer
-from pipeline.kernel.scopes import COMMON
-from pipeline.planner import CHIPS
-from schedules import Costs, simulate
+from pipeline import make_optimizer
+from pipeline.calibrate.compiled import beside, costs_of, find_slice, machine_of
+from pipeline.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
+from schedules import simulate
 
-CLOCK = CHIPS["v5p"].clock or 0.0
+GB = 10**9
+BLOCK = 512  # positions; of those on the diagonal the kernels compute the masked half too
+
+
+class ContradictionError(Exception):
+    """Figures that cannot all be true."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a step.
+
+    Attributes:
+      text: the optimised HLO.
+      hbm: bytes of a chip: arguments, results that lie elsewhere, temporaries.
+    """
+
+    text: str
+    hbm: int
 
 
 @dataclass(frozen=True)
@@ -46,95 +59,195 @@ class Step:
     """What a step takes.
 
     Attributes:
-      actions: cycles of one run of each action, the slowest of those that share a kind.
-      ideal: what the products of a forward pass alone would take at the matrix units' rate.
-      seconds: of a step; used: the part of the chips' rate that the model's own operations are.
+      actions: of one run of each action, or of all of a step that has none.
+      seconds: of a step; waits: those of them that are waits for collectives, where known.
+      used: the part of the chips' rate that the model's own operations are.
+      hbm: bytes of a chip.
     """
 
     actions: dict[str, Cycles]
-    ideal: float
     seconds: float
+    waits: float
     used: float
+    hbm: int
 
 
-def step(case: Case, pipe: Pipeline, text: str) -> Step:
-    """The times of a compiled step.
+def model_operations(case: Case) -> float:
+    """Of a step: 6 for each weight and token, and attention with half of its scores masked."""
+    config, tokens = case.config, case.rows * case.length * case.microbatches * case.axes["data"]
+    tables = config.vocab_size * config.hidden_size
+    weights = config.count() - tables  # a lookup multiplies nothing
+    attention = 2 * config.num_hidden_layers * case.length * config.hidden_size
+    return 3.0 * (2 * weights + attention) * tokens
+
+
+def used(case: Case, machine: Machine, seconds: float) -> float:
+    """The model's operations over what the chips could do in a step.
 
     Raises:
-      ContradictionError: as `see_that_they_agree`; or more than all of the chips' rate is used.
+      ContradictionError: more than all.
     """
-    actions: dict[str, Cycles] = {}
-    for (_, label), one in cycles(text).items():
-        kind = label if label in COMMON or label in (AROUND, ONCE) else label[0]
-        if kind not in actions or actions[kind].total < one.total:
-            actions[kind] = one
-    forward, backward = (actions.get(kind, Cycles()) for kind in "FB")
-    config, tokens = case.config, case.rows * case.length
-    d, t, layers = config.hidden_size, case.length, config.num_hidden_layers
-    tables = config.vocab_size * d
-    weights = config.count() - tables * (1 if config.tie_word_embeddings else 2)
-    attention = 2 * layers * t * d  # operations of a position forward, half of them masked
-    share = pipe.mesh.size // pipe.mesh.shape["data"]
-    ideal = tokens * (2 * weights + attention) / share / RATE
-    diagonal = 1 + BLOCK / t  # blocks that are computed whole and are half masked
-    kernels = tokens * attention * diagonal / share / RATE / EFFICIENCY
-    see_that_they_agree(forward, backward, ideal, kernels)
-    ranks = pipe.schedule.num_ranks
-    costs = Costs(
-        f=forward.total,
-        i=backward.total / 2,
-        w=backward.total / 2,
-        head=ranks * actions.get("head", Cycles()).total,
-        embed=ranks * actions.get("lookup", Cycles()).total,
-    )
-    plan = pipe.plan
+    chips = math.prod(case.axes.values())
+    found = model_operations(case) / (chips * machine.chip.flops * seconds)
+    if not 0 < found < 1:
+        raise ContradictionError(f"{found:.0%} of the chips' rate is used")
+    return found
+
+
+def compiled(lower: Callable[[], jax.stages.Lowered], keep: Path | None, name: str) -> Compiled:
+    """Compile a step, or read what was compiled before."""
+    hlo, sizes = (keep / f"{name}.{end}" if keep else None for end in ("hlo", "json"))
+    if hlo is not None and sizes is not None and hlo.exists() and sizes.exists():
+        text, hbm = hlo.read_text(encoding="utf-8"), json.loads(sizes.read_text(encoding="utf-8"))
+        return Compiled(text, hbm)
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = lower().compile()
+    print(f"{name} compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    said = made.memory_analysis()
+    outside = said.output_size_in_bytes - said.alias_size_in_bytes
+    hbm = said.argument_size_in_bytes + outside + said.temp_size_in_bytes
+    if hlo is not None and sizes is not None:
+        hlo.write_text(made.as_text() or "", encoding="utf-8")
+        sizes.write_text(json.dumps(hbm), encoding="utf-8")
+    return Compiled(made.as_text() or "", hbm)
+
+
+def ours(case: Case, keep: Path | None, name: str) -> Step:
+    """A step of a pipeline."""
+    chip, devices = find_slice(case.topology)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe, words = case.pipeline(devices), case.words()
+    machine = machine_of(chip, pipe.mesh, devices)
+
+    def lower() -> jax.stages.Lowered:
+        optimizer = make_optimizer(pipe, optax.adam(1e-4))
+        return pipe.lower(words, words, optimizer=optimizer)
+
+    made = compiled(lower, keep, name)
+    read = cycles(made.text, machine)
+    plan, tokens = pipe.plan, case.rows * case.length // case.axes.get("tensor", 1)
+    message = 2 * tokens * case.config.hidden_size
+    costs = costs_of(read, plan, machine, message)
     slots = simulate(plan.schedule, **plan.clock).pattern  # which the kernel runs
     options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
-    around = len(plan.training.op) * actions[AROUND].total
-    seconds = (span + around + actions[ONCE].total) / CLOCK
-    model = 3 * (2 * (weights + tables) + attention) * tokens * case.microbatches
-    used = model * case.axes["data"] / (pipe.mesh.size * RATE * CLOCK * seconds)
-    if not 0 < used < 1:
-        raise ContradictionError(f"{used:.0%} of the chips' rate is used")
-    return Step(actions, ideal, seconds, used)
+    seconds = span + beside(read, plan, machine)
+    actions = by_action(read)
+    see_that_they_agree(case, machine, actions)
+    M = case.microbatches
+    waits = sum(
+        each.waits * (M if scope.action != ONCE else 1)
+        for scope, each in read.items()
+        if not scope.action.endswith(("first", "last"))
+    )
+    return Step(actions, seconds, waits / machine.clock, used(case, machine, seconds), made.hbm)
 
 
-def report(case: Case, path: Path | None = None) -> Step:
-    """Compile a step, or read what was compiled; its times."""
-    tpu.prepare()
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
-    pipe = case.pipeline(slice_.devices)
-    if path is not None and path.exists():
-        return step(case, pipe, path.read_text(encoding="utf-8"))
-    words, optimizer = case.words(), make_optimizer(pipe, optax.adam(1e-4))
-    text = pipe.lower(words, words, optimizer=optimizer).compile().as_text()
-    if path is not None:
-        path.write_text(text, encoding="utf-8")
-    return step(case, pipe, text)
+def by_action(read: dict[Scope, Cycles]) -> dict[str, Cycles]:
+    """The slowest of those actions that share a kind."""
+    found: dict[str, Cycles] = {}
+    for scope, one in read.items():
+        kind = scope.action[0] if scope.action[0] in "FBIW" else scope.action
+        if kind not in found or found[kind].total < one.total:
+            found[kind] = one
+    return found
+
+
+def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]) -> None:
+    """Refuse what no chip can do.
+
+    Raises:
+      ContradictionError: F is faster than its products, or B than twice those; or attention was
+        found in more or fewer layers than a stage has.
+    """
+    config, tokens = case.config, case.rows * case.length
+    stages = case.chunks * case.axes["stage"]
+    d, t = config.hidden_size, case.length
+    weights = config.count() - 2 * config.vocab_size * d
+    attention = 2 * config.num_hidden_layers * t * d  # of a position forward, half of them masked
+    share = stages * case.axes.get("tensor", 1)
+    ideal = tokens * (2 * weights + attention) / share / machine.rate
+    kernels = tokens * attention * (1 + BLOCK / t) / share / machine.rate / EFFICIENCY
+    forward, backward = (actions.get(kind, Cycles()) for kind in "FB")
+    if forward.total < ideal:
+        raise ContradictionError(
+            f"F takes {forward.total:.4g} cycles, and its products alone {ideal:.4g} at the peak"
+        )
+    if backward.total < 2 * ideal:
+        raise ContradictionError(
+            f"B takes {backward.total:.4g} cycles, and has twice the products of F, which take "
+            f"{ideal:.4g} at the peak"
+        )
+    if forward.kernels and not math.isclose(forward.kernels, kernels, rel_tol=0.01):
+        raise ContradictionError(
+            f"the kernels of F take {forward.kernels:.4g} cycles, those of its layers {kernels:.4g}"
+        )
+
+
+def report(name: str, keep: Path | None, attention: str | None = None) -> Step:
+    """The step of one of ours by name."""
+    case = CASES[name]
+    if attention is not None:
+        case = replace(case, config=replace(case.config, attention=attention))
+        name = f"{name}-{attention}"
+    return ours(case, keep, name)
+
+
+def row(name: str, case: Case, found: Step) -> list[str]:
+    """Of the table of steps."""
+    hbm = find_slice(case.topology)[0].hbm
+    if found.hbm > hbm:
+        fits = "does not fit"
+    else:
+        fits = f"{found.hbm / hbm:.0%}"
+    return [
+        name,
+        " x ".join(f"{axis} {size}" for axis, size in case.axes.items()),
+        f"{found.seconds:.2f}",
+        f"{found.waits:.2f}",
+        f"{found.used:.1%}",
+        f"{found.hbm / GB:.1f}",
+        fits,
+    ]
+
+
+HEADER = ["step", "mesh", "seconds", "of them waits", "MFU", "HBM, GB", "of a chip"]
 
 
 def main() -> None:
     """Print a model's lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=[n for n, c in CASES.items() if "v5p" in c.topology])
+    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--attention", help="as LlamaConfig takes it, such as chunked")
-    parser.add_argument("--hlo", type=Path, help="keep the compiled program here, or read it")
+    parser.add_argument("--keep", type=Path, help="a folder for compiled programs, read if there")
     options = parser.parse_args()
     if not tpu.is_here():
         print(tpu.ABSENT)
         return
-    case = CASES[options.model]
-    case = replace(case, config=replace(case.config, attention=options.attention))
-    try:
-        found = report(case, options.hlo)
-    except ContradictionError as error:
-        sys.exit(f"contradiction: {error}")
-    print(f"Llama {options.model}, jax {jax.__version__}, cycles in millions", flush=True)
-    for what, one in sorted(found.actions.items()):
-        print(f"{what:10} {one.total / 1e6:9.2f}, of which in kernels {one.kernels / 1e6:.2f}")
-    print(f"{'ideal F':10} {found.ideal / 1e6:9.2f}")
-    print(f"step {found.seconds:.2f} s, {found.used:.1%} of the chips' rate used")
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    print(f"jax {jax.__version__}, cycles in millions", flush=True)
+    rows = []
+    for name in options.names:
+        try:
+            found = report(name, options.keep, options.attention)
+        except ContradictionError as error:
+            sys.exit(f"contradiction: {name}: {error}")
+        lines = [
+            [
+                what,
+                *(f"{x / 1e6:.2f}" for x in (one.total, one.fusions, one.kernels, one.waits)),
+                f"{one.sent / 1e6:.2f}",
+            ]
+            for what, one in sorted(found.actions.items())
+        ]
+        head = [name, "all", "fusions", "kernels", "waits", "collectives"]
+        print(table(head, lines), flush=True)
+        rows.append(row(name, CASES[name], found))
+    print(table(HEADER, rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Whole Llama training steps by the TPU compiler: ``python -m bench.tpu_llama 8B``.
 
-Loss, gradients and Adam's update: Llama 3 8B on a described v5p 4x4x4 slice, 70B on v5p 8x8x8, or
-``tiny`` on 2x2x2. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam
-state, bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and
-no TPU. What is printed stands in docs/llama.md.
+Loss, gradients and Adam's update: Llama 3 8B on described slices of 64 chips, 70B on 512 or 256, or
+``tiny`` on 8. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam state,
+bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and no TPU.
+What is printed stands in docs/llama.md, and docs/tpu.md has times (`bench.tpu_cycles`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import LlamaConfig, build, loss_fn
 
 GB = 10**9
-HBM = CHIPS["v5p"].hbm
 SAVING = {"scan_layers": True, "remat_blocks": True, "query_chunk": 512}
 
 
@@ -50,6 +49,7 @@ class Case:
       topology: as libtpu names it; axes: of the mesh.
       config: the model.
       options: of the pipeline.
+      chunks: V.
       rows: sequences of a microbatch on a data shard; length: their positions.
       microbatches: M.
     """
@@ -58,6 +58,7 @@ class Case:
     axes: Mapping[str, int]
     config: LlamaConfig
     options: Mapping[str, Any] = field(default_factory=dict)
+    chunks: int = 1
     rows: int = 1
     length: int = 8192
     microbatches: int = 32
@@ -65,7 +66,7 @@ class Case:
     def parts(self) -> tuple[Any, Any, Any]:
         """Stages, embed and head."""
         config, d = self.config, self.config.hidden_size
-        stages, embed, head = build(config, self.axes[STAGE], seed=0)
+        stages, embed, head = build(config, self.chunks * self.axes[STAGE], seed=0)
         if self.shares_words:
             rngs = nnx.Rngs(0)
             embed = VocabularyEmbedding(config.vocab_size, d, rngs=rngs, dtype=config.dtype)
@@ -96,11 +97,26 @@ class Case:
         return jax.ShapeDtypeStruct((rows, self.length), jnp.int32)
 
 
+def keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: keeps what products and kernels give, all else is formed again.
+
+    Of a block: queries, keys and values, attention, its projection, gate and up, and down.
+    """
+    return primitive.name in {"dot_general", "pallas_call"}
+
+
 # Residuals are the inputs of blocks (remat_blocks), so remat=None runs each forward twice and not
 # three times, as "stage" would.
 USUAL = {"remat": None, "delayed": True, "data_parallel": "zero1"}
+SHARED = {**USUAL, "vocabulary": "stage"}
+KEEPING = {**SHARED, "remat": keep_products}
+LOOPED = {"schedule": "interleaved_1f1b"}
 OVER_TENSOR = {"sequence_parallel": True, "loss_chunks": 8, **SAVING}
 SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "head_dim": 128}
+_8B = LlamaConfig.llama_8b(dtype="bfloat16", **SAVING)
+_8B_WHOLE = replace(_8B, remat_blocks=False)
+_70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING)
+_70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
 CASES = {
     "tiny": Case(
         "v5p:2x2x2",
@@ -110,17 +126,30 @@ CASES = {
         length=1024,
         microbatches=8,
     ),
-    "8B": Case(
-        "v5p:4x4x4",
-        {"data": 8, "stage": 8},
-        LlamaConfig.llama_8b(dtype="bfloat16", **SAVING),
-        {**USUAL, "vocabulary": "stage"},
+    "8B": Case("v5p:4x4x4", {"data": 8, "stage": 8}, _8B, SHARED),
+    "8B-looped": Case(
+        "v5p:4x4x4", {"data": 32, "stage": 2}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=8
     ),
-    "70B": Case(
-        "v5p:8x8x8",
-        {"data": 16, "stage": 8, "tensor": 4},
-        LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR),
-        USUAL,
+    "8B-best": Case(
+        "v5p:4x4x4",
+        {"data": 32, "stage": 2},
+        _8B_WHOLE,
+        {**KEEPING, **LOOPED},
+        chunks=4,
+        microbatches=8,
+    ),
+    "8B-v6e": Case(
+        "v6e:8x8", {"data": 16, "stage": 4}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=16
+    ),
+    "70B": Case("v5p:8x8x8", {"data": 16, "stage": 8, "tensor": 4}, _70B_OVER_TENSOR, USUAL),
+    "70B-best": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
+    "70B-v6e": Case(
+        "v6e:16x16",
+        {"data": 4, "stage": 16, "tensor": 4},
+        _70B_OVER_TENSOR,
+        {**USUAL, **LOOPED},
+        chunks=5,
+        microbatches=128,
     ),
 }
 
@@ -141,6 +170,7 @@ def report(case: Case) -> dict[str, str]:
     total = said.argument_size_in_bytes + beside + said.temp_size_in_bytes
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     sent = exchanges(compiled.as_text(), pipe.mesh)
+    hbm = CHIPS[case.topology.partition(":")[0]].hbm
     return {
         "topology": case.topology,
         "mesh": " x ".join(f"{axis} {size}" for axis, size in pipe.mesh.shape.items()),
@@ -151,7 +181,7 @@ def report(case: Case) -> dict[str, str]:
         "peak host memory": f"{rss / 2**30:.2f} GiB",
         "HBM of a chip: arguments": _beside(said.argument_size_in_bytes, found.arguments),
         "temporaries": _beside(said.temp_size_in_bytes, found.temporaries),
-        "total": f"{_beside(total, found.total)}, {total / HBM:.0%} of a chip",
+        "total": f"{_beside(total, found.total)}, {total / hbm:.0%} of a chip",
         **_exchanges(sent),
     }
 

@@ -17,6 +17,7 @@ from pipeline.backward.masks import Trained
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
+from pipeline.calibrate.compiled import calibrate_for
 from pipeline.calibrate.measure import calibrate
 from pipeline.forecast import traffic
 from pipeline.forecast.ahead import lower_step
@@ -408,6 +409,7 @@ class Pipeline(nnx.Module):
         rounds: int = 5,
         repeats: int = 16,
         split: bool = True,
+        topology: str | None = None,
     ) -> Calibration:
         """Measure what its actions take on the devices of its first rank, for ``costs``.
 
@@ -415,6 +417,10 @@ class Pipeline(nnx.Module):
         the last with head and loss, is timed within the kernel, on microbatches of the size that
         these rows give; on a mesh of several ranks an exchange too. The stages that differ are
         copied to those devices. Weights stay as they are.
+
+        With a topology nothing runs: the step is compiled for TPUs that need not be there, and
+        seconds are the cycles that their compiler expects, over their clock. Stages and batch may
+        then be types.
 
         Args:
           inputs: as of `value_and_grad`, arrays.
@@ -424,20 +430,28 @@ class Pipeline(nnx.Module):
           repeats: how often an action runs within a step; more where actions are short.
           split: whether I and W are measured too, which compiles a second program. Without them
             the result says that splitting gains nothing: that I takes what B takes, and W nothing.
+          topology: a slice such as "v5p:4x4x4", of as many chips as the mesh has, or more; needs
+            libtpu. ``rounds`` and ``repeats`` then mean nothing.
 
         Raises:
+          ImportError: a topology, and no libtpu.
           ValueError: arguments that do not fit, a mesh of several processes or one that is in
-            force, or ``auto_axes`` on virtual CPU devices.
+            force, or ``auto_axes`` on virtual CPU devices; a topology that nobody knows.
           CalibrationError: times that cannot all be right, which and what to do; or whose spread is
-            too large to say anything.
+            too large to say anything; or a compiler that writes no cycles.
         """
         given = inputs, targets, extras
-        operands = check_arrays("calibrate", self._operands(*given, "calibrate"))
+        operands = self._operands(*given, "calibrate")
+        if topology is None:
+            check_arrays("calibrate", operands)
 
         def message() -> int:
             with self._entered():
                 return traffic.predict(self.plan, *self._untyped(operands)).message
 
+        if topology is not None:
+            slice_: Any = {"topology": topology, "split": split, "message": message}
+            return calibrate_for(self, type(self), *given, **slice_)
         counts = {"rounds": rounds, "repeats": repeats}
         return calibrate(self, type(self), *given, **counts, split=split, message=message)
 

@@ -86,7 +86,7 @@ def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the actions of a pipeline take, measured; `Pipeline(costs=)` takes it.
+    """What the actions of a pipeline take, measured or compiled; `Pipeline(costs=)` takes it.
 
     Attributes:
       costs: seconds, per stage; B has its own price, and messages that of an exchange.
@@ -96,10 +96,13 @@ class Calibration:
         cleared, slots that are passed over, dispatch.
       model: what was measured.
       microbatch: the input of a microbatch on one data shard.
-      rounds: how often each step was timed.
-      repeats: how often each action ran in it.
-      hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host.
-      versions: of jax, jaxlib, python and shardpipe.
+      rounds: how often each step was timed; 0 where a compiler said what it takes.
+      repeats: how often each action ran in it; likewise.
+      hardware: "device", the kind; "platform"; "devices", how many ran; "cpus" of the host. Of a
+        compiler also "topology"; "clock", cycles a second; "kernels" and "waits", the shares of
+        all actions that are Pallas kernels, counted at "kernel_efficiency" of the peak, and
+        collectives that nothing runs beside.
+      versions: of jax, jaxlib, python and shardpipe; of libtpu, where that compiled.
     """
 
     costs: Costs
@@ -149,25 +152,42 @@ class Calibration:
     def __str__(self) -> str:
         """A small table, in milliseconds."""
         num_stages, hardware = len(self.model.stages), self.hardware
+        where = f"on {hardware['devices']} x {hardware['device']}"
+        how = f"ms, medians of {self.rounds} rounds, and how far from them rounds lie"
+        if self.is_compiled:
+            where = f"compiled for {hardware['topology']} by libtpu {self.versions['libtpu']}"
+            how = (
+                f"ms by the compiler's cycles at {hardware['clock'] / 1e9:g} GHz; "
+                f"{hardware['kernels']:.0%} are Pallas kernels, counted at "
+                f"{hardware['kernel_efficiency']:.0%} of peak, {hardware['waits']:.0%} are waits "
+                f"for collectives"
+            )
         table = _rows(self.costs, num_stages)
         what = (
-            f"{num_stages} stages, remat={self.model.remat}, {self.microbatch} a microbatch, on "
-            f"{hardware['devices']} x {hardware['device']} (host of {hardware['cpus']} cpus), jax "
-            f"{self.versions['jax']}"
+            f"{num_stages} stages, remat={self.model.remat}, {self.microbatch} a microbatch, "
+            f"{where} (host of {hardware['cpus']} cpus), jax {self.versions['jax']}"
         )
         lines = [
             what,
-            f"ms, medians of {self.rounds} rounds, and how far from them rounds lie",
+            how,
             "stage" + "".join(f"{kind.upper():>20}" for kind in table),
         ]
         for k in range(num_stages):
-            cells = [_cell(row[k], self.spread[kind][k]) for kind, row in table.items()]
+            cells = [self._cell(row[k], self.spread[kind][k]) for kind, row in table.items()]
             lines.append(f"{k:<5}" + "".join(f"{cell:>20}" for cell in cells))
         ends = {"head and loss": self.costs.head, "embed": self.costs.embed}
         lines += [f"{name}, beside the stages: {1e3 * t:.3f}" for name, t in ends.items() if t]
         lines.append(f"a step beside its actions: {1e3 * self.overhead:.3f}")
-        lines.append(f"exchange: {_cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
+        lines.append(f"exchange: {self._cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
         return "\n".join(lines)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler said what actions take, and no device ran them."""
+        return "topology" in self.hardware
+
+    def _cell(self, seconds: float, spread: float) -> str:
+        return f"{1e3 * seconds:.3f}" + ("" if self.is_compiled else f" +- {1e3 * spread:.3f}")
 
 
 def _rows(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
@@ -178,10 +198,6 @@ def _rows(costs: Costs, num_stages: int) -> dict[str, tuple[float, ...]]:
         if value is not None:
             found[kind] = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
     return found
-
-
-def _cell(seconds: float, spread: float) -> str:
-    return f"{1e3 * seconds:.3f} +- {1e3 * spread:.3f}"
 
 
 def _of(record: dict[str, Any]) -> Calibration:
@@ -216,12 +232,13 @@ def _of(record: dict[str, Any]) -> Calibration:
     hardware: Any = record.get("hardware")
     versions: Any = record.get("versions")
     if (
-        not all(type(count) is int and count > 0 for count in counts)
-        or not isinstance(record.get("microbatch"), str)
-        or not isinstance(hardware, dict)
+        not isinstance(hardware, dict)
         or not {"device", "platform", "devices", "cpus"} <= set(hardware)
         or not _is_texts(versions, dict)
         or "jax" not in versions
+        or not _is_of_a_compiler(hardware, versions)
+        or not all(type(n) is int and n >= ("topology" not in hardware) for n in counts)
+        or not isinstance(record.get("microbatch"), str)
     ):
         raise ScheduleError(
             "lacks what a calibration says beside its costs (microbatch, rounds, repeats, "
@@ -238,6 +255,14 @@ def _of(record: dict[str, Any]) -> Calibration:
         hardware,
         versions,
     )
+
+
+def _is_of_a_compiler(hardware: dict[str, Any], versions: dict[str, Any]) -> bool:
+    """Whether all is there that a compiled calibration says beside; a measured one says none."""
+    if "topology" not in hardware:
+        return True
+    numbers = [hardware.get(name) for name in ("clock", "kernel_efficiency", "kernels", "waits")]
+    return _length(numbers) > 0 and "libtpu" in versions
 
 
 def _is_texts(value: Any, kind: Any) -> bool:
@@ -283,6 +308,8 @@ def costs_for(given: Any, model: ModelSignature) -> tuple[Any, str]:
                 f"costs= is a calibration of another model: there {name} is {before}, here {now}; "
                 f"calibrate this one, or give Costs(...)"
             )
+    if given.is_compiled:
+        return given.costs, f"what the compiler expects of {given.hardware['device']}"
     return given.costs, f"what was measured on {given.hardware['device']}"
 
 

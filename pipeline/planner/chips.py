@@ -30,7 +30,9 @@ class Chip:
       domain: the most chips that such links join: of a pod, or of a host with NVLink.
       network: bytes a second of a chip, one way, to chips outside its slice or host.
       efficiency: the share of `flops` that the products of a block reach.
-      clock: cycles a second, None where the vendor names none.
+      clock: cycles a second, None where nobody knows them.
+      devices: of JAX, that are one chip.
+      closes: from how many chips on an axis of the torus is a ring, and not a line.
     """
 
     name: str
@@ -43,28 +45,34 @@ class Chip:
     network: float
     efficiency: float = TPU_EFFICIENCY
     clock: float | None = None
+    devices: int = 1
+    closes: int = 4
 
     def ring(self, axes: int = 1) -> float:
         """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
         return self.link if not self.axes else 2 * self.link * axes
 
 
+# Clocks: peak over the operations a cycle of the matrix units. v5e and v5p: 4 of 128 x 128 in each
+# of 1 and 2 cores (cloud.google.com/tpu/docs/v5e, /v5p), two operations a cell. v6e and tpu7x: 2 of
+# 256 x 256 in a core (/v6e, and jax's tpu_info.py), four operations a cell: of a product of 8192
+# cubed their compilers write 369,000 and 423,000 operations a cycle, more than two a cell give.
+# Rings: jax-ml.github.io/scaling-book/tpus: axes of a multiple of 4 chips, of 16 on v5e and v6e.
 _TABLE = (
     # cloud.google.com/tpu/docs/v4: peak, HBM, pod. Links, clock: Jouppi et al., "TPU v4", ISCA
     # 2023, table 4 (6 links of 50 GB/s, 1050 MHz). Network: not published, taken as v5p's.
     Chip("v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, clock=1.05e9),
     # cloud.google.com/tpu/docs/v5e: 400 GB/s of ICI both ways over 4 ports; 6.4 Tb/s of network for
     # 256 chips.
-    Chip("v5e", 197e12, 16 * GB, 819e9, 50e9, 2, 256, 3.125e9),
+    Chip("v5e", 197e12, 16 * GB, 819e9, 50e9, 2, 256, 3.125e9, clock=1.5e9, closes=16),
     # cloud.google.com/tpu/docs/v5p: 1200 GB/s of ICI both ways over 6 ports; 50 Gb/s of network;
-    # jobs of up to 6144 chips. HBM is called 95 GiB there, and 95 GB elsewhere: the smaller. Clock:
-    # 459e12 over the 2^18 operations a cycle of its matrix units.
+    # jobs of up to 6144 chips. HBM is called 95 GiB there, and 95 GB elsewhere: the smaller.
     Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, clock=1.75e9),
     # cloud.google.com/tpu/docs/v6e and /tpu7x (which compares): 800 GB/s of ICI both ways over 4
     # ports; 100 Gb/s of network.
-    Chip("v6e", 918e12, 32 * GB, 1638e9, 100e9, 2, 256, 12.5e9),
+    Chip("v6e", 918e12, 32 * GB, 1638e9, 100e9, 2, 256, 12.5e9, clock=1.75e9, closes=16),
     # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
-    Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9),
+    Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9, clock=2.2e9, devices=2),
     # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
     # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU).
     Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, GPU_EFFICIENCY),

@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipeline.base.hlo import computations
 from pipeline.kernel.scopes import Place, place_of_loop
 
-_BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^,{}\s]+)")
 _CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")
 _SCOPE = re.compile(r" while\(.*op_name=\"([^\"]*)\"")
@@ -29,18 +28,6 @@ class Loop(NamedTuple):
 
     place: Place
     body: frozenset[str]
-
-
-def computations(hlo: str) -> dict[str, dict[str, str]]:
-    """The instructions of each computation of a module: lines, by name."""
-    found: dict[str, dict[str, str]] = {}
-    inside: dict[str, str] = {}
-    for line in hlo.splitlines():
-        if begun := _BEGIN.match(line):
-            inside = found.setdefault(begun[1], {})
-        elif instruction := _INSTRUCTION.match(line):
-            inside[instruction[1]] = line
-    return found
 
 
 def loops_of(hlo: str) -> dict[str, Loop]:
