@@ -59,8 +59,8 @@ class Waiting(nnx.Module):
         return x
 
 
-def _held_up(x: jax.Array, forward: float, backward: float) -> jax.Array:
-    """x, after a while; and so its gradient."""
+def waited(x: jax.Array, forward: float, backward: float) -> jax.Array:
+    """x, after a while of seconds; and so its gradient."""
 
     @jax.custom_vjp
     def held_up(x: jax.Array) -> jax.Array:
@@ -83,5 +83,5 @@ class Halves(nnx.Module):
         self.scale, self.duration = nnx.Param(rngs.params.normal((1, d))), duration
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = _held_up(self.scale[...], 0.0, self.duration)
-        return x + _held_up(0.1 * jnp.tanh(x * scale), self.duration, self.duration)
+        scale = waited(self.scale[...], 0.0, self.duration)
+        return x + waited(0.1 * jnp.tanh(x * scale), self.duration, self.duration)

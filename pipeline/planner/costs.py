@@ -82,12 +82,15 @@ def _block(job: Job, rows: int, tensor: int, ring: float) -> _Block:
     part = (tensor - 1) / tensor
     passing = 4 * part * activation / ring
     head_tensor = 2 * part * activation / ring
-    if job.costs is not None:
+    if job.costs:
+        # Of the next smaller microbatch that was measured, in proportion.
+        known = [one for one in job.costs if one[0] <= rows] or [job.costs[0]]
+        count, costs = known[-1]
         f, i, w, head, embed = (
-            float(getattr(job.costs, name)) * rows / tensor
+            float(getattr(costs, name)) * rows / count / tensor
             for name in ("f", "i", "w", "head", "embed")
         )
-        b = i + w if job.costs.b is None else float(job.costs.b) * rows / tensor  # type: ignore[arg-type]
+        b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
         return _Block(f, i, w, b, passing, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     product = 2 * model.block_matrices * tokens / rate

@@ -25,9 +25,10 @@ class Job:
       batch: sequences of a step.
       seq: their positions.
       slices: groups of chips that only the network joins; of GPUs, hosts.
-      clock: "lockstep", as the kernel runs, with exchanges that only partners wait for, or "event".
+      clock: one of `pipeline.planner.makespan.CLOCKS`.
       efficiency: of the products of a block, of peak.
-      costs: seconds of one block and one sequence on one chip, without recomputation, instead.
+      costs: seconds of one block on so many sequences on one chip, without recomputation, instead:
+        ascending counts, each with its costs.
     """
 
     model: ModelSizes
@@ -38,7 +39,7 @@ class Job:
     slices: int
     clock: str
     efficiency: float
-    costs: Costs | None = None
+    costs: tuple[tuple[int, Costs], ...] = ()
 
 
 @dataclass(frozen=True)

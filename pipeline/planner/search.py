@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def plan(
     remat: Sequence[str | None] = REMAT,
     clock: str = "lockstep",
     efficiency: float | None = None,
-    costs: Costs | None = None,
+    costs: Costs | Mapping[int, Costs] | None = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be there.
 
@@ -63,10 +63,12 @@ def plan(
       slices: groups that only the network joins; as few as the chip allows by default. GPUs: hosts.
       schedules: families to try.
       remat: what may be computed again: None, "block" or "stage".
-      clock: "lockstep", which is how the kernel runs, or "event".
+      clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
+        every exchange, as on virtual CPU devices, or "event".
       efficiency: the share of peak that products reach; the chip's by default.
       costs: measured instead: seconds of one block and one sequence on one chip without
-        recomputation, ``f``, ``i``, ``w``, ``b``, ``head`` and ``embed``, each one number.
+        recomputation, ``f``, ``i``, ``w``, ``b``, ``head`` and ``embed``, each one number; or, by
+        the sequences of a microbatch, of one block on that many, for small ones take longer each.
 
     Raises:
       DoesNotFitError: a ValueError that names what is nearest.
@@ -76,7 +78,7 @@ def plan(
     _check_known("schedules", schedules, names())
     _check_known("remat", remat, REMAT)
     faults: dict[str, list[int]] = {}
-    layouts = list(_layouts(job, schedules, remat, faults))
+    layouts = list(layouts_of(job, schedules, remat, faults))
     if not layouts:
         raise ValueError(
             f"{job.devices} devices, batch={job.batch} and this model have no layout: "
@@ -100,7 +102,7 @@ def _job(
     slices: Any,
     clock: str,
     efficiency: float | None,
-    costs: Costs | None,
+    costs: Costs | Mapping[int, Costs] | None,
 ) -> Job:
     """All of it checked."""
     sizes, found = find_model(model), find_chip(chip)
@@ -124,15 +126,32 @@ def _job(
         raise ValueError(f"clock={clock!r}: must be one of {', '.join(map(repr, CLOCKS))}")
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency!r}: must be a share of peak, above 0 and up to 1")
-    if costs is not None:
-        uneven = [n for n in ("f", "i", "w", "b") if isinstance(getattr(costs, n), tuple)]
+    given = {1: costs} if isinstance(costs, Costs) else costs or {}
+    _check_costs(given)
+    rate = found.efficiency if efficiency is None else efficiency
+    return Job(sizes, found, devices, batch, seq, groups, clock, rate, tuple(sorted(given.items())))
+
+
+def _check_costs(given: Any) -> None:
+    """See that measured costs are of blocks, by microbatch.
+
+    Raises:
+      ValueError: they are something else.
+    """
+    if not isinstance(given, Mapping) or not all(
+        is_size(rows) and isinstance(one, Costs) for rows, one in given.items()
+    ):
+        raise ValueError(
+            f"costs={given!r}: must be schedules.Costs of one block and one sequence, or a mapping "
+            f"from sequences of a microbatch, integers >= 1, to such"
+        )
+    for one in given.values():
+        uneven = [n for n in ("f", "i", "w", "b") if isinstance(getattr(one, n), tuple)]
         if uneven:
             raise ValueError(
                 f"costs has a number for each stage in {', '.join(uneven)}: a plan splits layers "
                 f"anew; give seconds of one block, one number each"
             )
-    rate = found.efficiency if efficiency is None else efficiency
-    return Job(sizes, found, devices, batch, seq, groups, clock, rate, costs)
 
 
 def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
@@ -171,13 +190,13 @@ def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, 
                 yield D, S, T
 
 
-def _layouts(
+def layouts_of(
     job: Job,
     schedules: Sequence[str],
     remat: Sequence[str | None],
     faults: dict[str, list[int]],
 ) -> Iterator[Layout]:
-    """Everything that divides."""
+    """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
     each = job.devices // job.slices
     for D, S, T in _meshes(job, faults):
         for stages in _divisors(math.gcd(S, job.slices)):
@@ -362,7 +381,7 @@ def _larger(job: Job, devices: int) -> Job:
 
 def _if_it_fits(job: Job, schedules: Sequence[str], remat: Sequence[str | None]) -> Plans | None:
     """The best of another job, if any of it fits."""
-    layouts = list(_layouts(job, schedules, remat, {}))
+    layouts = list(layouts_of(job, schedules, remat, {}))
     if not any(hbm(job, layout) <= usable(job) for layout in layouts):
         return None
     found = _search(job, layouts)

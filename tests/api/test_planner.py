@@ -13,7 +13,7 @@ from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, p
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import Job, Layout, layers_of_stages
 from pipeline.planner.makespan import makespan
-from pipeline.planner.search import REMAT, _layouts
+from pipeline.planner.search import REMAT, layouts_of
 from schedules import Costs, build, simulate
 
 SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
@@ -88,12 +88,28 @@ def test_what_the_tpu_compiler_says_in_docs_llama(model, mesh, words, compiled, 
 def test_gpipes_formula_where_messages_and_ends_are_free():
     free = Costs(f=1.0, i=1.0, w=1.0)
     layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
-    found = estimate(job(costs=free), layout)
+    found = estimate(job(costs=((1, free),)), layout)
     work = found.seconds["compute"] + found.seconds["recompute"]
     assert work == pytest.approx(16 * 2 * 4)  # F, F again and B of two blocks
     assert work / (work + found.seconds["bubble"]) == pytest.approx(16 / (16 + 4 - 1))
     assert found.seconds["tensor"] == 0
     assert found.seconds["data"] < 1e-9
+
+
+def test_costs_by_microbatch_are_those_of_the_next_smaller():
+    """Small microbatches take longer for each sequence, so fewer and larger ones may be quicker."""
+    measured = {1: Costs(f=1.0, i=1.0, w=1.0), 4: Costs(f=2.0, i=2.0, w=2.0)}
+    one = job(costs=tuple(measured.items()))
+    for rows, f in {1: 1.0, 2: 2.0, 4: 2.0, 8: 4.0}.items():
+        layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16 // rows, rows=rows)
+        assert estimate(one, layout).seconds["compute"] == pytest.approx(16 / rows * 3 * f * 2)
+
+
+def test_where_all_ranks_meet_1f1b_waits_for_more():
+    layout = Layout(1, 4, 1, schedule="1f1b", microbatches=16)
+    given = ((1, Costs(f=1.0, i=1.0, w=1.0)),)
+    steps = [estimate(job(costs=given, clock=c), layout).step for c in ("lockstep", "barriers")]
+    assert steps[1] > 1.2 * steps[0]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
@@ -106,7 +122,7 @@ def test_long_pipelines_are_timed_by_short_ones(name):
 
 
 def test_everything_that_is_tried_divides():
-    found = list(_layouts(job(devices=8, slices=2), ("gpipe", "interleaved_1f1b"), (None,), {}))
+    found = list(layouts_of(job(devices=8, slices=2), ("gpipe", "interleaved_1f1b"), (None,), {}))
     assert {one.mesh for one in found} >= {(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 2, 1)}
     for one in found:
         assert one.data * one.stage * one.tensor == 8
@@ -118,7 +134,7 @@ def test_everything_that_is_tried_divides():
 
 def test_a_layout_without_its_bubble_is_a_bound():
     one = job(MODELS["llama-8b"], CHIPS["v5p"], devices=16, slices=2, seq=512, clock="lockstep")
-    found = list(_layouts(one, ("gpipe", "zb_v", "interleaved_1f1b"), REMAT, {}))[::53]
+    found = list(layouts_of(one, ("gpipe", "zb_v", "interleaved_1f1b"), REMAT, {}))[::53]
     assert {layout.remat for layout in found} == set(REMAT)
     assert {layout.data_parallel for layout in found} >= {"zero1", "fsdp"}
     for layout in found:
@@ -132,13 +148,13 @@ def test_layers_that_stages_cannot_share_equally():
     assert layers_of_stages(32, 4) == [8] * 4
     model = replace(SMALL, layers=15)
     layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16)
-    free = job(model, costs=Costs(f=1.0, i=1.0, w=1.0))
+    free = job(model, costs=((1, Costs(f=1.0, i=1.0, w=1.0)),))
     assert stage_costs(free, layout).f == pytest.approx((4, 4, 4, 3))
     found = estimate(free, layout)
     assert found.seconds["compute"] == pytest.approx(16 * 15 * 3 / 4)
     # Ranks of four layers set the pace: 16 F of 4 behind two others, one of 3; the same backwards.
     assert found.step == pytest.approx((8 + 16 * 4 + 3) * 3, rel=1e-6)
-    assert {one.stage for one in _layouts(free, ("1f1b",), (None,), {})} == {1, 2, 4}
+    assert {one.stage for one in layouts_of(free, ("1f1b",), (None,), {})} == {1, 2, 4}
 
 
 def test_messages_take_the_link_they_cross():
@@ -206,9 +222,17 @@ def test_what_cannot_fit_names_what_does():
         ({"chip": "h100", "devices": 16, "slices": 1}, "h100 joins at most 8; give slices=2 or"),
         ({"schedules": ("1f2b",)}, "schedules=('1f2b',): must be a sequence out of 'gpipe', "),
         ({"remat": "block"}, "remat='block': must be a sequence out of None, 'block', 'stage'"),
-        ({"clock": "wall"}, "clock='wall': must be one of 'lockstep', 'event'"),
+        ({"clock": "wall"}, "clock='wall': must be one of 'lockstep', 'barriers', 'event'"),
         ({"efficiency": 40}, "efficiency=40: must be a share of peak, above 0 and up to 1"),
         ({"costs": Costs(f=[1.0, 2.0])}, "costs has a number for each stage in f: a plan splits"),
+        (
+            {"costs": {0: Costs()}},
+            "must be schedules.Costs of one block and one sequence, or",
+        ),
+        (
+            {"costs": [Costs()]},
+            "must be schedules.Costs of one block and one sequence, or",
+        ),
         ({"batch": 3, "devices": 128}, "this model have no layout: data 8, 16, 32, 64, 128: must "),
     ],
 )

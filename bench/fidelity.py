@@ -1,0 +1,444 @@
+"""How near the predicted step is to the step: ``python -m bench.fidelity``.
+
+Each model is calibrated once for each number of stages and each remat, in a process of one core.
+From that alone, with the slots that the kernel runs, follows what a step takes of every schedule
+and number of microbatches: the lockstep clock's makespan, and what the calibration found that a
+step takes beside its actions. Then all steps are measured in turns. There are two cores: S = 1 runs
+on one, S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
+
+It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
+one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
+as quick afterwards as it was. Letters: S ranks, K stages, V = K / S chunks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import bench  # (sets XLA_FLAGS, before jax is imported)
+from bench import waiting
+from bench.cases import Layers, mean_square
+from bench.clock import predict
+from bench.measure import Timer, in_turns, seconds, table
+from bench.pinned import Builders, Pinned, call
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import make_mesh
+from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
+from pipeline import Calibration, CalibrationError, Pipeline
+from schedules import ScheduleError, simulate
+
+ROUNDS = 5
+MEDIAN, WORST = 0.03, 0.08  # wanted, of errors
+DRIFT = 0.05  # between the first and the last turn of one rank's work
+QUICKER = 0.10  # that a step may be than its busiest rank's work, for noise
+SAME = 1e-4  # of losses, relative
+ROWS, CONTEXT, WIDTH, LAYERS, HEADS = 4, 128, 256, 4, 4
+MLP_ROWS, MLP_WIDTH = 128, 512
+WAIT = 0.006  # seconds of F, I and W of a stage that waits
+
+
+class ContradictionError(RuntimeError):
+    """Numbers that cannot all be right."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A step that is predicted and measured.
+
+    Attributes:
+      model: a name of `MODELS`.
+      stages: K.
+      ranks: S.
+      schedule: its name.
+      microbatches: M.
+      remat: None or "stage".
+    """
+
+    model: str
+    stages: int
+    ranks: int
+    schedule: str
+    microbatches: int
+    remat: str | None
+
+    @property
+    def key(self) -> tuple[str, int, str | None]:
+        """What is calibrated once."""
+        return self.model, self.stages, self.remat
+
+    def __str__(self) -> str:
+        chunks = self.stages // self.ranks
+        return (
+            f"{self.model}, S={self.ranks}, V={chunks}, M={self.microbatches}, {self.schedule}, "
+            f"remat={self.remat}"
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of a configuration: seconds.
+
+    Attributes:
+      config: which.
+      slots: of a tick, that ran.
+      clock: the clock's makespan.
+      beside: what the calibration found beside actions.
+      taken: the median.
+      spread: the median distance from it.
+    """
+
+    config: Config
+    slots: str
+    clock: float
+    beside: float
+    taken: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """Of what was predicted, relative to what was measured."""
+        return (self.clock + self.beside) / self.taken - 1
+
+
+# --- models
+
+
+def _gpt(blocks: Sequence[int]) -> Any:
+    rngs, sizes = nnx.Rngs(0), Sizes(LAYERS, WIDTH, HEADS, CONTEXT)
+    return [Stage(sizes, count, rngs) for count in blocks]
+
+
+def _vectors(shape: tuple[int, ...], microbatches: int) -> tuple[jax.Array, jax.Array]:
+    whole = (microbatches * shape[0], *shape[1:])
+    x, t = (jax.random.normal(jax.random.key(seed), whole) for seed in (1, 2))
+    return x, t
+
+
+def _equal(stages: int, microbatches: int) -> dict[str, Any]:
+    data = _vectors((ROWS, CONTEXT, WIDTH), microbatches)
+    return {"stages": _gpt([LAYERS // stages] * stages), "loss_fn": mean_square, "data": data}
+
+
+def _unlike(stages: int, microbatches: int) -> dict[str, Any]:
+    counts = [1] + [LAYERS // stages] * (stages - 2) + [2 * LAYERS // stages - 1]
+    return _equal(stages, microbatches) | {"stages": _gpt(counts)}
+
+
+def _head(stages: int, microbatches: int) -> dict[str, Any]:
+    rngs, sizes = nnx.Rngs(1), Sizes(LAYERS, WIDTH, HEADS, CONTEXT)
+    shape = (microbatches * ROWS, CONTEXT)
+    x, t = (jax.random.randint(jax.random.key(seed), shape, 0, 256) for seed in (1, 2))
+    ends = {"embed": Embed(sizes, rngs), "head": Head(sizes, rngs), "loss_fn": loss_fn}
+    return {"stages": _gpt([LAYERS // stages] * stages), "data": (x, t), **ends}
+
+
+def _mlp(stages: int, microbatches: int) -> dict[str, Any]:
+    rngs = nnx.Rngs(0)
+    layers = [Layers(MLP_WIDTH, LAYERS // stages, rngs) for _ in range(stages)]
+    data = _vectors((MLP_ROWS, MLP_WIDTH), microbatches)
+    return {"stages": layers, "loss_fn": mean_square, "data": data}
+
+
+def _waits(stages: int, microbatches: int) -> dict[str, Any]:
+    return _waiting([WAIT] * stages, microbatches)
+
+
+def _waits_unlike(stages: int, microbatches: int) -> dict[str, Any]:
+    return _waiting([WAIT * (1.0 + (k == stages - 1)) for k in range(stages)], microbatches)
+
+
+def _waiting(durations: Sequence[float], microbatches: int) -> dict[str, Any]:
+    rngs, d = nnx.Rngs(0), 64
+    x = jnp.ones((microbatches, d))
+    stages = [waiting.Halves(d, duration, rngs) for duration in durations]
+    return {"stages": stages, "loss_fn": mean_square, "data": (x, x)}
+
+
+MODELS: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
+    "gpt": _equal,
+    "gpt, unlike stages": _unlike,
+    "gpt, embed and head": _head,
+    "mlp": _mlp,
+    "waits": _waits,
+    "waits, unlike stages": _waits_unlike,
+}
+WAITING = ("waits", "waits, unlike stages")
+
+
+def configs() -> list[Config]:
+    """All of them."""
+    one = ("gpipe", "1f1b", "eager_1f1b", "zb_h1")
+    two = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v")
+    found: list[Config] = []
+
+    def add(
+        model: str, K: int, S: int, names: Iterable[str], Ms: Iterable[int], remat: Any
+    ) -> None:
+        found.extend(Config(model, K, S, name, M, remat) for name in names for M in Ms)
+
+    add("gpt", 2, 2, one, (4, 16), None)
+    add("gpt", 2, 2, ("gpipe", "1f1b", "eager_1f1b", "zb_h1"), (16,), "stage")
+    add("gpt", 2, 1, ("1f1b",), (8,), "stage")
+    add("gpt", 4, 2, two, (16,), None)
+    add("gpt", 4, 2, ("interleaved_1f1b", "zb_v"), (8,), None)
+    add("gpt", 4, 2, ("interleaved_1f1b", "looped_bfs", "zb_v"), (16,), "stage")
+    add("gpt, unlike stages", 2, 2, one, (16,), None)
+    add("gpt, embed and head", 2, 2, one, (16,), None)
+    add("mlp", 2, 2, one, (16,), None)
+    add("mlp", 2, 2, ("1f1b", "eager_1f1b"), (32,), None)
+    add("waits", 4, 4, ("gpipe", "1f1b", "eager_1f1b", "zb_h1"), (8,), None)
+    add("waits", 8, 4, ("interleaved_1f1b", "zb_v"), (8,), None)
+    add("waits, unlike stages", 4, 4, ("1f1b", "zb_h1"), (8,), None)
+    return found
+
+
+def pipeline_of(config: Config, devices: int | None = None) -> tuple[Pipeline, Any]:
+    """The pipeline and its batch, on as many devices as ranks or as are given."""
+    made = MODELS[config.model](config.stages, config.microbatches)
+    batch = made.pop("data")
+    mesh = make_mesh(stage=config.ranks if devices is None else devices)
+    options = {"schedule": config.schedule} if devices is None else {}
+    pipe = Pipeline(
+        made.pop("stages"),
+        config.microbatches,
+        mesh=mesh,
+        remat=config.remat,
+        **options,
+        **made,
+    )
+    return pipe, batch
+
+
+def step_of(config: Config) -> Any:
+    """A step, to be run."""
+    pipe, batch = pipeline_of(config)
+    return functools.partial(pipe.value_and_grad, *batch)
+
+
+# --- measuring
+
+
+def _calibrated(config: Config, rounds: int) -> Calibration:
+    pipe, batch = pipeline_of(replace(config, microbatches=4, ranks=1), devices=1)
+    split = config.remat is None or config.schedule.startswith("zb")
+    return pipe.calibrate(*batch, rounds=rounds, repeats=8, split=split)
+
+
+def calibrate(some: Iterable[Config], rounds: int) -> dict[Any, Calibration]:
+    """Each model once, with halves wherever one of its schedules has them.
+
+    Raises:
+      CalibrationError: which model, and why.
+    """
+    found: dict[Any, Calibration] = {}
+    by: dict[Any, Config] = {}
+    for config in some:
+        if config.key not in by or config.schedule.startswith("zb"):
+            by[config.key] = config
+    for key, config in by.items():
+        model, stages, remat = key
+        try:
+            found[key] = call(_calibrated, config, rounds)
+        except CalibrationError as error:
+            raise CalibrationError(f"{model}, K={stages}, remat={remat}: {error}") from error
+    return found
+
+
+def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: int) -> list[Step]:
+    """Steps of S = 1 in a process of one core, the others here; all in turns.
+
+    Raises:
+      ContradictionError: losses of one model differ, or the machine got slower or quicker.
+    """
+    timers: dict[Any, Timer] = {}
+    losses: dict[tuple[Any, ...], tuple[Config, float]] = {}
+    said: dict[Config, tuple[str, float]] = {}
+    alone = [config for config in some if config.ranks == 1]
+    with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
+        for config in some:
+            pipe, batch = pipeline_of(config)
+            said[config] = predict(pipe, found[config.key].costs)
+            if config.ranks == 1:
+                timers[config] = functools.partial(pinned.seconds, str(config))
+                continue
+            step = functools.partial(pipe.value_and_grad, *batch)
+            _see_the_loss(config, float(step()[0]), losses)
+            timers[config] = functools.partial(seconds, step)
+        taken = in_turns(timers, rounds)
+    _see_drift(list(taken.values()))
+    steps = []
+    for config, times in taken.items():
+        slots, clock = said[config]
+        middle = statistics.median(times)
+        spread = statistics.median(abs(t - middle) for t in times)
+        steps.append(Step(config, slots, clock, found[config.key].overhead, middle, spread))
+    return steps
+
+
+def _builders(some: Sequence[Config]) -> Builders:
+    return {str(config): functools.partial(step_of, config) for config in some}
+
+
+def _see_the_loss(config: Config, loss: float, losses: dict[Any, Any]) -> None:
+    """See that all pipelines of a model and a batch have one loss."""
+    key = config.model, config.stages, config.microbatches
+    other, wanted = losses.setdefault(key, (config, loss))
+    if not abs(loss - wanted) <= SAME * abs(wanted):
+        raise ContradictionError(
+            f"the loss is {loss:.6g} with {config} and {wanted:.6g} with {other}: what computes "
+            f"something else is not timed"
+        )
+
+
+def _see_drift(rounds: Sequence[Sequence[float]]) -> None:
+    """See that the last half of the turns took as long as the first."""
+    count = len(rounds[0])
+    if count < 4:
+        return
+    half = count // 2
+    ratio = statistics.median(
+        statistics.median(times[-half:]) / statistics.median(times[:half]) for times in rounds
+    )
+    if abs(ratio - 1) > DRIFT:
+        raise ContradictionError(
+            f"the last {half} turns took {ratio:.2f} times as long as the first: the machine is "
+            f"not as it was, so nothing follows; measure on a quiet one"
+        )
+
+
+def see_that_it_can_be(steps: Iterable[Step], found: Mapping[Any, Calibration]) -> None:
+    """See that no step is quicker than the work of its busiest rank.
+
+    Raises:
+      ContradictionError: one is.
+    """
+    for step in steps:
+        config = step.config
+        one, _ = pipeline_of(config)
+        work = max(simulate(one.schedule, found[config.key].costs).work)
+        if step.taken < work * (1 - QUICKER) - step.spread:
+            raise ContradictionError(
+                f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
+                f"{1e3 * work:.1f} ms to do by the calibration: one of the two is wrong"
+            )
+
+
+def run(some: Sequence[Config], rounds: int) -> list[Step]:
+    """Calibrate, predict, measure, doubt."""
+    found = calibrate(some, rounds)
+    steps = measure(some, found, rounds)
+    see_that_it_can_be(steps, found)
+    return steps
+
+
+def elsewhere(some: Sequence[Config], rounds: int) -> list[Step]:
+    """`run` of what waits, in a process that has a device for every rank."""
+    devices = f"{bench.COUNT}={max(config.ranks for config in some)}"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.fidelity", "--waiting", str(rounds)],
+        env=os.environ | {"XLA_FLAGS": devices},
+        input=json.dumps([asdict(config) for config in some]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ContradictionError("stages that wait: the reason is above")
+    return [Step(**(one | {"config": Config(**one["config"])})) for one in json.loads(done.stdout)]
+
+
+# --- text
+
+
+def conclusion(steps: Sequence[Step]) -> str:
+    """What a reader should know."""
+    errors = {step: abs(step.error) for step in steps}
+    middle, worst = statistics.median(errors.values()), max(steps, key=lambda one: errors[one])
+    met = middle <= MEDIAN and errors[worst] <= WORST
+    noisy = max(step.spread / step.taken for step in steps)
+    return (
+        f"{len(steps)} steps predicted from calibrations: median error {middle:.1%}, worst "
+        f"{worst.error:+.1%} ({worst.config}).\nWanted: {MEDIAN:.0%} and {WORST:.0%}: "
+        f"{'met' if met else 'not met'}. Turns lie up to {noisy:.1%} from their median."
+    )
+
+
+def tables(steps: Sequence[Step]) -> str:
+    """One row a configuration."""
+    rows = [
+        [
+            step.config.model,
+            str(step.config.ranks),
+            str(step.config.stages // step.config.ranks),
+            str(step.config.microbatches),
+            str(step.config.remat),
+            step.config.schedule,
+            step.slots,
+            *(f"{1e3 * t:.1f}" for t in (step.clock, step.beside, step.taken, step.spread)),
+            f"{step.error:+.1%}",
+        ]
+        for step in steps
+    ]
+    header = ["model", "S", "V", "M", "remat", "schedule", "slots"]
+    return table([*header, "clock ms", "+ beside", "measured", "+-", "error"], rows)
+
+
+def main() -> None:
+    """Print conclusion and table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fidelity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns ({ROUNDS})")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--few", type=int, help="no more than so many steps of each model")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--waiting", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    some = [config for config in configs() if config.model in options.models]
+    for model in options.models:
+        own = [config for config in some if config.model == model]
+        for config in own[options.few :] if options.few else []:
+            some.remove(config)
+    try:
+        if options.waiting:
+            given = [Config(**one) for one in json.load(sys.stdin)]
+            print(json.dumps([asdict(one) for one in run(given, options.waiting)]))
+            return
+        here = [config for config in some if config.model not in WAITING]
+        there = [config for config in some if config.model in WAITING]
+        steps = run(here, options.rounds) if here else []
+        steps += elsewhere(there, options.rounds) if there else []
+    except (CalibrationError, ContradictionError, ScheduleError) as error:
+        sys.exit(f"no comparison: {error}")
+    said = conclusion(steps)
+    where = (
+        f"jax {jax.__version__}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, one a "
+        f"rank; medians of {options.rounds} turns; {time.perf_counter() - start:.0f} s in all"
+    )
+    if options.json:
+        found = [asdict(step) | {"error": step.error} for step in steps]
+        print(json.dumps({"conclusion": said.splitlines(), "where": where, "steps": found}))
+        return
+    print(said, where, "", tables(steps), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
