@@ -7,8 +7,8 @@ other schedule, and some at random (weights are whole on every data shard: no FS
 is wanted below 1.05; so is the best pipeline that it sees over the best pipeline measured, for data
 parallelism alone wins wherever little has to be sent.
 
-Two devices compute, one on each core; where there are more, blocks wait (`bench.waiting`), and what
-they take is given by their rows. There the two cores have nothing but messages to carry. It ends
+Two devices compute, one on each core; where there are more, blocks wait (`bench.waiting`), as long
+as they have rows, and the two cores have nothing but messages to carry. It ends
 with the reason where a calibration contradicts itself or layouts have other losses. Letters: V
 chunks, M microbatches.
 """
@@ -60,7 +60,7 @@ REMATS = (None, "stage")
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch that are calibrated
 RANDOM = 2  # layouts beside the best of each schedule
 SAME = 1e-4  # of losses, relative
-WAIT = 0.001  # seconds that a block waits for a sequence, in F, I and W each
+WAIT = 0.002  # seconds that a block waits for a sequence, in F, I and W each
 FREE = 1e15  # bytes a second of what is not measured: updates
 HEADS = 4
 
@@ -183,13 +183,11 @@ def _block_costs(problem: Problem, rounds: int) -> dict[int, Costs]:
 
 
 def given_costs(problem: Problem, rounds: int) -> dict[int, Costs]:
-    """What a block takes: measured on one core, or what it waits.
+    """What a block takes, measured on one core.
 
     Raises:
       CalibrationError: of which model, and why.
     """
-    if problem.kind == "waits":
-        return {rows: Costs(*[WAIT * rows] * 3) for rows in ROWS}
     try:
         return call(_block_costs, problem, rounds)
     except CalibrationError as error:
@@ -235,7 +233,6 @@ def candidates(plans: Plans) -> list[Estimate]:
     found.sort(key=lambda one: one.step)
     best: dict[Any, Estimate] = {}
     for one in found:
-        best.setdefault((one.layout.schedule, one.layout.stage), one)
         best.setdefault(one.layout.schedule, one)
     own = [one for one in plans.ranked if one.layout.data_parallel in _RUNS]
     others = random.Random(0).sample(found, min(RANDOM, len(found)))

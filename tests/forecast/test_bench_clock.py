@@ -15,19 +15,26 @@ import pipeline
 CODE = """
 import sys
 from bench import clock
-from pipeline import CalibrationError
+from pipeline.calibrate.conclude import Timed, conclude
 
 def calibrated(*given, **options):
-    raise CalibrationError("F of stage 1 takes 0 ms")
+    # Of two microbatches beside the first: F adds nothing to a step, B 8 ms.
+    times = {(0, "F"): [0.030], (0, "B"): [0.046]}
+    conclude([Timed([0.030], [0.046], times, repeats=2)], {0: "stage 0"})
 
 clock.calibrated = calibrated
 sys.argv = ["bench.clock", "--small"]
 clock.main()
 """
+REASON = (
+    "no comparison, remat=None: what was measured contradicts itself: F of stage 0 takes 0 ms, and "
+    "another of its actions 8 ms: what it computes was not run; measure again on a quiet machine, "
+    "with more rounds= or repeats=, and if it stays report it with these numbers\n"
+)
 
 
 @pytest.mark.slow
-def test_a_contradiction_ends_it_with_the_reason() -> None:
+def test_a_stage_whose_forward_takes_nothing_ends_it() -> None:
     root = Path(__file__).parents[2]
     places = os.pathsep.join([str(root), str(Path(pipeline.__file__).parents[1])])
     done = subprocess.run(
@@ -38,5 +45,4 @@ def test_a_contradiction_ends_it_with_the_reason() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == "no comparison, remat=None: F of stage 1 takes 0 ms\n"
-    assert "ratio" not in done.stdout
+    assert (done.stdout, done.stderr) == ("", REASON)
