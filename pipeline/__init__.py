@@ -6,6 +6,7 @@ from collectives.compat import check_releases
 
 check_releases()  # before flax is used with a jax that it does not know
 
+from pipeline.added_losses import add_loss, with_losses
 from pipeline.calibrate.calibration import Calibration
 from pipeline.calibrate.conclude import CalibrationError
 from pipeline.config import ParallelConfig
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "Pipeline",
     "Plans",
+    "add_loss",
     "check_sharding",
     "describe_sharding",
     "initialize",
@@ -34,6 +36,7 @@ __all__ = [
     "plan",
     "shard_batch",
     "shard_optimizer",
+    "with_losses",
 ]
 
 

@@ -33,9 +33,12 @@ def as_summed(weights: Leaves, grad_dtype: GradDtype = None) -> Leaves:
     Args:
       weights: arrays.
       grad_dtype: None for the weight's own dtype, float32 where it has fewer bits; "weights" for
-        the weight's own; or one for all that are real.
+        the weight's own; or one for all that are real, but scalars, of which a sum costs nothing.
     """
-    return [w.astype(_summed(w.dtype, grad_dtype)) for w in weights]
+    is_one = grad_dtype is not None and not isinstance(grad_dtype, str)
+    return [
+        w.astype(_summed(w.dtype, None if is_one and w.ndim == 0 else grad_dtype)) for w in weights
+    ]
 
 
 def _summed(dtype: Any, grad_dtype: GradDtype) -> Any:

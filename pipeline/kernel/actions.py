@@ -46,6 +46,22 @@ class Actions:
         """Whether anybody needs the gradient for stage 0's input."""
         return self.step.want_inputs or self.local.model.trained.embed
 
+    @property
+    def counts(self) -> bool:
+        """Whether forwards count the losses that are added; in training backwards do."""
+        return self.step.take_loss and not self.step.training
+
+    def chunk_refs(self, chunk: int) -> Leaves:
+        """Sums for what the pullback of a stage gives: its weights' gradients, what it adds."""
+        added = self.memory.added.refs if self.local.adds else []
+        return [*self.memory.chunk_grads[chunk].refs, *added]
+
+    @property
+    def ends_refs(self) -> Leaves:
+        """The same for embed and head."""
+        added = self.memory.added.refs if self.local.state.adding_ends else []
+        return [*self.memory.ends_grads.refs, *added]
+
     def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         message = self.no_message() if message is None else message
@@ -78,7 +94,10 @@ class Actions:
             return self.no_message()
         local, microbatch = self.local, row["microbatch"]
         arguments = *local.stage_arguments(op.chunk, microbatch), self.operand(op, row)
-        if self.memory.residuals is None:
+        if self.counts and local.adds:
+            y, added = local.stage_counted(*arguments)
+            self.memory.added.add([added])
+        elif self.memory.residuals is None:
             y = local.stage(*arguments)
         else:
             y, self.memory.stashes[row["stash"]] = self.memory.residuals.forward(*arguments)
@@ -92,13 +111,21 @@ class Actions:
             return self.memory.buffers[row["operand"]]
         microbatch = row["microbatch"]
         inputs = at(self.local.batch.inputs, microbatch)
-        return self.local.embed(self.local.ends_weights, inputs, microbatch)
+        if not (self.counts and self.local.state.adding_embed):
+            return self.local.embed(self.local.ends_weights, inputs, microbatch)
+        x, added = self.local.embed_counted(inputs, microbatch)
+        self.memory.added.add([added])
+        return x
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
         """The end of an inference: a loss, or outputs."""
         local = self.local
         if self.step.take_loss:
-            total, others = local.loss(local.ends_weights, y, microbatch)
+            if local.state.adding_ends:
+                (total, others), added = local.loss_counted(y, microbatch)
+                self.memory.added.add([added])
+            else:
+                total, others = local.loss(local.ends_weights, y, microbatch)
             self.memory.loss.add([total, *others])
         else:
             self.memory.results[microbatch] = local.outputs(local.ends_weights, y, microbatch)
@@ -114,7 +141,7 @@ class Actions:
         dy = self._output_gradient(op, row, y)
         if not self.goes_on:
             return self.no_message()
-        dx = stage(dy, self.memory.chunk_grads[op.chunk].refs, want_x=self._wants_x(op))
+        dx = stage(dy, self.chunk_refs(op.chunk), want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
     def _input_half(self, op: Op, row: Row) -> Tree:
@@ -136,7 +163,7 @@ class Actions:
             dy = functools.partial(self._loss_gradient, microbatch=microbatch)
         else:
             dy = self._loss_gradient(self.own_output(row), microbatch)
-        refs = self.memory.chunk_grads[op.chunk].refs
+        refs = self.chunk_refs(op.chunk)
         dx, self.memory.crossings[row["crossing"]] = halves.input_half(
             *arguments, stash, dy, refs, want_x=self._wants_x(op)
         )
@@ -145,7 +172,7 @@ class Actions:
     def _weight_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.memory.crossings[row["crossing"]]
-        self.memory.halves.weight_half(*arguments, crossing, self.memory.chunk_grads[op.chunk].refs)
+        self.memory.halves.weight_half(*arguments, crossing, self.chunk_refs(op.chunk))
         return self.no_message()
 
     @property
@@ -174,7 +201,7 @@ class Actions:
             return self.as_message(dx) if self.local.way.x else self.no_message()
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])
-            found = embed(dx, self.memory.ends_grads.refs, want_x=self.step.want_inputs)
+            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
                 self.memory.input_grads[row["microbatch"]] = found
         return self.no_message()
@@ -195,7 +222,7 @@ class Actions:
         """The gradient for the last stage's output; counts the loss itself."""
         total, others, pullback = self.local.loss_pullback(y, microbatch)
         self.memory.loss.add([total, *others])
-        return pullback(self.loss_cotangent(), self.memory.ends_grads.refs, want_x=self.goes_on)
+        return pullback(self.loss_cotangent(), self.ends_refs, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient in the form of an activation; leaves that carry none are zeros."""

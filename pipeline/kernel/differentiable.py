@@ -109,7 +109,7 @@ def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> t
     if isinstance(kept, _Waiting):
         model = dataclasses.replace(model, trained=kept.trained)
         run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
-        return run(want_inputs=kept.want_inputs, scale=ct * kept.share)
+        return run(want_inputs=kept.want_inputs, scale=(ct * kept.share, ct))
     grads, inputs = kept
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
     (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))

@@ -161,7 +161,7 @@ class GroupActions(Actions):
 
 def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
-    chunk, views, own = group.seat.chunk, group.seat.views, group.local.way.weights
+    chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
     if views is None and own == summed:
         return memory.chunk_grads

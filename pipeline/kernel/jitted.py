@@ -44,7 +44,7 @@ class PerPlan:
         model: Model,
         weights: Weights,
         batch: Batch,
-        scale: jax.Array | None = None,
+        scale: Any = None,
         runs: Any = None,
         **options: Any,
     ) -> Any:

@@ -77,21 +77,35 @@ def _add(total: Total, condition: Any, values: Leaves) -> None:
         total.add(_select(condition, values, [jnp.zeros_like(v) for v in values]))
 
 
+def _add_of_ends(actions: Actions, condition: Any, values: Leaves) -> None:
+    """Gradients of embed or head, and what either adds to the loss."""
+    if actions.local.state.adding_ends:
+        *values, added = values
+        _add(actions.memory.added, condition, [added])
+    _add(actions.memory.ends_grads, condition, values)
+
+
 def _operand(actions: Actions, facts: Facts, row: Row) -> Tree:
     """The stage's input on every rank."""
     received, local = actions.memory.buffers[row["operand"]], actions.local
     if facts.first is False:
         return received
     inputs = at(local.batch.inputs, row["microbatch"])
-    return _select(
-        facts.first, local.embed(local.ends_weights, inputs, row["microbatch"]), received
-    )
+    if actions.counts and local.state.adding_embed:
+        x, added = local.embed_counted(inputs, row["microbatch"])
+        _add(actions.memory.added, facts.first & facts.forward, [added])
+    else:
+        x = local.embed(local.ends_weights, inputs, row["microbatch"])
+    return _select(facts.first, x, received)
 
 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     local, microbatch = actions.local, row["microbatch"]
     arguments = *local.stage_arguments(facts.chunk, microbatch), x
-    if actions.memory.residuals is None:
+    if actions.counts and local.adds:
+        y, added = local.stage_counted(*arguments)
+        _add(actions.memory.added, facts.forward, [added])
+    elif actions.memory.residuals is None:
         y = local.stage(*arguments)
     else:
         y, stash = actions.memory.residuals.forward(*arguments)
@@ -101,7 +115,11 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
         return actions.sent(y)
     real = facts.forward & facts.last
     if actions.step.take_loss:
-        total, others = local.loss(local.ends_weights, y, microbatch)
+        if local.state.adding_ends:
+            (total, others), added = local.loss_counted(y, microbatch)
+            _add(actions.memory.added, real, [added])
+        else:
+            total, others = local.loss(local.ends_weights, y, microbatch)
         _add(actions.memory.loss, real, [total, *others])
     else:
         found = local.outputs(local.ends_weights, y, microbatch)
@@ -113,6 +131,9 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
 
 def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
+    if actions.local.adds and facts.for_weights is not False:
+        *dw, added = dw
+        _add(actions.memory.added, facts.for_weights, [added])
     for chunk, total in enumerate(actions.memory.chunk_grads):
         if facts.for_weights is False:
             continue
@@ -174,7 +195,7 @@ def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbat
     real = facts.last & facts.for_input
     _add(actions.memory.loss, real, [total, *others])
     dw, found = pullback.values(actions.loss_cotangent())
-    _add(actions.memory.ends_grads, real, dw)
+    _add_of_ends(actions, real, dw)
     chosen: Leaves = _select(facts.last, found, dy)
     return chosen
 
@@ -182,7 +203,7 @@ def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbat
 def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
     _, pullback = actions.local.embed_pullback(microbatch)
     dw, found = pullback.values(dx)
-    _add(actions.memory.ends_grads, real, dw)
+    _add_of_ends(actions, real, dw)
     if actions.step.want_inputs:
         kept = actions.memory.input_grads[microbatch]
         actions.memory.input_grads[microbatch] = _select(real, found, kept)

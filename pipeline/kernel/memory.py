@@ -18,7 +18,7 @@ from collectives import vary
 from collectives.compat import varying_in
 from pipeline.backward.accumulate import as_summed
 from pipeline.backward.masks import Mask, chosen
-from pipeline.base.tree import Leaves, Tree, at, blank, partition, times, vary_like, zeros
+from pipeline.base.tree import Leaves, Tree, at, blank, partition, real, times, vary_like, zeros
 from pipeline.kernel import scopes
 from pipeline.model.loss import same_over_others
 from pipeline.model.overlay import Part, Spot, View
@@ -103,6 +103,7 @@ class Memory:
 
     Attributes:
       loss: totals of the loss, of its weight, and of what metrics are made of.
+      added: the total of losses that stages add, if any does.
       chunk_grads: [V] totals, and ends_grads, totals for embed and head.
       input_grads: [M, b, ...] gradients for the inputs' float leaves.
       buffers: messages, by place; returned: the same, read as what a stage returns.
@@ -113,6 +114,7 @@ class Memory:
     """
 
     loss: Any
+    added: Any
     chunk_grads: list[Any]
     ends_grads: Any
     input_grads: Any
@@ -142,7 +144,8 @@ def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
     ends_grads = sums(local.ends_weights, model.trained.ends)
     floats, _ = partition(at(local.batch.inputs, 0))
     kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
-    return Memory(loss, chunk_grads, ends_grads, kept)
+    added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
+    return Memory(loss, added, chunk_grads, ends_grads, kept)
 
 
 def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:

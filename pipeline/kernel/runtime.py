@@ -7,6 +7,7 @@ and reduces once what the ticks (`pipeline.kernel.ticks`) have added up.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE, vary
-from pipeline.backward.masks import Mask, chosen
+from pipeline.backward.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.kernel.actions import Row
 from pipeline.kernel.grouped import make_actions
@@ -27,7 +28,7 @@ from pipeline.kernel.ticks import run_ticks, was_sent, without
 from pipeline.model.loss import mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.options.plan import Plan
-from pipeline.rank.activations import follow
+from pipeline.rank.activations import Activations, follow
 from pipeline.rank.effects import check_effects
 from pipeline.rank.groups import GroupedModel, make_local_model
 from pipeline.rank.local_model import LocalModel
@@ -53,7 +54,7 @@ def train(
     model: Model,
     weights: Weights,
     batch: Batch,
-    scale: jax.Array | None = None,
+    scale: Any = None,
     runs: jax.Array | None = None,
     *,
     want_inputs: bool = False,
@@ -66,7 +67,8 @@ def train(
       model: the user's model, static.
       weights: [S, ...] leaves of chunks, and leaves of the ends.
       batch: [N, ...] leaves.
-      scale: what the loss is multiplied with before it is differentiated, a scalar.
+      scale: what the loss is multiplied with before it is differentiated, a scalar; if it is not
+        normalised a pair, of what sums are multiplied with, and the mean of added losses.
       runs: [T, slots, S] which entries of the program's table run, to time them; others are idle,
         and what they would have sent does not arrive.
       want_inputs: whether to return gradients for the inputs.
@@ -81,12 +83,26 @@ def train(
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
 
-    def body(tables: Row, weights: Weights, batch: Batch, scale: jax.Array | None) -> Any:
-        state, activations = follow(_rank_state(plan, model, weights, batch))
-        local, known = make_local_model(state, activations, ways), None
+    def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
+        scale, of_added = scale if isinstance(scale, tuple) else (scale, scale)
+        calls = plan.schedule.num_microbatches * plan.data_size
+        state = _rank_state(plan, model, weights, batch)
+        added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
+        state, activations = follow(dataclasses.replace(state, added_share=added_share))
+        local, is_mean, ends_body = _with_loss(plan, state, activations, ways)
+        if local.state.adding_embed and not (want_inputs or model.trained.embed):
+            raise ValueError(
+                "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes "
+                "back to it; train embed too, or let it add nothing"
+            )
+        known: Any = None
         if normalise:
-            is_scaled, bodies = scale is not None, activations.bodies
-            known = _share_known_before(local, bodies, plan, is_scaled=is_scaled)
+            bodies, warned = activations.bodies, plan.traces.warned
+            warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, warned)
+            known = 1 / calls if is_mean else None
+            # A scale is chosen for gradients of the mean, and those of a sum might overflow.
+            if not is_mean and (scale is not None or local.state.adds):
+                known = _share_known_before(local, plan)
         share: Any = 1.0 if known is None else known
         if scale is not None:
             share = scale.astype(real()) * share
@@ -128,7 +144,9 @@ def train(
         ends = gradients(sums.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
         inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
         if known is not None:
-            value = total / weight if scale is None else mean_of(total, weight)[0]
+            is_plain = scale is None and is_mean
+            value = total / weight if is_plain else mean_of(total, weight)[0]
+        value = _with_added(sums, value, plan)
         return _with_metrics(local, value, weight, measured), (chunks, ends), inputs
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
@@ -151,23 +169,66 @@ def _with_metrics(local: LocalModel, value: jax.Array, weight: jax.Array, measur
     return value if metrics is None else (value, metrics.of(measured, weight))
 
 
-def _share_known_before(
-    local: LocalModel, bodies: Sequence[Any], plan: Plan, *, is_scaled: bool
-) -> Any:
+def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
+    """A step's loss and the mean of what stages add to it."""
+    calls = plan.schedule.num_microbatches * plan.data_size
+    for added in total_over(sums.added.all(), plan.axes):
+        value += added.astype(value.dtype) / calls
+    return value
+
+
+def _with_loss(
+    plan: Plan, state: RankState, activations: Activations, ways: Sequence[Way]
+) -> tuple[LocalModel, bool, Any]:
+    """A rank's model, which knows what adds losses.
+
+    Also whether its own loss is a mean, and the jaxpr of embed, head and loss.
+
+    Raises:
+      ValueError: a head adds some that all ranks share.
+    """
+    local = make_local_model(state, activations, ways)
+    is_mean, body, embed_adds, head_adds = local.loss_is_mean()
+    if head_adds and "head" in plan.shared:
+        raise ValueError(
+            "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
+            "of them runs it; add the loss in the last stage, or use vocabulary='ends'"
+        )
+    if embed_adds or head_adds:
+        state = dataclasses.replace(state, adding_ends=True, adding_embed=embed_adds)
+        local = make_local_model(state, activations, ways)
+    return local, is_mean, body
+
+
+def _share_known_before(local: LocalModel, plan: Plan) -> Any:
     """By what sums are multiplied to be means, if that is known before a step, or else None.
 
     Then no gradient need be divided after it.
     """
-    is_mean, ends_body = local.loss_is_mean()
-    warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, plan.traces.warned)
-    if is_mean:
-        return 1 / (plan.schedule.num_microbatches * plan.data_size)
-    # A scale is chosen for gradients of the mean, and those of a sum might overflow.
-    weight = local.weight_of_targets() if is_scaled else None
+    weight = local.weight_of_targets()
     if weight is None:
-        return None
+        return _share_of_outputs(local, plan) if local.state.adds else None
     data = tuple(axis for axis in plan.axes if axis != STAGE)
     return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+
+
+def _share_of_outputs(local: LocalModel, plan: Plan) -> Any:
+    """The same where it follows from outputs: forward actions run first.
+
+    What stages add is not divided by a loss's weight, and no gradient can be afterwards.
+    """
+    program, rank = plan.forward, jax.lax.axis_index(STAGE)
+    tables: dict[str, Any] = {}
+    for name in (*FIELDS, *(COMMON if program.shared else ())):
+        table = jnp.asarray(getattr(program, name))
+        own = table if name in COMMON else jnp.moveaxis(table, 2, 0)[rank][None]
+        tables[name] = own
+    check_effects(local, again=True, masked=plan.is_masked)
+    step = Step(training=False, take_loss=True)
+    actions = make_actions(local, program, step)
+    run_ticks(actions, program, tables, masked=plan.is_masked)
+    total, weight, *_ = total_over(actions.memory.loss.all(), plan.axes)
+    return mean_of(total, weight)[1]
 
 
 def _train(
@@ -206,13 +267,17 @@ def infer(
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
         ways = model.trained.ways(want_inputs=False, backward=False)
         state, activations = follow(_rank_state(plan, model, weights, batch))
-        local = make_local_model(state, activations, ways)
+        if take_loss:
+            local = _with_loss(plan, state, activations, ways)[0]
+        else:
+            local = make_local_model(state, activations, ways)
         check_effects(local, again=False, masked=plan.is_masked)
         actions = make_actions(local, plan.forward, Step(training=False, take_loss=take_loss))
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
             total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes)
             value, share = mean_of(total, weight)
+            value = _with_added(actions.memory, value, plan)
             found = _with_metrics(local, value, weight, measured)
             return (found, share) if want_share else found
         if shares_head:  # of each row, every rank has the logits of its words

@@ -58,8 +58,8 @@ class Straight(Actions):
         dx = self._loss_gradient(x, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
             want_x = local.way.x and (chunk > 0 or self.wants_upstream)
-            dx = pullback(dx, self.memory.chunk_grads[chunk].refs, want_x=want_x)
+            dx = pullback(dx, self.chunk_refs(chunk), want_x=want_x)
         if embed is not None:
-            found = embed(dx, self.memory.ends_grads.refs, want_x=self.step.want_inputs)
+            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
                 self.memory.input_grads[microbatch] = found

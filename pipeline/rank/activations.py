@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from collectives import DATA, STAGE
 from collectives.compat import has_check
+from pipeline.added_losses import Adding, adding_losses
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
@@ -37,10 +38,12 @@ class Activations:
       types: of activations 0..K.
       bodies: [K] of each stage, its jaxpr as a function of its weights; stages that are one
         computation share theirs.
+      adding: [K] whether a stage adds losses.
     """
 
     types: list[Tree]
     bodies: list[Any]
+    adding: tuple[bool, ...]
 
 
 def follow(state: RankState) -> tuple[RankState, Activations]:
@@ -77,24 +80,25 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         check_activations(found.types)
     if any(has_check(body.effects) for body in found.bodies):
         state = dataclasses.replace(state, checks=True)
-    return state, found
+    return dataclasses.replace(state, adding_stages=found.adding), found
 
 
 def _follow(state: RankState, x: Tree) -> Activations:
     """Activations 1..K, and 0, whose type is given."""
-    found, bodies, known = [x], [], {}
+    found, bodies, adding, known = [x], [], [], {}
     for k, seat in enumerate(state.model.stages):
         key = state.code(seat), signature(x)
         if key not in known:
             known[key] = _output(state, k, found)
-        x, body = known[key]
+        x, body, adds = known[key]
         bodies.append(body)
+        adding.append(adds)
         found.append(x)
-    return Activations(found, bodies)
+    return Activations(found, bodies, tuple(adding))
 
 
-def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any]:
-    """The type of activation k + 1, and the stage's jaxpr as a function of its weights."""
+def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bool]:
+    """The type of activation k + 1, the jaxpr of the stage, and whether it adds losses."""
     stage = Forward(state, state.model.stages[k])
 
     def run(x: Tree) -> tuple[Tree, Any]:
@@ -105,7 +109,8 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any]:
         return y, closed.jaxpr
 
     try:
-        return run(before[k])
+        with adding_losses(Adding()) as adding:
+            return *run(before[k]), adding.is_used
     except _REFUSALS as error:
         _note_what_is_tracked(error)
         if k == 0:

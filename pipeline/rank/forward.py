@@ -6,6 +6,7 @@ differentiated: `pipeline.rank.local_model` has the ways back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,8 +16,9 @@ import numpy as np
 from flax import nnx
 
 from collectives import STAGE, vary
+from pipeline.added_losses import Adding, adding_losses, counted
 from pipeline.base.precision import as_computed
-from pipeline.base.tree import Index, Leaves, Tree, at, blank, pick
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, pick, real
 from pipeline.model.loss import LossFn, LossModule, Metrics, same_over_others, take_loss
 from pipeline.model.randomness import fold, own_axes, split_streams
 from pipeline.model.stage import Seat
@@ -32,6 +34,7 @@ class Forward:
       seat: that of a stage of this kind.
       x: a tree of types, such a stage's input; None as long as that is not known.
       y: the type of its output, likewise.
+      adds: whether such a stage adds losses.
 
     Attributes:
       model, batch, axes: those of the state.
@@ -43,11 +46,13 @@ class Forward:
       activation, output: x and y.
     """
 
-    def __init__(self, state: RankState, seat: Seat, x: Tree = None, y: Tree = None) -> None:
+    def __init__(
+        self, state: RankState, seat: Seat, x: Tree = None, y: Tree = None, *, adds: bool = False
+    ) -> None:
         self.state, self._seat = state, seat
         self.model, self.batch, self.axes = state.model, state.batch, state.axes
         self.home, self.num_chunks = seat.chunk, state.num_chunks
-        self.activation, self.output = x, y
+        self.activation, self.output, self.adds = x, y, adds
         self.ends_weights = state.ends
         self._metrics: Metrics | None = None
         self.weights: Sequence[Leaves]
@@ -82,7 +87,7 @@ class Forward:
         """The output of a stage.
 
         Args:
-          weights: its parameters.
+          weights: its parameters, and `probes` where it adds losses.
           fixed: its state that is neither parameters nor random streams.
           side: its random streams and extras for one microbatch; with checks also where it is.
           x: its input.
@@ -90,9 +95,11 @@ class Forward:
         streams, extras, *where = side
 
         def run(weights: Leaves, x: Tree) -> Tree:
-            params = jax.tree.unflatten(self.params_tree, self._computed(weights))
+            own, probes = self._apart(weights, self.params_tree.num_leaves)
+            params = jax.tree.unflatten(self.params_tree, self._computed(own))
             rest = nnx.merge_state(streams, fixed)
-            return self._seat.definition.call(called, params, rest, x, extras)
+            with self._adding(probes, adds=self.adds):
+                return self._seat.definition.call(called, params, rest, x, extras)
 
         if where:
             run = naming(run, *where)
@@ -153,10 +160,48 @@ class Forward:
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         side = streams, at(self.batch.extras, microbatch), *self._where(chunk, microbatch)
         if not self.state.gathers:
-            return pick(self.weights, chunk), pick(self.fixed, chunk), side
-        whole, views = self.state.gathered(chunk, microbatch), self._seat.views
-        weights = whole if views is None else views.params.leaves(whole)
-        return weights, pick(self.fixed, chunk), side
+            weights = pick(self.weights, chunk)
+        else:
+            whole, views = self.state.gathered(chunk, microbatch), self._seat.views
+            weights = whole if views is None else views.params.leaves(whole)
+        return [*weights, *self.probes(adds=self.adds)], pick(self.fixed, chunk), side
+
+    # --- losses that are added ---
+
+    def probes(self, *, adds: bool) -> Leaves:
+        """What stands behind the weights of what adds losses: a zero whose gradient they are."""
+        return [vary(jnp.zeros((), real()), self.axes)] if adds else []
+
+    def _apart(self, weights: Leaves, count: int) -> tuple[Leaves, Leaves]:
+        return weights[:count], weights[count:]
+
+    def _adding(self, probes: Leaves, *, adds: bool) -> contextlib.AbstractContextManager[Any]:
+        """A context in which losses are added; without probes nobody asks what they sum up to."""
+        if not adds:
+            return contextlib.nullcontext()
+        share = vary(jnp.asarray(self.state.added_share, real()), self.axes)
+        probe = probes[0] if probes else self.probes(adds=True)[0]
+        return adding_losses(Adding(share, probe))
+
+    def stage_counted(
+        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
+    ) -> tuple[Tree, jax.Array]:
+        """As `stage`, and the sum of the losses that it adds."""
+        *own, probe = weights
+        return counted(lambda probe: self.stage([*own, probe], fixed, side, x), probe)
+
+    def embed_counted(self, inputs: Tree, microbatch: Any) -> tuple[Tree, jax.Array]:
+        """As `embed`, and the sum of the losses that it adds."""
+        (probe,) = self.probes(adds=True)
+        own = self.ends_weights
+        return counted(lambda probe: self.embed([*own, probe], inputs, microbatch), probe)
+
+    def loss_counted(self, y: Tree, microbatch: Any) -> tuple[tuple[jax.Array, Leaves], jax.Array]:
+        """As `loss`, and the sum of the losses that the head adds."""
+        (probe,) = self.probes(adds=True)
+        own = self.ends_weights
+        found, added = counted(lambda probe: self.loss([*own, probe], y, microbatch), probe)
+        return cast("tuple[jax.Array, Leaves]", found), added
 
     def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
@@ -172,11 +217,13 @@ class Forward:
     def _ends(
         self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]
     ) -> Tree:
-        structure = jax.tree.structure(self.state.weights.ends)
+        structure: Any = jax.tree.structure(self.state.weights.ends)
+        weights, probes = self._apart(weights, structure.num_leaves)
         params = jax.tree.unflatten(structure, self._computed(weights))
         streams, fixed = self.state.ends_streams
         rest = nnx.merge_state(fold(streams, microbatch, self.axes, own), fixed)
-        return self.model.ends.call(method, params, rest, given)
+        with self._adding(probes, adds=self.state.adding_ends):
+            return self.model.ends.call(method, params, rest, given)
 
 
 # What is done with modules: functions of a name, so that two calls can be seen to be the same.

@@ -71,7 +71,8 @@ class GroupedModel(LocalModel):
         def group(stages: list[int], ends: Any, way: Way) -> StageGroup:
             k = stages[0]
             seat = self.model.stages[k]
-            local = LocalModel(state, seat, types[k], types[k + 1], way, wire)
+            adds = state.adding_stages[k]
+            local = LocalModel(state, seat, types[k], types[k + 1], way, wire, adds=adds)
             return StageGroup(tuple(stages), seat, local, *map(view_of.get, ends))
 
         self.groups = tuple(
@@ -98,7 +99,8 @@ def make_local_model(state: RankState, activations: Activations, ways: Sequence[
     types, stages = activations.types, state.model.stages
     codes = set(map(state.code, stages))
     if len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1:
-        return LocalModel(state, stages[0], types[0], types[0], ways[0], types[0])
+        (x, *_), adds = types, any(state.adding_stages)
+        return LocalModel(state, stages[0], x, x, ways[0], x, adds=adds)
     return GroupedModel(state, types, ways)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from pipeline.added_losses import Adding, adding_losses
 from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals, stage_pullback
@@ -36,32 +37,59 @@ class LocalModel(Forward):
       y: the type of its output.
       way: how far its backward goes.
       wire: a tree of types, a message; where all stages are alike, that is x.
+      adds: whether such a stage adds losses.
+
+    Attributes:
+      trained: for the leaves of its parameters, whether they are trained; in ``way`` a probe for
+        the losses that it adds comes behind them.
     """
 
     def __init__(
-        self, state: RankState, seat: Seat, x: Tree, y: Tree, way: Way, wire: Tree
+        self,
+        state: RankState,
+        seat: Seat,
+        x: Tree,
+        y: Tree,
+        way: Way,
+        wire: Tree,
+        *,
+        adds: bool = False,
     ) -> None:
-        super().__init__(state, seat, x, y)
-        self.way, self.wire = way, wire
+        super().__init__(state, seat, x, y, adds=adds)
+        self.trained, self.wire = way.weights, wire
+        self.way = Way((*way.weights, True), way.x) if adds else way
 
-    def loss_is_mean(self) -> tuple[bool, Any]:
+    def loss_is_mean(self) -> tuple[bool, Any, bool, bool]:
         """Whether every microbatch's loss has weight 1; found by a trace.
 
-        Also returns the jaxpr of embed, head and loss, a function of their weights.
+        Also returns the jaxpr of embed, head and loss, a function of their weights; and whether
+        embed adds losses, and whether the head does.
+
+        Raises:
+          ValueError: the loss itself does.
         """
         found = []
 
         def probe(weights: Leaves) -> Any:
             loss_fn = self.loss_fn(weights, 0)
             y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
-            outputs = self.outputs(weights, y, 0)
-            taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
-            found.append(taken.is_mean)
-            embedded = self.embed(weights, at(self.batch.inputs, 0), 0)
+            with adding_losses(Adding()) as of_head:
+                outputs = self.outputs(weights, y, 0)
+            with adding_losses(Adding()) as of_loss:
+                taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+            if of_loss.is_used:
+                raise ValueError(
+                    "loss_fn called add_loss, which is for what has no other way to the loss; add "
+                    "the value to what loss_fn returns"
+                )
+            with adding_losses(Adding()) as of_embed:
+                embedded = self.embed(weights, at(self.batch.inputs, 0), 0)
+            found.extend([taken.is_mean, of_embed.is_used, of_head.is_used])
             return embedded, taken.total, taken.weight
 
         body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
-        return found[0], body
+        is_mean, embed_adds, head_adds = found
+        return is_mean, body, embed_adds, head_adds
 
     def weight_of_targets(self) -> jax.Array | None:
         """The weight of all losses of a data shard, where it follows from the targets alone."""
@@ -103,12 +131,13 @@ class LocalModel(Forward):
         return self._differentiate_ends(f, floats)
 
     def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
+        probes = self.probes(adds=self.state.adding_ends)
         return differentiate(
             f,
-            self.ends_weights,
+            [*self.ends_weights, *probes],
             floats,
             grad_dtype=self.model.grad_dtype,
-            trained=self.model.trained.ends,
+            trained=(*self.model.trained.ends, *(True for _ in probes)),
         )
 
     def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:

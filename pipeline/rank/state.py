@@ -50,6 +50,9 @@ class RankState:
       embeds_own: axes of which each rank has its own part of what embed gives.
       widest: a tree of types that vary as all activations do, None if ``axes`` say it.
       checks: whether a stage has checks of `checkify`.
+      adding_stages: [K] whether a stage adds losses (`add_loss`).
+      adding_ends: whether embed or head does, and adding_embed: whether embed.
+      added_share: what an added loss is multiplied with, to be differentiated.
     """
 
     model: Model
@@ -60,11 +63,20 @@ class RankState:
     embeds_own: tuple[str, ...] = ()
     widest: Tree = None
     checks: bool = False
+    adding_stages: tuple[bool, ...] = ()
+    adding_ends: bool = False
+    adding_embed: bool = False
+    added_share: Any = 1.0
 
     @property
     def num_chunks(self) -> int:
         """V."""
         return len(self.weights.chunks)
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything but ``loss_fn`` adds to the loss."""
+        return self.adding_ends or any(self.adding_stages)
 
     @functools.cached_property
     def shards(self) -> list[Leaves]:

@@ -42,8 +42,8 @@ PUBLIC = {
     """,
     "pipeline": """
         Calibration CalibrationError CrossEntropy DoesNotFitError ParallelConfig Pipeline Plans
-        check_sharding describe_sharding initialize local_rows make_optimizer plan shard_batch
-        shard_optimizer
+        add_loss check_sharding describe_sharding initialize local_rows make_optimizer plan
+        shard_batch shard_optimizer with_losses
     """,
 }
 
