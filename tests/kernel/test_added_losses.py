@@ -91,7 +91,7 @@ def name(case) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=f"{n}-{name(case)}", marks=effort(n, {0, 2, 4}, {1, 3, 5, 6, 9}))
+        pytest.param(case, id=f"{n}-{name(case)}", marks=effort(n, {0, 4}, {1, 2, 5, 6}))
         for n, case in enumerate(CASES)
     ],
 )
@@ -104,7 +104,7 @@ def test_a_pipeline_computes_what_the_plain_model_does(request, case):
 
 
 def test_other_ways_to_a_loss_agree():
-    pipe, (want, *_), added = both(unlike, 2, 2, 2, counted)
+    pipe, (want, *_), added = both(alike(Adding, 2), 2, 2, 1, counted)
     _, grads = pipe.value_and_grad(X, T)
     loss, again = nnx.value_and_grad(lambda m: m.loss(X, T))(pipe)
     np.testing.assert_allclose([loss, pipe.loss(X, T)], want, rtol=1e-6)

@@ -176,17 +176,17 @@ BAD = {
         False,
         (
             "a loss and metrics, which are returned if they are asked for: "
-            "value_and_grad(..., has_aux=True) or loss(..., has_aux=True); or let it return the loss "
-            "alone"
+            "value_and_grad(..., has_aux=True) or loss(..., has_aux=True); or let it return the "
+            "loss alone"
         ),
     ),
     "none": (
         lambda y, t: weighed(y, t)[0],
         True,
         (
-            "loss_fn returned (float32[], float32[]), and has_aux=True takes (loss, metrics): a loss, "
-            "which is a float scalar or a pair (sum, weight), and a dict of metrics; return such as "
-            '(loss, {"correct": (correct, count)}), or leave has_aux out'
+            "loss_fn returned (float32[], float32[]), and has_aux=True takes (loss, metrics): a "
+            "loss, which is a float scalar or a pair (sum, weight), and a dict of metrics; return "
+            'such as (loss, {"correct": (correct, count)}), or leave has_aux out'
         ),
     ),
     "no loss": (lambda y, t: {"a": y.mean()}, True, "loss_fn returned {'a': float32[]}, and has"),
@@ -200,9 +200,9 @@ BAD = {
         lambda y, t: (y.mean(), {"by row": {"of": y[:, 0]}}),
         True,
         (
-            "loss_fn returned the metric ['by row']['of'] as float32[24]; a metric is a float scalar, "
-            "the mean over the microbatch, a pair of scalars (sum, weight), or an integer scalar, a "
-            "count: reduce it"
+            "loss_fn returned the metric ['by row']['of'] as float32[24]; a metric is a float "
+            "scalar, the mean over the microbatch, a pair of scalars (sum, weight), or an integer "
+            "scalar, a count: reduce it"
         ),
     ),
     "a flag": (lambda y, t: (y.mean(), {"ok": jnp.all(y > 0)}), True, "['ok'] as bool[]; a metric"),
