@@ -120,7 +120,8 @@ class Checkpoints:
           shaped: trees shaped like the model's parameters, such as an average of them, by name.
           plain: JSON, by name: what is no array, such as a loss scale.
           data: an iterator with ``get_state()``, as those of grain; each process gives its own.
-          metrics: numbers, of which the first says which checkpoint is ``best``.
+          metrics: numbers, of which the first says which checkpoint is ``best``; one without, or
+            whose number is not finite, never is.
 
         Raises:
           CheckpointError: this one, or the one before, could not be written.
@@ -134,11 +135,6 @@ class Checkpoints:
         self.wait()
         state = Contents(model, optimizer, shaped)
         said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
-        if self._best is not None and not said["metrics"]:
-            raise ValueError(
-                f"best={self._best!r} needs metrics, of which the first is compared: "
-                f"checkpoints.save(step, model, metrics={{'loss': loss}})"
-            )
         temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
         tree: dict[str, Any] = {}
         with _entered(model):

@@ -1,0 +1,276 @@
+"""When a run is asked to stop, and when it stands still.
+
+A signal comes to one process, or to all at different moments, and steps are made by all together: a
+process that stops a step before the others leaves them waiting in a collective for ever. So they
+agree on a step over jax's coordination service (`Stop`). And a process that waits for ever in a
+collective cannot say so, since it is not in Python: a thread of it does (`Watchdog`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from collectives import STAGE
+from pipeline.processes import service
+from pipeline.processes.agreement import numbers
+
+LOOK = 0.3  # seconds between two looks whether somebody is to stop
+ANSWER = 60.0  # seconds that processes wait for each other's word
+SIGNALS = signal.SIGTERM, signal.SIGINT
+STUCK = 70  # the exit code of a process that stood still
+
+
+class Stop:
+    """Whether a run is to stop, asked once a step; all processes get the same answer.
+
+    `stop_on_signals` makes one. Where there are several processes a thread looks whether any was
+    asked to stop; each then says which step it has begun, begins no further one until all have said
+    it, and all stop before the step after the last of these.
+
+    Attributes:
+      reason: "SIGTERM", or what else has asked; "" if nothing has.
+    """
+
+    _made = itertools.count()  # alike in all processes, which make them in the same order
+
+    def __init__(self) -> None:
+        self.reason, self._topic = "", f"stop/{next(self._made)}"
+        self._asked, self._over = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._agreed = threading.Event()
+        self._begun = -1  # the last step of which was said that it may be made
+        self._holds = False  # whether no further one may be until all have spoken
+        self._last: int | None = None  # the step before which all stop
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if jax.process_count() > 1:
+            self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
+            self._thread.start()
+
+    def ask(self, reason: str = "stop") -> None:
+        """Ask all processes to stop; one is enough."""
+        self.reason = self.reason or reason
+        self._asked.set()
+
+    def __call__(self) -> bool:
+        """Whether to stop before the next step; to be called once before each."""
+        return self.requested(self._begun + 1)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop before this step. Every process asks before each of its steps.
+
+        Raises:
+          TimeoutError: some process said nothing of where it is.
+        """
+        if self._thread is None:
+            self._begun = step
+            return self._asked.is_set()
+        with self._lock:
+            if not self._holds:
+                self._begun = step
+                return False
+        self._agreed.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._last is None or step < self._last:
+            self._begun = step
+            return False
+        return True
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.is_set():
+                if self._asked.wait(LOOK) or service.said(f"{self._topic}/asked"):
+                    self._agree()
+                    return
+        except Exception as error:  # noqa: BLE001  # of the service: it must not hold the run
+            self._failure = error
+            self._agreed.set()
+
+    def _agree(self) -> None:
+        """Find the step before which all stop."""
+        if self._asked.is_set():
+            service.say(f"{self._topic}/asked", self.reason)
+        with self._lock:
+            self._holds = True
+            begun = self._begun
+        service.say(f"{self._topic}/begun", str(begun))
+        count = jax.process_count()
+        said = service.hear(f"{self._topic}/begun", count, ANSWER)
+        if len(said) < count:
+            missing = numbers([p for p in range(count) if p not in said])
+            self._failure = TimeoutError(
+                f"process {jax.process_index()} of {count} is to stop and heard nothing of process "
+                f"{missing} within {ANSWER:g} s; stop_on_signals() belongs around the loop of "
+                f"every process, and stop.requested(step) before each of its steps"
+            )
+        else:
+            self._last = 1 + max(map(int, said.values()))
+            self.reason = self.reason or next(iter(service.said(f"{self._topic}/asked").values()))
+        self._agreed.set()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """While this lasts, SIGTERM and Ctrl-C ask the run to stop; the second one ends it at once.
+
+    ::
+
+        with stop_on_signals() as stop:
+            for step in range(steps):
+                if stop.requested(step):
+                    break
+                ...
+            checkpoints.save(step, model, optimizer)
+
+    Raises:
+      ValueError: not called in the main thread, where Python handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "stop_on_signals() was called in a thread, and Python hands signals to the main one "
+            "only; enter it there, or call Stop().ask() yourself"
+        )
+    stop = Stop()
+    before: dict[signal.Signals, Any] = {}
+
+    def give_back() -> None:
+        for one, handler in before.items():  # one that is not Python's own is told as None
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+
+    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if stop._asked.is_set():  # noqa: SLF001
+            give_back()
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
+            return
+        name = signal.Signals(number).name
+        os.write(2, f"{name}: stopping after this step; once more ends it at once\n".encode())
+        stop.ask(name)
+
+    try:
+        for number in SIGNALS:
+            before[number] = signal.signal(number, handle)
+        yield stop
+    finally:
+        give_back()
+        stop.close()
+
+
+class Watchdog:
+    """Ends a process whose step does not end, and says which it was, and where the others are.
+
+    A collective that waits for somebody cannot be interrupted, and Python is not asked meanwhile.
+    So a thread looks how long ago the last step began. What it knows is the step: of ticks nothing
+    leaves the devices before a step ends.
+
+    Args:
+      seconds: that a step may take. The first one, which is compiled, may take ten times as long.
+      mesh: of the pipeline, to say which ranks are this process's.
+      end: ends the process; by default with exit code 70, at once.
+
+    Raises:
+      ValueError: no number of seconds > 0.
+    """
+
+    def __init__(
+        self, seconds: float, mesh: Any = None, *, end: Callable[[int], Any] | None = None
+    ) -> None:
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not number or not 0 < seconds < math.inf:
+            raise ValueError(
+                f"seconds={seconds!r}: must be a number > 0, how long a step may take before it "
+                f"counts as stuck"
+            )
+        self._seconds, self._mesh, self._end = seconds, mesh, os._exit if end is None else end
+        self._step: int | None = None
+        self._beats, self._at = 0, time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self, step: int) -> None:
+        """Say that a step begins."""
+        self._step, self._at = step, time.monotonic()
+        self._beats += 1
+
+    def __enter__(self) -> Self:
+        self._at = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        look = min(self._seconds / 4, 1.0)
+        told = False
+        while not self._over.wait(look):
+            limit = self._seconds * (10 if self._beats <= 1 else 1)
+            late = self._step is not None and time.monotonic() - self._at > limit
+            if jax.process_count() > 1 and not told and (late or service.said("stuck")):
+                told = True  # so that who is late first can tell what the others are at
+                service.say("stuck", self._state())
+            if late:
+                self._report(look)
+                return
+
+    def _state(self) -> str:
+        if self._step is None:
+            return "before its first step"
+        return f"for {time.monotonic() - self._at:.0f} s in step {self._step}"
+
+    def _report(self, look: float) -> None:
+        """Say what is known, and end."""
+        index, count = jax.process_index(), jax.process_count()
+        lines = [f"process {index} of {count}{self._ranks()} is stuck: {self._state()}"]
+        if count > 1:
+            others = service.hear("stuck", count, 4 * look)
+            for process in range(count):
+                if process != index:
+                    said = others.get(process, "says nothing: it is dead, cut off, or has ended")
+                    lines.append(f"  process {process}: {said}")
+        lines.append(
+            f"a step may take {self._seconds:g} s; it ends with exit code {STUCK}. The stacks of "
+            f"its threads:"
+        )
+        os.write(2, ("\n".join(lines) + "\n").encode())
+        with contextlib.suppress(Exception):  # stderr may be no file
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        self._end(STUCK)
+
+    def _ranks(self) -> str:
+        """Which ranks are on the devices of this process."""
+        if self._mesh is None:
+            return ""
+        axis = self._mesh.axis_names.index(STAGE)
+        own = {
+            place[axis]
+            for place, device in np.ndenumerate(self._mesh.devices)
+            if device.process_index == jax.process_index()
+        }
+        return f" (rank{'s' * (len(own) > 1)} {numbers(sorted(own))})"
