@@ -1,14 +1,15 @@
-"""The command line: ``python -m pipeline launch|plan``."""
+"""The command line: ``python -m pipeline launch|plan|train|eval|generate``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.makespan import CLOCKS
@@ -41,6 +42,23 @@ PLAN_EPILOG = """examples:
 
 exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run as given
 """
+
+
+RUN_ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
+
+docs/training.md has the keys. Model and data are functions, by import path; run where Python finds
+their modules.
+"""
+RUN_EPILOG = """examples:
+  python -m pipeline train --config run.toml --set optimizer.learning_rate=1e-3
+  python -m pipeline train --config run.toml --config plan.toml --resume
+  python -m pipeline eval --config run.toml
+  python -m pipeline generate --config run.toml --prompt "def " --length 200
+
+exit codes: 0 success; 1 too many updates were not finite, or no checkpoint is good; 2 the command
+cannot run as given; 130 after Ctrl-C and 143 after SIGTERM, the state saved
+"""
+RUNS = {"train": "train", "eval": "evaluate a checkpoint", "generate": "continue a prompt"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,7 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     _add_sizes(planner)
+    runs = {name: _add_run(sub, name) for name in RUNS}
     options, unknown = parser.parse_known_args(own)
+    if options.command in RUNS:
+        if unknown or program is not None:
+            given_wrong = [*unknown, "--"][0]
+            runs[options.command].error(f"{given_wrong} is not an option; --help lists them")
+        return _flushed(_run(runs[options.command], options))
     if options.command == "plan":
         if unknown or program is not None:
             planner.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
@@ -114,6 +138,58 @@ def _plan(parser: Parser, options: argparse.Namespace) -> int:
         parser.error(str(error))
     print(plans)
     return _flushed(0)
+
+
+def _add_run(sub: Any, name: str) -> Parser:
+    """The options of a command that runs a configuration."""
+    parser: Parser = sub.add_parser(
+        name,
+        help=f"{RUNS[name]}, by a configuration",
+        description=RUN_ABOUT,
+        epilog=RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, action="append", required=True, metavar="FILE", help="TOML; repeat")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key, as TOML; repeat")
+    if name == "train":
+        add("--resume", action="store_true", help="go on from the newest checkpoint")
+    if name == "generate":
+        add("--prompt", required=True, metavar="TEXT", help="how the text begins")
+        add("--length", type=_whole(1), default=100, metavar="N", help="tokens that follow (100)")
+        add("--temperature", type=_seconds, default=1.0, metavar="T", help="0: the likeliest (1)")
+        add("--seed", type=_whole(0), default=0, metavar="N", help="of the draw (0)")
+        add("--context", type=_whole(1), metavar="N", help="positions that the model sees (all)")
+        add("--tokenizer", metavar="PATH", help="package.module:function (bytes)")
+    return parser
+
+
+def _run(parser: Parser, options: argparse.Namespace) -> int:
+    """Train, evaluate or generate; returns the exit code."""
+    # Whoever starts processes or asks for a plan does not load what trains.
+    from pipeline.training import run as runs  # noqa: PLC0415
+    from pipeline.training.checkpoints import CheckpointError  # noqa: PLC0415
+    from pipeline.training.config import Config  # noqa: PLC0415
+
+    try:
+        config = Config.from_files(options.config, options.set)
+        if options.command == "train":
+            given = [f"--config {shlex.quote(str(path))}" for path in options.config]
+            given += [f"--set {shlex.quote(text)}" for text in options.set]
+            how = f"python -m pipeline train {' '.join(given)} --resume"
+            return runs.train(config, resume=options.resume, how=how)
+        if options.command == "eval":
+            print(f"held-out loss {runs.evaluate(config):.4f}")
+            return 0
+        names = ("length", "temperature", "seed", "context", "tokenizer")
+        given_options = {name: getattr(options, name) for name in names}
+        print(runs.continued(config, runs.Prompt(text=options.prompt, **given_options)))
+    except CheckpointError as error:
+        parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    return 0
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,8 +43,8 @@ class RunConfigError(ValueError):
       faults: one line each.
     """
 
-    def __init__(self, faults: Sequence[str]) -> None:
-        self.faults = tuple(faults)
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
         count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
         super().__init__("\n- ".join([f"the configuration has {count}", *faults]))
 
@@ -203,7 +203,7 @@ class Config:
     def __post_init__(self) -> None:
         faults = [*_sizes(self), *_contradictions(self)]
         if faults:
-            raise RunConfigError(faults)
+            raise RunConfigError(*faults)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Config:
@@ -211,7 +211,7 @@ class Config:
         faults: list[str] = []
         found = _read(cls, table, "", faults)
         if faults:
-            raise RunConfigError(faults)
+            raise RunConfigError(*faults)
         return typing.cast("Config", found)
 
     @classmethod
@@ -251,7 +251,7 @@ class Config:
             else:
                 faults += _arguments(f"{name}.arguments", function, source.arguments)
         if faults:
-            raise RunConfigError(faults)
+            raise RunConfigError(*faults)
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -302,7 +302,7 @@ def _file(path: Path) -> Table:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RunConfigError([f"{path} is no TOML: {error}"]) from error
+        raise RunConfigError(f"{path} is no TOML: {error}") from error
     known = {one.name for one in fields(ParallelConfig)}
     is_plan = table and set(table) <= known and not isinstance(table.get("data"), dict)
     return {"parallel": table} if is_plan else table
@@ -314,7 +314,7 @@ def _setting(text: str) -> Table:
     keys = name.strip().split(".")
     if not equals or not all(re.fullmatch(r"\w+", key) for key in keys):
         raise RunConfigError(
-            [f"--set {text}: must be KEY=VALUE, as in --set optimizer.learning_rate=1e-3"]
+            f"--set {text}: must be KEY=VALUE, as in --set optimizer.learning_rate=1e-3"
         )
     try:
         found: Any = tomllib.loads(f"value = {value}")["value"]
@@ -346,7 +346,7 @@ def _read(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
         try:
             return ParallelConfig.from_dict(table)
         except ConfigError as error:
-            faults += [f"{where}.{fault}" for fault in error.faults]
+            faults += [f"[{where}] {fault}" for fault in error.faults]
             return None
     hints, known = get_type_hints(kind), [one.name for one in fields(kind)]
     before = len(faults)

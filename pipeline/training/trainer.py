@@ -9,6 +9,7 @@ The host is one step ahead of the devices: a step's numbers are read while the n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -209,18 +210,9 @@ class Trainer:
         """
         if self._evaluation is None:
             raise ValueError("evaluate() has nothing to evaluate on; give evaluation=")
-        total: Any = 0.0
-        weight = 0.0
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
-        for item in batches:
-            batch = as_batch(item)
-            loss = self.step.eval_step(
-                batch.inputs, batch.targets, extras=batch.extras, ema=self._eval_ema
-            )
-            total, weight = total + loss * batch.counts, weight + batch.counts
-        if not weight:
-            raise ValueError("the evaluation has no batch in which anything counts")
-        self.eval_loss, self.evaluated = float(total) / weight, self.done
+        self.eval_loss = mean_loss(self.step, batches, ema=self._eval_ema)
+        self.evaluated = self.done
         self._tell({"step": self.done, "eval_loss": self.eval_loss})
         return self.eval_loss
 
@@ -229,7 +221,8 @@ class Trainer:
         if self._checkpoints is None or self._saved == self.done:
             return
         step = self.step
-        known = self.evaluated == self.done and self.eval_loss is not None
+        known = self.eval_loss if self.evaluated == self.done else None
+        unknown = {} if self._evaluation is None else {"eval_loss": math.nan}
         self._checkpoints.save(
             self.done,
             step.model,
@@ -237,7 +230,7 @@ class Trainer:
             shaped=step.shaped(),
             plain={"step": step.plain()},
             data=self.data if isinstance(self.data, Resumable) else None,
-            metrics={"eval_loss": self.eval_loss} if known else None,
+            metrics=unknown if known is None else {"eval_loss": known},
         )
         self._saved = self.done
 
@@ -343,6 +336,23 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         if self._is_due(self._eval_interval) and self.evaluated != self.done:
             self.evaluate()
+
+
+def mean_loss(step: Step, batches: Iterable[Any], *, ema: bool = False) -> float:
+    """The mean loss over all batches, each by its weight; with ``ema`` that of the mean weights.
+
+    Raises:
+      ValueError: there is no batch, or nothing counts.
+    """
+    total: Any = 0.0
+    weight = 0.0
+    for item in batches:
+        batch = as_batch(item)
+        loss = step.eval_step(batch.inputs, batch.targets, extras=batch.extras, ema=ema)
+        total, weight = total + loss * batch.counts, weight + batch.counts
+    if not weight:
+        raise ValueError("the evaluation has no batch in which anything counts")
+    return float(total) / weight
 
 
 def _is_ready(array: Any) -> bool:

@@ -1,0 +1,253 @@
+"""Runs of a configuration: train, evaluate, generate; what ``python -m pipeline`` does.
+
+All that can be wrong with a configuration is found before a device is touched, then the model is
+made, and only then a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+from flax import nnx
+
+from pipeline.optimizer import make_optimizer
+from pipeline.pipeline import Pipeline
+from pipeline.planner.chips import CHIPS
+from pipeline.training.batches import masked, padded
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.config import Config, RunConfigError, load
+from pipeline.training.faults import stop_on_signals
+from pipeline.training.generation import generate
+from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
+from pipeline.training.step import NotFiniteError, Step
+from pipeline.training.trainer import Trainer, mean_loss
+
+PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs"}
+EXITS = {"SIGINT": 130, "SIGTERM": 143}
+NOT_FINITE = 1
+
+
+class Bytes:
+    """Text as the bytes of its UTF-8: what a model over bytes reads."""
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of bytes."""
+        return bytes(tokens).decode(errors="replace")
+
+
+def make_model(config: Config) -> Any:
+    """A pipeline of the parts that the model's function returns, or the module itself.
+
+    Raises:
+      RunConfigError: the function returned something else.
+      ValueError: as `Pipeline`.
+    """
+    made, name = config.model.call(), config.model.function
+    if config.parallel is None:
+        if isinstance(made, nnx.Module):
+            return made
+        raise RunConfigError(
+            f"model.function={name!r} returned a {type(made).__name__}; without [parallel] it "
+            f"returns an nnx.Module with a loss(inputs, targets)"
+        )
+    if not isinstance(made, dict) or not {"stages", "loss_fn"} <= set(made) <= PARTS:
+        keys = f" of {', '.join(map(str, made))}" if isinstance(made, dict) else ""
+        raise RunConfigError(
+            f"model.function={name!r} returned a {type(made).__name__}{keys}; with [parallel] it "
+            f"returns a dict of stages, loss_fn and what else there is of "
+            f"{', '.join(sorted(PARTS - {'stages', 'loss_fn'}))}"
+        )
+    if config.data.pad:
+        made = made | {"loss_fn": masked(made["loss_fn"])}
+    stages = made.pop("stages")
+    options = config.parallel.pipeline_options() | config.pipeline.options()
+    return Pipeline(stages, **options, **made)
+
+
+def make_trainer(
+    config: Config,
+    *,
+    checkpoints: Checkpoints | None = None,
+    recorders: Sequence[Recorder] = (),
+    **options: Any,
+) -> Trainer:
+    """The run of a configuration, which has not begun."""
+    model, own, run = make_model(config), config.optimizer, config.run
+    tx: Any = own.transformation()
+    if isinstance(model, Pipeline):
+        optimizer: Any = make_optimizer(model, tx)
+    else:
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = Step(
+        model,
+        optimizer,
+        clip=own.clip,
+        ema=own.ema,
+        accumulate=own.accumulate,
+        loss_scale=own.scale,
+    )
+    evaluation = config.evaluation
+    return Trainer(
+        step,
+        _data(config, model, config.data.call()),
+        steps=run.steps,
+        evaluation=None if evaluation is None else lambda: _held_out(config, model),
+        eval_interval=0 if evaluation is None else evaluation.interval,
+        eval_ema=evaluation is not None and evaluation.ema,
+        checkpoints=checkpoints,
+        checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
+        recorders=recorders,
+        stop_after=run.stop_after,
+        flops_per_token=run.flops_per_token,
+        peak_flops=None if run.chip is None else CHIPS[run.chip].flops,
+        **options,
+    )
+
+
+def train(config: Config, *, resume: bool, how: str) -> int:
+    """Train to the end, or until a signal; returns the exit code.
+
+    Args:
+      config: of the run.
+      resume: whether it goes on from the newest checkpoint.
+      how: the command that resumes it, to be said where it is stopped.
+
+    Raises:
+      ValueError: what cannot run as given.
+      OSError: a folder that cannot be written.
+    """
+    config.check_functions()
+    folder = Path(config.run.folder)
+    checkpoints = Checkpoints(folder / "checkpoints", config.run.keep, config.run.best)
+    if checkpoints.steps and not resume:
+        raise RunConfigError(
+            f"run.folder={str(folder)!r} holds a run of {checkpoints.steps[-1]} updates: go on "
+            f"with --resume, or name another folder"
+        )
+    recorders: list[Recorder] = [JsonLines(folder / "log.jsonl"), Progress(config.run.steps)]
+    if config.run.tensorboard:
+        recorders.append(TensorBoard(folder / "tensorboard"))
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+    with stop_on_signals() as stop:
+        trainer = make_trainer(config, checkpoints=checkpoints, recorders=recorders, stop=stop)
+        try:
+            if resume and (found := trainer.resume()) is not None:
+                _say(f"going on after update {found}, from {checkpoints.folder}")
+            ended = trainer.run()
+        except NotFiniteError as error:
+            trainer.save()
+            trainer.close()
+            _say(f"stopped: {error}; {checkpoints.folder} holds the weights before them")
+            return NOT_FINITE
+        except BaseException:
+            for recorder in recorders:
+                recorder.close()
+            raise
+        trainer.close()
+    if not ended:
+        done = f"after update {trainer.done} of {config.run.steps}"
+        _say(f"stopped by {stop.reason} {done}; go on with: {how}")
+        return EXITS.get(stop.reason, EXITS["SIGTERM"])
+    if trainer.eval_loss is not None:
+        print(f"held-out loss {trainer.eval_loss:.4f}")
+    return 0
+
+
+def evaluate(config: Config) -> float:
+    """The held-out loss of the newest checkpoint.
+
+    Raises:
+      ValueError: there is no [evaluation], or no checkpoint.
+    """
+    if config.evaluation is None:
+        raise RunConfigError("[evaluation] is missing: what is to be evaluated on")
+    config.check_functions()
+    model = restored(config, ema=config.evaluation.ema)
+    optimizer = nnx.Optimizer(model, optax.identity(), wrt=getattr(model, "wrt", nnx.Param))
+    return mean_loss(Step(model, optimizer, donate=False), _held_out(config, model))
+
+
+def restored(config: Config, *, ema: bool = False) -> Any:
+    """The model with the weights of the newest checkpoint, or with their mean.
+
+    Raises:
+      RunConfigError: there is no checkpoint.
+    """
+    folder = Path(config.run.folder) / "checkpoints"
+    if not folder.is_dir():
+        raise RunConfigError(f"run.folder={config.run.folder!r}: there is no {folder}; train first")
+    checkpoints = Checkpoints(folder, read_only=True)
+    model = make_model(config)
+    wrt = getattr(model, "wrt", nnx.Param)
+    shaped = {"ema": nnx.state(model, wrt)} if ema else None
+    ignored = ("optimizer", "plain", "data", *(() if ema else ("shaped",)))
+    if checkpoints.restore(model, shaped=shaped, ignore=ignored) is None:
+        raise RunConfigError(f"run.folder={config.run.folder!r}: there is no checkpoint")
+    if shaped is not None:
+        nnx.update(model, shaped["ema"])
+    return model
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a text is made of.
+
+    Attributes:
+      text: how it begins.
+      length: tokens that follow.
+      temperature: of the draw; 0 takes the likeliest.
+      seed: of the draw.
+      context: positions that the model sees; None for all.
+      tokenizer: import path of a function that returns what has ``encode(text)`` to integers and
+        ``decode(integers)``; None for bytes.
+    """
+
+    text: str
+    length: int
+    temperature: float
+    seed: int
+    context: int | None
+    tokenizer: str | None
+
+
+def continued(config: Config, prompt: Prompt) -> str:
+    """The text that the newest checkpoint makes of a prompt, with it."""
+    config.check_functions()
+    words: Any = Bytes() if prompt.tokenizer is None else load(prompt.tokenizer)()
+    tokens = words.encode(prompt.text)
+    if not tokens:
+        raise RunConfigError("--prompt is empty: give a token or more to begin with")
+    found = generate(
+        restored(config),
+        tokens,
+        length=prompt.length,
+        context=prompt.context,
+        temperature=prompt.temperature,
+        seed=prompt.seed,
+    )
+    return str(words.decode(found))
+
+
+def _held_out(config: Config, model: Any) -> Iterable[Any]:
+    assert config.evaluation is not None  # noqa: S101  whoever calls has looked
+    return _data(config, model, config.evaluation.call())
+
+
+def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
+    if not config.data.pad:
+        return batches
+    return padded(batches, model.num_microbatches * model.plan.data_size)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

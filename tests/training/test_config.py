@@ -1,0 +1,326 @@
+"""Configurations: files, flags and plans; every fault named before a device is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import ParallelConfig, cli, plan
+from pipeline.training.config import Config, RunConfigError, rates, rules
+from pipeline.training.step import DynamicScale
+
+ROOT = Path(__file__).parents[2]
+LEAST: dict[str, Any] = {
+    "model": {"function": "tests.training.runnable:parts"},
+    "data": {"function": "tests.training.runnable:data"},
+    "run": {"steps": 3},
+}
+PARALLEL = {"stage": 2, "num_microbatches": 2}
+
+
+def over(*tables: dict[str, Any]) -> dict[str, Any]:
+    """The least configuration with others over it, section by section."""
+    found = {name: dict(section) for name, section in LEAST.items()}
+    for table in tables:
+        for name, section in table.items():
+            found[name] = found.get(name, {}) | section
+    return found
+
+
+def test_the_least_configuration():
+    config = Config.from_dict(LEAST)
+    assert (config.run.steps, config.run.folder, config.optimizer.name) == (3, "out", "adamw")
+    assert config.parallel is None
+    assert json.loads(json.dumps(config.to_dict()))["run"]["keep"] == 3
+
+
+def test_files_and_settings_win_in_order(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text(
+        """
+        [model]
+        function = "tests.training.runnable:parts"
+        arguments = {layers = 2}
+        [data]
+        function = "tests.training.runnable:data"
+        [run]
+        steps = 3
+        [optimizer]
+        clip = 1
+        learning_rate = 0.1
+        """
+    )
+    second.write_text("[optimizer]\nlearning_rate = 0.2\nema = 0.9\n")
+    given = ["optimizer.learning_rate=1e-3", "optimizer.name=lamb", 'run.folder="a b"']
+    config = Config.from_files([first, second], given)
+    own = config.optimizer
+    assert (own.name, own.learning_rate, own.ema, own.clip) == ("lamb", 1e-3, 0.9, 1.0)
+    assert isinstance(own.clip, float)
+    assert config.run.folder == "a b"
+    assert config.model.arguments == {"layers": 2}
+
+
+def test_what_plan_writes_is_read(tmp_path):
+    sizes = {"model": "llama-8b", "devices": 8, "chip": "v5p", "batch": 8, "seq": 2048}
+    path = plan(**sizes).write(tmp_path / "plan.toml")
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\nfunction = "a.b:c"\n[data]\nfunction = "a.b:d"\n[run]\nsteps = 2\n'
+        "[parallel]\nstage = 1\n"
+    )
+    config = Config.from_files([run, path], ["parallel.param_dtype=bfloat16"])
+    assert config.parallel is not None
+    assert config.parallel.world_size == 8
+    assert config.parallel.param_dtype == "bfloat16"
+    assert config.parallel.batch_size == 8
+
+
+def test_what_an_optimizer_is_made_of():
+    rate = {"name": "linear_schedule", "arguments": {"init_value": 0.0, "end_value": 1.0}}
+    rate["arguments"]["transition_steps"] = 2
+    given = {"schedule": rate, "name": "adamw", "arguments": {"b2": 0.95}}
+    scale = {"loss_scale": "dynamic"}
+    half = {"parallel": PARALLEL | {"compute_dtype": "float16"}}
+    own = Config.from_dict(over({"optimizer": given | scale}, half)).optimizer
+    assert own.scale == DynamicScale()
+    assert callable(own.transformation().update)
+    assert {"adamw", "lamb", "sgd", "muon"} <= set(rules())
+    assert "warmup_cosine_decay_schedule" in rates()
+
+
+FAULTS = [
+    ({"optimiser": {}}, "optimiser: there is no such key; did you mean 'optimizer'?"),
+    ({"run": {"step": 3}}, "run.step: there is no such key; did you mean 'steps'?"),
+    ({"run": {"steps": "3"}}, "run.steps='3': must be a whole number"),
+    ({"run": {"steps": True}}, "run.steps=True: must be a whole number"),
+    ({"run": {"steps": 0}}, "run.steps=0: must be at least 1"),
+    ({"run": {"chip": "v5"}}, "run.chip='v5': there is no such chip; did you mean 'v5p'?"),
+    (
+        {"optimizer": {"clip": "1", "learning_rate": 0.1}},
+        "optimizer.clip='1': must be a number",
+    ),
+    (
+        {"optimizer": {"learning_rate": 0.1, "loss_scale": "automatic"}},
+        "optimizer.loss_scale='automatic': must be a number or 'dynamic'",
+    ),
+    (
+        {"optimizer": {"learning_rate": -0.1}},
+        "optimizer.learning_rate=-0.1: must be a finite number > 0",
+    ),
+    (
+        {"optimizer": {"learning_rate": 0.1, "name": "adamww"}},
+        "optimizer.name='adamww': optax has no such function; did you mean 'adamw'?",
+    ),
+    (
+        {"optimizer": {"learning_rate": 0.1, "arguments": {"weight_decy": 0.1}}},
+        (
+            "optimizer.arguments.weight_decy: adamw has no such argument; did you mean "
+            "'weight_decay'?"
+        ),
+    ),
+    (
+        {"optimizer": {"name": "adamw"}},
+        (
+            "optimizer.learning_rate and optimizer.schedule: give one of the two, a number or the "
+            "name and arguments of a schedule of optax"
+        ),
+    ),
+    (
+        {"optimizer": {"schedule": {"name": "cosine_decay_schedule"}}},
+        (
+            "optimizer.schedule.arguments: cosine_decay_schedule is missing a required argument: "
+            "'init_value'"
+        ),
+    ),
+    (
+        {"pipeline": {"remat": "all"}, "parallel": PARALLEL},
+        "pipeline.remat='all': must be 'stage' or 'none'",
+    ),
+    (
+        {"pipeline": {"remat": "none"}},
+        "[pipeline] without [parallel]: a pipeline needs parallel.stage at least",
+    ),
+    (
+        {"data": {"pad": True}},
+        "data.pad=true: without [parallel] every batch fits; leave it out",
+    ),
+    (
+        {"parallel": {"stage": 2, "stages": 2}},
+        "[parallel] unknown key 'stages'; did you mean 'stage'?",
+    ),
+    (
+        {"parallel": {"stage": 2}},
+        (
+            "parallel.num_microbatches is missing, or batch_size and microbatch_size, from which "
+            "it follows"
+        ),
+    ),
+    (
+        {"parallel": PARALLEL | {"compute_dtype": "float16"}},
+        (
+            'parallel.compute_dtype="float16": small gradients vanish without a scale; set '
+            'optimizer.loss_scale="dynamic", or compute in bfloat16'
+        ),
+    ),
+    (
+        {"parallel": PARALLEL, "optimizer": {"learning_rate": 0.1, "loss_scale": 8}},
+        (
+            "optimizer.loss_scale=8.0: parallel.compute_dtype is float32, whose gradients do not "
+            "vanish; leave it out, or compute in float16"
+        ),
+    ),
+    ({"run": {"best": "min"}}, "run.best='min': there is no [evaluation] to say which is best"),
+    (
+        {
+            "run": {"best": "min", "checkpoint_interval": 4},
+            "evaluation": {"function": "a:b", "interval": 3},
+        },
+        (
+            "run.best='min': a checkpoint each 4 updates has no held-out loss where "
+            "evaluation.interval=3; give a divisor of 4"
+        ),
+    ),
+    (
+        {"evaluation": {"function": "a:b", "ema": True}},
+        "evaluation.ema=true: there is no mean; set optimizer.ema, such as 0.999",
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "fault"), FAULTS)
+def test_a_fault_is_named(table, fault):
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict(over(table))
+    assert caught.value.faults == (fault,)
+    assert str(caught.value) == f"the configuration has 1 fault\n- {fault}"
+
+
+def test_all_faults_are_named_at_once():
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict({"run": {"steps": "x", "keeps": 1}, "model": 3})
+    assert caught.value.faults == (
+        "run.steps='x': must be a whole number",
+        "run.keeps: there is no such key; did you mean 'keep'?",
+        "model=3: must be a table of keys",
+        "[data] is missing",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "fault"),
+    [
+        (
+            "runnable",
+            {},
+            (
+                "model.function='runnable': must be the import path of a function, as in "
+                "'package.module:function'"
+            ),
+        ),
+        (
+            "tests.training.no_module:parts",
+            {},
+            (
+                "model.function='tests.training.no_module:parts': tests.training.no_module cannot "
+                "be imported (No module named 'tests.training.no_module'); run where Python finds "
+                "it, or set PYTHONPATH"
+            ),
+        ),
+        (
+            "tests.training.runnable:part",
+            {},
+            (
+                "model.function='tests.training.runnable:part': tests.training.runnable has no "
+                "function 'part'; did you mean 'parts'?"
+            ),
+        ),
+        (
+            "tests.training.runnable:parts",
+            {"layer": 2},
+            "model.arguments.layer: parts has no such argument; did you mean 'layers'?",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called(function, arguments, fault):
+    config = Config.from_dict(over({"model": {"function": function, "arguments": arguments}}))
+    with pytest.raises(RunConfigError) as caught:
+        config.check_functions()
+    assert caught.value.faults == (fault,)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "fault"),
+    [
+        ("[run\n", [], "{path} is no TOML: Expected ']' at the end of a table declaration"),
+        ("", ["steps"], "--set steps: must be KEY=VALUE, as in --set optimizer.learning_rate=1e-3"),
+    ],
+)
+def test_a_file_or_a_flag_that_cannot_be_read(text, settings, fault, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_files([path], settings)
+    assert caught.value.faults[0].startswith(fault.format(path=path))
+
+
+def test_the_command_says_it_in_words_and_starts_no_device(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nfunction = "a:b"\n[run]\nsteps = 1.5\n')
+    code = (
+        "import sys, jax, pipeline.cli\n"
+        "jax.devices = jax.local_devices = None\n"
+        "sys.exit(pipeline.cli.main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--config", path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "python -m pipeline train: the configuration has 2 faults\n- run.steps=1.5: must be a "
+        "whole number\n- [data] is missing\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["train"],
+            "python -m pipeline train: the following arguments are required: --config\n",
+        ),
+        (
+            ["eval", "--config", "no.toml"],
+            "python -m pipeline eval: [Errno 2] No such file or directory: 'no.toml'\n",
+        ),
+        (
+            ["train", "--config", "a", "--resum"],
+            "python -m pipeline train: --resum is not an option; --help lists them\n",
+        ),
+    ],
+)
+def test_what_the_command_does_not_take(arguments, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == text
+
+
+def test_a_plan_alone_is_the_table_of_axes(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text("stage = 2\ndata = 2\nnum_microbatches = 4\n")
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_files([path])
+    assert caught.value.faults == ("[model] is missing", "[data] is missing", "[run] is missing")
+    wanted = ParallelConfig(stage=2, data=2, num_microbatches=4)
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\nfunction = "a:b"\n[data]\nfunction = "a:b"\n[run]\nsteps = 1\n')
+    assert Config.from_files([path, run]).parallel == wanted

@@ -1,0 +1,193 @@
+"""Runs by a configuration, from the command line: train, stop, go on, evaluate, generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import cli
+from pipeline.training import run
+from pipeline.training.config import Config
+from pipeline.training.generation import generate
+from pipeline.training.trainer import Trainer
+from tests.training import runnable
+from tests.training.plain import standard_promotion  # noqa: F401  a fixture
+
+pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("default")]
+
+TEXT = """
+[model]
+function = "tests.training.runnable:parts"
+arguments = {layers = 4}
+[data]
+function = "tests.training.runnable:data"
+pad = true
+[evaluation]
+function = "tests.training.runnable:held_out"
+ema = true
+[parallel]
+stage = 2
+data = 2
+num_microbatches = 2
+[pipeline]
+schedule = "gpipe"
+[optimizer]
+name = "adam"
+learning_rate = 0.03
+clip = 1.0
+ema = 0.8
+[run]
+steps = 6
+checkpoint_interval = 4
+best = "min"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.toml"
+    file.write_text(TEXT.replace("checkpoint_interval = 4", ""))
+    return file
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path.parent / "out/log.jsonl").read_text().splitlines()]
+
+
+def losses(path: Path) -> list[float]:
+    return [one["loss"] for one in records(path) if "loss" in one]
+
+
+def stopped_after(step: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have the process be sent a signal while that update runs."""
+    begin = Trainer._next
+
+    def begun(self, before):
+        if self.done + 1 == step:
+            os.kill(os.getpid(), number)
+        return begin(self, before)
+
+    monkeypatch.setattr(Trainer, "_next", begun)
+
+
+def test_a_run_is_stopped_goes_on_is_evaluated_and_writes(path, monkeypatch, capsys):
+    whole = path.parent / "whole.toml"
+    whole.write_text(path.read_text())
+    assert cli.main(["train", "--config", str(whole), "--set", "run.folder=whole"]) == 0
+    printed = capsys.readouterr().out
+    wanted = [json.loads(x) for x in (path.parent / "whole/log.jsonl").read_text().splitlines()]
+
+    with monkeypatch.context() as patch:
+        stopped_after(4, patch, signal.SIGINT)
+        assert cli.main(["train", "--config", str(path)]) == 130
+    said = capsys.readouterr().err
+    assert (
+        f"stopped by SIGINT after update 4 of 6; go on with: python -m pipeline train --config "
+        f"{path} --resume\n"
+    ) in said
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--config", str(path)])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "- run.folder='out' holds a run of 4 updates: go on with --resume, or name another folder\n"
+    )
+    assert cli.main(["train", "--config", str(path), "--resume"]) == 0
+    found = capsys.readouterr()
+    assert found.out == printed
+    assert "going on after update 4, from" in found.err
+    assert losses(path) == [one["loss"] for one in wanted if "loss" in one]
+    assert records(path)[-1]["eval_loss"] == wanted[-1]["eval_loss"]
+    assert json.loads((path.parent / "out/config.json").read_text())["run"]["steps"] == 6
+
+    assert cli.main(["eval", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == printed
+    words = ["--prompt", "abc", "--length", "5", "--temperature", "0"]
+    assert cli.main(["generate", "--config", str(path), *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("abc")
+    assert len(text) == len("abc") + 5 + 1
+
+
+def test_a_configuration_without_a_pipeline(path):
+    config = Config.from_dict(
+        {
+            "model": {"function": "tests.training.runnable:module"},
+            "data": {"function": "tests.training.test_run:vectors"},
+            "run": {"steps": 3, "stop_after": 1},
+        }
+    )
+    trainer = run.make_trainer(config)
+    assert trainer.run()
+    assert len(trainer.losses) == 3
+
+
+def vectors() -> list:
+    return [(np.full((4, 8), n + 1.0, np.float32), np.arange(4, dtype=np.int32)) for n in range(3)]
+
+
+def test_a_run_that_is_not_finite_ends_with_its_state(path, capsys):
+    arguments = ["train", "--config", str(path), "--set", "optimizer.learning_rate=1e30"]
+    assert cli.main([*arguments, "--set", "run.stop_after=2"]) == 1
+    said = capsys.readouterr().err
+    assert "were not finite, 2 in a row: " in said
+    assert f"{path.parent}/out/checkpoints holds the weights before them\n" in said
+
+
+def test_a_continuation_is_that_of_the_whole_model():
+    made = runnable.parts()
+
+    def logits(tokens):
+        x = made["embed"](tokens)
+        for stage in made["stages"]:
+            x = stage(x)
+        return made["head"](x)
+
+    text = [97, 98]
+    for _ in range(4):
+        text.append(int(np.argmax(np.asarray(logits(np.array([text])))[0, -1])))
+    from collectives import make_mesh
+    from pipeline import Pipeline
+
+    stages = made.pop("stages")
+    pipe = Pipeline(stages, 2, mesh=make_mesh(stage=2), **made)
+    assert generate(pipe, [97, 98], length=4, temperature=0) == text
+    assert generate(pipe, [97, 98], length=4, temperature=0, context=1) == text  # of one byte each
+    drawn = generate(pipe, [97], length=8, seed=1)
+    assert drawn == generate(pipe, [97], length=8, seed=1)
+    with pytest.raises(ValueError, match="generate") as caught:
+        generate(pipe, [], length=1)
+    assert str(caught.value) == (
+        "generate(prompt of 0 tokens, length=1, context=None, temperature=1.0): give a token or "
+        "more to begin with, a length and a context >= 1, and a temperature >= 0"
+    )
+
+
+def test_a_model_of_another_kind(path, capsys):
+    path.write_text(path.read_text().replace("arguments = {layers = 4}", ""))
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["train", "--config", str(path), "--set=model.function=tests.training.runnable:module"]
+        )
+    assert capsys.readouterr().err.endswith(
+        "- model.function='tests.training.runnable:module' returned a Chain; with [parallel] it "
+        "returns a dict of stages, loss_fn and what else there is of costs, embed, head, ignore, "
+        "sharding, wrt\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_there_is_nothing_to_read(path, command, capsys):
+    more = ["--prompt", "a"] if command == "generate" else []
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--config", str(path), *more])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        f"python -m pipeline {command}: the configuration has 1 fault\n- run.folder='out': there "
+        f"is no out/checkpoints; train first\n"
+    )
