@@ -6,6 +6,7 @@ made, and only then a folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -138,22 +139,21 @@ def train(config: Config, *, resume: bool, how: str) -> int:
     if config.run.tensorboard:
         recorders.append(TensorBoard(folder / "tensorboard"))
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-    with stop_on_signals() as stop:
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        for recorder in recorders:
+            stack.callback(recorder.close)
+        stack.callback(checkpoints.close)
         trainer = make_trainer(config, checkpoints=checkpoints, recorders=recorders, stop=stop)
+        if resume and (found := trainer.resume()) is not None:
+            _say(f"going on after update {found}, from {checkpoints.folder}")
         try:
-            if resume and (found := trainer.resume()) is not None:
-                _say(f"going on after update {found}, from {checkpoints.folder}")
             ended = trainer.run()
         except NotFiniteError as error:
             trainer.save()
-            trainer.close()
+            checkpoints.close()
             _say(f"stopped: {error}; {checkpoints.folder} holds the weights before them")
             return NOT_FINITE
-        except BaseException:
-            for recorder in recorders:
-                recorder.close()
-            raise
-        trainer.close()
     if not ended:
         done = f"after update {trainer.done} of {config.run.steps}"
         _say(f"stopped by {stop.reason} {done}; go on with: {how}")

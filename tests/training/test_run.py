@@ -18,7 +18,7 @@ from pipeline.training.trainer import Trainer
 from tests.training import runnable
 from tests.training.plain import standard_promotion  # noqa: F401  a fixture
 
-pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 TEXT = """
 [model]
