@@ -1,0 +1,563 @@
+"""Checkpoints on a disk: what is kept, what is damaged, what does not fit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline, make_optimizer
+from pipeline.training import manifest
+from pipeline.training.checkpoints import MARK, CheckpointError, Checkpoints
+from tests.support.models import WIDTH, Block, Noisy
+
+TX = optax.adam(1e-2)
+
+
+class Small(nnx.Module):
+    """Two weights and a random stream."""
+
+    def __init__(self, seed: int, *, width: int = 4) -> None:
+        self.linear = nnx.Linear(width, 3, rngs=nnx.Rngs(seed))
+        self.rngs = nnx.Rngs(dropout=seed)
+        self.nothing = nnx.Param(jnp.zeros((0, 3)))
+
+    @property
+    def weight(self) -> np.ndarray:
+        return np.asarray(self.linear.kernel[...])
+
+
+def mean_square(y: jax.Array, t: jax.Array) -> jax.Array:
+    return ((y - t) ** 2).mean()
+
+
+def optimizer_of(model: nnx.Module) -> nnx.Optimizer:
+    return nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 10, 20 and 30; their weights are those of seeds 10, 20 and 30."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with Checkpoints(folder) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, Small(step))
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def message(error: Any) -> str:
+    return " ".join(str(error.value).split())
+
+
+# --- what comes back ---
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    model, other = Small(0), Small(1)
+    optimizer, of_other = optimizer_of(model), optimizer_of(other)
+    model.rngs.dropout()
+    average = jax.tree.map(lambda x: x * 0.5, nnx.state(model, nnx.Param))
+    trees = {"ema": jax.tree.map(jnp.zeros_like, average)}
+    scale: dict[str, Any] = {"scale": None}
+    data, of_data = Counter(7), Counter(0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(
+            5,
+            model,
+            optimizer,
+            shaped={"ema": average},
+            plain={"scale": {"factor": jnp.float32(1024), "good": 3, "name": ["a", None, True]}},
+            data=data,
+        )
+        found = checkpoints.restore(other, of_other, shaped=trees, plain=scale, data=of_data)
+    assert found == 5
+    assert scale == {"scale": {"factor": 1024.0, "good": 3, "name": ["a", None, True]}}
+    assert of_data.count == 7
+    jax.tree.map(np.testing.assert_array_equal, trees["ema"], average)
+    np.testing.assert_array_equal(model.weight, other.weight)
+    assert jnp.all(model.rngs.dropout() == other.rngs.dropout())
+
+
+class Counter:
+    """An iterator that says where it is, in bytes, as some of grain's do."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_state(self) -> bytes:
+        return str(self.count).encode()
+
+    def set_state(self, state: bytes) -> None:
+        self.count = int(state)
+
+
+def test_random_streams_of_a_pipeline_go_on(tmp_path: Path) -> None:
+    def make(seed: int, S: int) -> Pipeline:
+        rngs = nnx.Rngs(seed)
+        stages = [Noisy(rngs), Block(rngs), Noisy(rngs), Noisy(rngs)]  # the first two differ
+        return Pipeline(stages, 2, mesh=make_mesh(stage=S), loss_fn=mean_square)
+
+    x, t = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))
+    one, two = make(0, 2), make(1, 4)
+    one.loss(x, t)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, one)
+        checkpoints.restore(two)
+    np.testing.assert_allclose(one.loss(x, t), two.loss(x, t), rtol=1e-6)
+
+
+def test_an_optimizer_that_knows_nothing_of_layers(tmp_path: Path) -> None:
+    def make(seed: int, S: int) -> Any:
+        stages = [Block(nnx.Rngs(seed + k)) for k in range(4)]
+        pipe = Pipeline(stages, 2, mesh=make_mesh(stage=S), loss_fn=mean_square)
+        return pipe, (make_optimizer(pipe, TX) if S == 2 else nnx.Optimizer(pipe, TX, wrt=pipe.wrt))
+
+    (one, of_one), (two, of_two) = make(0, 4), make(10, 2)
+    moments = jax.random.normal(jax.random.key(0), (4, WIDTH, 2 * WIDTH))
+    held = of_one.opt_state[0].mu["chunks"][0]["up"]
+    held.set_value(jax.device_put(moments, held.get_value().sharding))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, one, of_one)
+        checkpoints.restore(two, of_two)
+    layers = two.to_layers(nnx.as_pure(of_two.opt_state[0].mu))
+    found = np.stack([layers["stages"][k]["up"] for k in range(4)])
+    np.testing.assert_array_equal(found, moments)
+
+
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "new" / "run").restore(Small(0)) is None
+
+
+# --- what is kept ---
+
+
+def test_the_newest_are_kept_and_the_best(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 2.5}
+    with Checkpoints(tmp_path, keep=2, best="min") as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, Small(step), metrics={"loss": loss})
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 4, 5]
+        checkpoints.save(6, Small(6))
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 5, 6]
+        model = Small(0)
+        assert checkpoints.restore(model, step=2) == 2
+    np.testing.assert_array_equal(model.weight, Small(2).weight)
+
+
+def test_a_run_that_goes_back_goes_on_from_where_it_went(copy: Path) -> None:
+    model = Small(0)
+    with Checkpoints(copy, keep=2) as checkpoints:
+        assert checkpoints.restore(model, step=10) == 10
+        checkpoints.save(15, model)
+    assert Checkpoints(copy).restore(Small(0)) == 15
+
+
+def test_a_step_is_saved_anew(copy: Path) -> None:
+    model = Small(0)
+    with Checkpoints(copy) as checkpoints:
+        checkpoints.save(20, Small(99))
+        assert checkpoints.restore(model) == 20
+    np.testing.assert_array_equal(model.weight, Small(99).weight)
+    assert sorted(path.name for path in copy.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_a_killed_run_leaves_is_removed(copy: Path) -> None:
+    shutil.copytree(copy / "step_000000030", copy / ".step_000000040.tmp")
+    (copy / "step_000000030").rename(copy / ".step_000000030.old")
+    (copy / "step_000000010").rename(copy / ".step_000000010.gone")
+    checkpoints = Checkpoints(copy)
+    assert checkpoints.steps == [20, 30]
+    assert checkpoints.restore(Small(0)) == 30
+    assert sorted(path.name for path in copy.iterdir() if path.name.startswith(".")) == []
+
+
+# --- damage ---
+
+
+def damage(folder: Path, draw: random.Random) -> tuple[str, Path]:
+    """Damage a file of a checkpoint: how, and which."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    way = draw.choice(["truncate", "flip", "delete", "marker"])
+    file = folder / manifest.NAME if way == "marker" else draw.choice(files)
+    if way in ("truncate", "flip"):
+        file = draw.choice([one for one in files if one.stat().st_size])
+    data = bytearray(file.read_bytes())
+    if way == "truncate":
+        file.write_bytes(data[: draw.randrange(len(data))])
+    elif way == "flip":
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    return way, file
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 6), pytest.param(6, 94, marks=pytest.mark.slow)])
+def test_of_damaged_checkpoints_none_is_loaded(
+    first: int, count: int, run: Path, tmp_path: Path
+) -> None:
+    """Each restores from an older one, or fails naming the file."""
+    ways = set()
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        folder = Path(shutil.copytree(run, tmp_path / str(seed)))
+        steps = [30, 20, 10][: draw.choice([1, 1, 2, 3])]
+        files = []
+        for step in steps:
+            way, file = damage(folder / f"step_{step:09d}", draw)
+            ways.add(way)
+            files.append(file)
+        model = Small(0)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if len(steps) == 3:
+                with pytest.raises(CheckpointError) as error:
+                    Checkpoints(folder).restore(model)
+                texts = [str(error.value)] * 3
+                assert np.array_equal(model.weight, Small(0).weight)
+            else:
+                good = 30 - 10 * len(steps)
+                assert Checkpoints(folder).restore(model) == good
+                np.testing.assert_array_equal(model.weight, Small(good).weight)
+                texts = [str(one.message) for one in told]
+                assert len(texts) == len(steps)
+        for file, text in zip(files, texts, strict=True):
+            assert str(file) in text
+        shutil.rmtree(folder)
+    assert count < 20 or ways == {"truncate", "flip", "delete", "marker"}
+
+
+def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
+    file = next((copy / "step_000000030").rglob("manifest.ocdbt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    size = file.stat().st_size
+    with Checkpoints(copy, keep=1) as checkpoints:
+        with pytest.warns(UserWarning, match="damaged") as told:
+            assert checkpoints.restore(Small(0)) == 20
+        assert str(told[0].message) == (
+            f"the checkpoint of step 30 is damaged: {file} has {size} bytes of {size + 1}; that of "
+            f"step 20 is taken"
+        )
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.restore(Small(0), step=30)
+        assert str(error.value) == (
+            f"no checkpoint of step 30 in {copy} is as it was written: step 30: {file} has {size} "
+            f"bytes of {size + 1}; restore a copy of it, or start anew in another folder"
+        )
+        checkpoints.save(25, Small(25))
+    assert Checkpoints(copy).steps == [25]
+
+
+# --- what cannot be written ---
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a few pages, where one can be had."""
+    import subprocess
+
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_old_ones(small_disk: Path) -> None:
+    with Checkpoints(small_disk, keep=2) as checkpoints:
+        checkpoints.save(1, Small(1))
+        checkpoints.save(2, {"stages": [Large()]})
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.wait()
+        text = message(error)
+        assert text.startswith(
+            f"the checkpoint of step 2 could not be written to {small_disk} (those of steps 1 are "
+            f"there, "
+        )
+        assert "No space left on device" in text
+        model = Small(0)
+        assert checkpoints.restore(model) == 1
+    assert [path.name for path in small_disk.iterdir() if ".tmp" in path.name] == []
+    np.testing.assert_array_equal(model.weight, Small(1).weight)
+
+
+class Large(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jax.random.normal(jax.random.key(0), (512, 512)))
+
+
+def test_a_full_disk_at_the_last_file_keeps_the_old_ones(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoints = Checkpoints(copy)
+    monkeypatch.setattr(manifest, "write_manifest", full)
+    checkpoints.save(40, Small(40))
+    with pytest.raises(CheckpointError, match="could not be written") as error:
+        checkpoints.save(50, Small(50))
+    assert "those of steps 10, 20, 30 are there" in message(error)
+    assert "No space left on device" in message(error)
+    monkeypatch.undo()
+    checkpoints.save(60, Small(60))
+    checkpoints.close()
+    assert checkpoints.steps == [20, 30, 60]
+
+
+def test_folders_that_are_none_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError) as error:
+        Checkpoints(file)
+    assert str(error.value) == (
+        f"folder={str(file)!r} is a file; give a folder, which may not be there yet"
+    )
+    with pytest.raises(ValueError) as error:
+        Checkpoints(tmp_path)
+    assert str(error.value) == (
+        f"folder={str(tmp_path)!r} holds 'file' and is no folder of checkpoints, which has a file "
+        f"{MARK}; give an empty one, or one that is not there yet"
+    )
+    with pytest.raises(ValueError) as error:
+        Checkpoints("gs://bucket/run")
+    assert "must be a folder of a file system" in str(error.value)
+    with pytest.raises(ValueError) as error:
+        Checkpoints(tmp_path / "none", read_only=True)
+    assert str(error.value) == (
+        f"folder={str(tmp_path / 'none')!r} has no checkpoints, and read_only=True"
+    )
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(manifest, "write_durably", refused)
+    with pytest.raises(PermissionError) as error:
+        Checkpoints(tmp_path / "closed")
+    assert error.value.strerror == (
+        f"folder={str(tmp_path / 'closed')!r} cannot be written to (Permission denied); give "
+        f"another, or make room there, or read_only=True to restore only"
+    )
+
+
+def test_a_folder_may_be_read_only(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    checkpoints = Checkpoints(run, read_only=True)
+    assert checkpoints.restore(Small(0)) == 30
+    with pytest.raises(ValueError, match="writes nothing; make it without read_only to save"):
+        checkpoints.save(40, Small(40))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_orbax_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("orbax")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    with pytest.raises(ImportError) as error:
+        Checkpoints(tmp_path)
+    assert str(error.value) == (
+        "checkpoints are written by orbax-checkpoint, which is not here (No module named "
+        "'orbax.checkpoint'; 'orbax' is not a package); install the extra: pip install "
+        "'shardpipe[train]'"
+    )
+
+
+# --- what does not fit ---
+
+
+def test_a_checkpoint_of_another_model_names_what_differs(run: Path) -> None:
+    folder = run / "step_000000030"
+    checkpoints = Checkpoints(run)
+    model = Small(0, width=5)
+    before = model.weight
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(model)
+    assert str(error.value) == (
+        f"{folder} holds model.linear.kernel as float32[4,3], and what is restored has "
+        f"float32[5,3]; it is a checkpoint of another model: give the model that was saved"
+    )
+    np.testing.assert_array_equal(model.weight, before)
+    half = Small(0)
+    half.linear.bias.set_value(half.linear.bias[...].astype(jnp.bfloat16))
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(half)
+    assert "holds model.linear.bias as float32[3], and what is restored has bfloat16[3]" in str(
+        error.value
+    )
+    more = Small(0)
+    more.extra = nnx.Param(jnp.ones(2))
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(more)
+    assert str(error.value) == (
+        f"{folder} has nothing for model.extra, float32[2]; it is a checkpoint of another model: "
+        f"give the model that was saved"
+    )
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(Small(0).linear)
+    assert "has nothing for model.bias, float32[3], and 6 more differ" in str(error.value)
+    less = Small(0)
+    del less.nothing
+    with pytest.raises(ValueError) as error:
+        checkpoints.restore(less)
+    assert str(error.value) == (
+        f"{folder} holds model.nothing, float32[0,3], which has no place in what is restored; give "
+        f"the model that was saved"
+    )
+
+
+def test_all_of_a_checkpoint_has_a_place(tmp_path: Path) -> None:
+    model = Small(0)
+    optimizer = optimizer_of(model)
+    folder = tmp_path / "step_000000001"
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model, optimizer, plain={"scale": 2}, data=Counter(3))
+        cases: list[tuple[dict[str, Any], str]] = [
+            (
+                {"plain": {"scale": 0}, "data": Counter(0)},
+                (
+                    f"{folder} holds optimizer.opt_state.0.count, int32[], which has no place in "
+                    f"what is restored, and 7 more differ; give the optimizer that was saved, or "
+                    f"ignore=('optimizer',) to leave it there"
+                ),
+            ),
+            (
+                {"optimizer": optimizer, "data": Counter(0)},
+                (
+                    f"{folder} holds plain, and none is given: give plain=, or ignore=('plain',) "
+                    f"to leave it there"
+                ),
+            ),
+            (
+                {"optimizer": optimizer, "plain": {"scale": 0}},
+                (
+                    f"{folder} holds data, and none is given: give data=, or ignore=('data',) to "
+                    f"leave it there"
+                ),
+            ),
+            (
+                {"optimizer": optimizer, "plain": {"skale": 0}, "data": Counter(0)},
+                f"{folder}: plain['skale'] is only in what is restored; give 'scale'",
+            ),
+            (
+                {"optimizer": optimizer, "plain": {"scale": 0}, "ignore": ("model",)},
+                (
+                    "ignore=('model',): must be a tuple of 'optimizer', 'shaped', 'plain', 'data', "
+                    "what of a checkpoint is not restored"
+                ),
+            ),
+            (
+                {"step": 7},
+                f"step=7: {tmp_path} has checkpoints of steps 1; give one of them",
+            ),
+        ]
+        for given, text in cases:
+            with pytest.raises(ValueError) as error:
+                checkpoints.restore(model, **given)
+            assert str(error.value) == text
+        assert checkpoints.restore(model, ignore=("optimizer", "plain", "data")) == 1
+
+
+def test_arguments_that_cannot_be_written(tmp_path: Path) -> None:
+    for options, text in (
+        ({"keep": 0}, "keep=0: must be an integer >= 1, how many checkpoints remain"),
+        (
+            {"best": "most"},
+            (
+                "best='most': must be None, or 'min' or 'max' for the checkpoint of the least or "
+                "the greatest metric to be kept too"
+            ),
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            Checkpoints(tmp_path, **options)
+        assert str(error.value) == text
+    checkpoints = Checkpoints(tmp_path)
+    model = Small(0)
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((-1, model), {}, "step=-1: must be an integer >= 0, the steps that were done"),
+        (
+            (1, [model]),
+            {},
+            (
+                "model is of type list; give a Pipeline, an nnx.Module, or a dictionary of "
+                "modules: {'stages': [...], 'embed': ..., 'head': ...}"
+            ),
+        ),
+        (
+            (1, model, TX),
+            {},
+            (
+                "optimizer is of type GradientTransformationExtraArgs; give what "
+                "pipeline.make_optimizer(pipe, tx) or nnx.Optimizer(model, tx, wrt=...) returns"
+            ),
+        ),
+        (
+            (1, model),
+            {"plain": {"a": {"b": jnp.zeros(2)}}},
+            (
+                "plain['a']['b'] is of type ArrayImpl; give numbers, texts, lists and dictionaries "
+                "of them, and arrays that are like the parameters as shaped="
+            ),
+        ),
+        (
+            (1, model),
+            {"plain": {"a": float("inf")}},
+            "plain['a'] is inf, for which JSON has no word; give a finite number",
+        ),
+        ((1, model), {"metrics": {"loss": "low"}}, "metrics['loss']='low': must be a number"),
+        (
+            (1, model),
+            {"data": [1, 2]},
+            (
+                "data is of type list, which has no get_state(); give the iterator, as grain's, "
+                "with get_state() and set_state(state)"
+            ),
+        ),
+    ]
+    for given, options, text in cases:
+        with pytest.raises(ValueError) as error:
+            checkpoints.save(*given, **options)
+        assert str(error.value) == text
+    assert checkpoints.steps == []
+
+
+def test_a_later_release_is_named(copy: Path) -> None:
+    folder = copy / "step_000000030"
+    said = manifest.read_manifest(folder)
+    text = json.dumps(said | {"format": 2})
+    digest = manifest.hashlib.sha256(text.encode()).hexdigest()
+    (folder / manifest.NAME).write_text(f"{text}\n{digest}\n", encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        Checkpoints(copy).restore(Small(0))
+    assert re.match(
+        rf"{folder}/manifest.json has the format 2, and this shardpipe reads up to 1; install the "
+        rf"one that wrote it: \{{'jax': ",
+        str(error.value),
+    )
