@@ -1,4 +1,4 @@
-"""The command line: ``python -m pipeline launch|plan|train|eval|generate``."""
+"""The command line: ``python -m pipeline launch|plan|train|eval|generate|weights``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.makespan import CLOCKS
 from pipeline.processes.launch import Job, run
+from pipeline.weights import command as checkpoints
 
 USAGE_EXIT, UNFIT_EXIT = 2, 1
 ABOUT = """Start the processes of a job on this machine, connected by gloo, for development.
@@ -97,12 +98,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_sizes(planner)
     runs = {name: _add_run(sub, name) for name in RUNS}
+    weights = sub.add_parser(
+        "weights",
+        help="inspect, import and export checkpoints",
+        description=checkpoints.ABOUT,
+        epilog=checkpoints.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    checkpoints.add_options(weights)
     options, unknown = parser.parse_known_args(own)
     if options.command in RUNS:
         if unknown or program is not None:
             given_wrong = [*unknown, "--"][0]
             runs[options.command].error(f"{given_wrong} is not an option; --help lists them")
         return _flushed(_run(runs[options.command], options))
+    if options.command == "weights":
+        if unknown or program is not None:
+            weights.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
+        return _weights(weights, options)
     if options.command == "plan":
         if unknown or program is not None:
             planner.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
@@ -190,6 +204,15 @@ def _run(parser: Parser, options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     return 0
+
+
+def _weights(parser: Parser, options: argparse.Namespace) -> int:
+    """Run a command for checkpoints; returns the exit code."""
+    try:
+        print(checkpoints.run(options))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return _flushed(0)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

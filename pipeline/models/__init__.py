@@ -6,15 +6,26 @@ those are the business of `pipeline.weights`.
 """
 
 from pipeline.models.config import DecoderConfig, Rope
-from pipeline.models.decoder import Block, Embedding, Head, Stage, build, split_layers
+from pipeline.models.decoder import (
+    Block,
+    Embedding,
+    Head,
+    Parts,
+    Stage,
+    build,
+    next_token_loss,
+    split_layers,
+)
 
 __all__ = [
     "Block",
     "DecoderConfig",
     "Embedding",
     "Head",
+    "Parts",
     "Rope",
     "Stage",
     "build",
+    "next_token_loss",
     "split_layers",
 ]

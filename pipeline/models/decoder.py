@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline.layers import (
     ColumnLinear,
     LayerNorm,
@@ -226,6 +227,17 @@ def build(
 
     parts = nnx.eval_shape(lambda: make(nnx.Rngs(0))) if rngs is None else make(rngs)
     return list(parts.stages), parts.embed, parts.head
+
+
+def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross entropy of a microbatch, on any mesh.
+
+    Args:
+      logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part.
+      targets: `[b, t]`, the word that follows each; -100 counts for nothing.
+    """
+    losses = vocabulary_cross_entropy(logits, targets)
+    return losses.sum(), (targets != IGNORED).sum()
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:

@@ -7,8 +7,10 @@ this room but the command line.
 
 from pipeline.weights.families import FAMILIES
 from pipeline.weights.family import Family
+from pipeline.weights.inspect import inspect
 from pipeline.weights.layout import parse_layout, read_layout, write_layout
 from pipeline.weights.load import load, read_into
+from pipeline.weights.native import export_stages, import_stages
 from pipeline.weights.patterns import Row, row
 from pipeline.weights.save import Layer, named_layers, save
 
@@ -17,6 +19,9 @@ __all__ = [
     "Family",
     "Layer",
     "Row",
+    "export_stages",
+    "import_stages",
+    "inspect",
     "load",
     "named_layers",
     "parse_layout",

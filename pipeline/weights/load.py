@@ -32,6 +32,7 @@ from pipeline.weights.layout import parse_layout
 from pipeline.weights.names import check_shapes, check_tensors, entries_of
 from pipeline.weights.native import NATIVE, is_native, native_entries
 from pipeline.weights.patterns import Plan, Range
+from pipeline.weights.safetensors import DTYPES
 
 Ranges = tuple[Range, ...]
 
@@ -160,7 +161,8 @@ def common_dtype(checkpoint: Checkpoint) -> Any:
     """The dtype of most bytes of a checkpoint."""
     sizes: Counter[Any] = Counter()
     for tensor in checkpoint.tensors.values():
-        sizes[tensor.readable()] += tensor.nbytes
+        if tensor.dtype in DTYPES:  # what is not read is refused later, by name
+            sizes[DTYPES[tensor.dtype]] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
 
 

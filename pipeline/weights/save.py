@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.layerwise.view import EndRef, LayerView, layer_view
 from pipeline.pipeline import Pipeline
 from pipeline.sharding import meshes
-from pipeline.weights.checkpoint import CONFIG, INDEX, SINGLE
+from pipeline.weights.checkpoint import CONFIG
 from pipeline.weights.family import Config, Family
+from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
 from pipeline.weights.load import Origin, choose_family
 from pipeline.weights.names import Entry, check_shapes, entries_of
-from pipeline.weights.safetensors import NAMES, Writer
-
-SHARD = "model-{n:05d}-of-{N:05d}.safetensors"
-SHARD_BYTES = 5_000_000_000
+from pipeline.weights.safetensors import NAMES
 
 
 @dataclass(frozen=True)
@@ -102,93 +96,17 @@ def save(
     try:
         with written(folder) as partial:
             dtype = source.dtype(entries[0])
-            text = json.dumps({**content, **_dtype_key(content, dtype)}, indent=2)
+            text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-            files = group(_tensors(entries, source), shard_bytes)
-            _write(partial, files, (item for layer in layers for item in layer.tensors.items()))
+            files = grouped(_tensors(entries, source), shard_bytes)
+            write_files(
+                partial, files, (item for layer in layers for item in layer.tensors.items())
+            )
     except (OSError, ValueError) as error:
         problem = error
         for _ in layers if jax.process_count() > 1 else ():
             pass  # others wait for this process to take part
     _agree(problem, folder)
-
-
-@contextlib.contextmanager
-def written(folder: Path) -> Iterator[Path]:
-    """A folder beside the one that it becomes when the block ends well; else it goes.
-
-    Raises:
-      ValueError: the folder is there, and is not empty.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and not empty; give a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
-    partial.mkdir()
-    try:
-        yield partial
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
-
-
-def group(tensors: Types, shard_bytes: int) -> dict[str, Types]:
-    """Which file has which tensors.
-
-    Args:
-      tensors: in layer order.
-      shard_bytes: of a file, unless one tensor has more.
-
-    Raises:
-      ValueError: no positive number of bytes.
-    """
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes={shard_bytes}: must be >= 1")
-    groups: list[dict[str, tuple[Any, tuple[int, ...]]]] = [{}]
-    held = 0
-    for name, (dtype, shape) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        if groups[-1] and held + size > shard_bytes:
-            groups.append({})
-            held = 0
-        groups[-1][name] = dtype, shape
-        held += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {SHARD.format(n=n + 1, N=len(groups)): own for n, own in enumerate(groups)}
-
-
-def _write(
-    folder: Path, files: Mapping[str, Types], tensors: Iterator[tuple[str, np.ndarray]]
-) -> None:
-    """Write files and, of several, their index."""
-    for file, own in files.items():
-        writer = Writer(folder / file, own)
-        try:
-            for _ in own:
-                writer.write(*next(tensors))
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.close()
-    if list(files) != [SINGLE]:
-        write_index(folder, files)
-
-
-def write_index(folder: Path, files: Mapping[str, Types]) -> None:
-    """Write which file has which tensor."""
-    total = sum(
-        math.prod(shape) * dtype.itemsize for own in files.values() for dtype, shape in own.values()
-    )
-    places = {name: file for file, own in files.items() for name in own}
-    content = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _agree(problem: BaseException | None, folder: Path) -> None:
@@ -219,11 +137,6 @@ def _origin(
     if family is None and known is not None:
         return known.family, config
     return choose_family(family, config, "config"), config
-
-
-def _dtype_key(content: Config, dtype: Any) -> dict[str, str]:
-    """What config.json says of the dtype, under the name that it has for it."""
-    return {"dtype" if "dtype" in content else "torch_dtype": str(dtype)}
 
 
 def _tensors(entries: Sequence[Entry], source: _Source) -> Types:

@@ -1,0 +1,80 @@
+"""What a checkpoint is, in words: family, sizes, files, and what each stage would hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from pipeline.models import split_layers
+from pipeline.weights.checkpoint import open_checkpoint
+from pipeline.weights.layout import parse_layout, write_layout
+from pipeline.weights.names import EMBED, HEAD, Entry
+from pipeline.weights.native import describe_checkpoint, is_native
+
+
+def inspect(
+    folder: str | Path,
+    *,
+    num_stages: int | None = None,
+    layout: str | None = None,
+    names: bool = False,
+) -> str:
+    """Read the headers of a checkpoint, check it whole, and say what is there.
+
+    Args:
+      folder: of the Hugging Face layout, or of stages.
+      num_stages: K, to say what each stage would hold.
+      layout: in place of it, which layers each has.
+      names: whether to list every tensor, and which weight it is part of.
+
+    Raises:
+      ValueError: as `pipeline.weights.load`.
+    """
+    checkpoint = open_checkpoint(folder)
+    config, entries, own = describe_checkpoint(checkpoint)
+    tensors = checkpoint.tensors
+    parts = [tensors[part.name] for entry in own for part in entry.plan.parts]
+    dtypes = Counter(tensor.dtype for tensor in parts)
+    files = sorted({tensor.file.name for tensor in tensors.values()})
+    kind = "a folder of stages" if is_native(checkpoint) else "the Hugging Face layout"
+    per_layer: dict[int | str, int] = dict.fromkeys((EMBED, *range(config.layers), HEAD), 0)
+    for entry, there in zip(entries, own, strict=True):
+        per_layer[entry.layer] += sum(tensors[part.name].nbytes for part in there.plan.parts)
+    shared = ", shared with the head" if config.tied else ""
+    heads = f"{config.heads} heads on {config.kv_heads} of keys and values, {config.head_dim} wide"
+    others = f"MLP {config.hidden}; {config.vocabulary:,} words{shared}"
+    numbers = sum(math.prod(entry.plan.shape) for entry in entries)
+    lines = [
+        f"{folder}: {checkpoint.config.get('model_type')}, {kind}",
+        f"  {config.layers} layers of width {config.width}, {heads}; {others}",
+        f"  {numbers:,} parameters in {len(parts)} tensors, {sum(per_layer.values()):,} bytes: "
+        + ", ".join(f"{count} {name}" for name, count in dtypes.most_common()),
+        f"  {len(files)} file{'s' * (len(files) > 1)}: {files[0]}"
+        + (f" to {files[-1]}" if len(files) > 1 else ""),
+    ]
+    if layout is not None or num_stages is not None:
+        counts = (
+            parse_layout(layout, config.layers)
+            if layout is not None
+            else split_layers(config.layers, num_stages or 1)
+        )
+        lines.append(f"  {len(counts)} stages, {write_layout(counts)}")
+        for k, count in enumerate(counts):
+            first = sum(counts[:k])
+            held = sum(per_layer[n] for n in range(first, first + count))
+            also = [end for end, at in ((EMBED, 0), (HEAD, len(counts) - 1)) if at == k]
+            text = f"layers {first} to {first + count - 1}" if count else "no layers"
+            ends = "".join(f", and {end} with {per_layer[end]:,}" for end in also)
+            lines.append(f"    stage {k}: {text}, {held:,} bytes{ends}")
+    if names:
+        lines += [line for pair in zip(entries, own, strict=True) for line in _lines(*pair)]
+    return "\n".join(lines)
+
+
+def _lines(entry: Entry, there: Entry) -> list[str]:
+    """A weight's tensors."""
+    return [
+        f"  {part.name} {list(part.shape)} -> {entry.name} {list(entry.plan.shape)}"
+        for part in there.plan.parts
+    ]

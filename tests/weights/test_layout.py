@@ -1,0 +1,69 @@
+"""Layout strings: what they mean, and what is said of those that mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.weights import parse_layout, read_layout, write_layout
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("E|(t|)*10m|L", ["E", *["t"] * 10, "m", "L"]),
+        ("Et*3|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
+        ("Et | (t*2 | (t|)*2)*2 tL", ["Et", "tt", "t", "t", "tt", "t", "t", "tL"]),
+        ("EttL", ["EttL"]),
+        ("Et||tL", ["Et", "", "tL"]),
+    ],
+)
+def test_what_a_layout_means(text: str, stages: list[str]):
+    assert read_layout(text) == stages
+
+
+def test_layers_of_each_stage():
+    assert parse_layout("Et*7|(t*8|)*2t*7L", 30) == [7, 8, 8, 7]
+    for counts in ([7, 8, 8, 7], [0, 1, 2], [3], [0, 3, 0]):
+        assert parse_layout(write_layout(counts), sum(counts)) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "layout='': must be a string such as 'E|(t|)*10m|L'"),
+        ("E|(t|*2L", "layout='E|»(«t|*2L': '(' is never closed"),
+        ("Et)L", "layout='Et»)«L': ')' closes nothing"),
+        ("Et*L", "layout='Et»*«L': '*' has no number from 1 to 999999 behind it"),
+        ("Et*0L", "layout='Et»*«0L': '*' has no number from 1 to 999999 behind it"),
+        ("*2EtL", "layout='»*«2EtL': '*' repeats nothing: it follows a letter or a )"),
+        (
+            "Etx|L",
+            (
+                "layout='Et»x«|L': 'x' is none of E embedding, t layer, m multi-token layer, L head, | "
+                "( ) * ,"
+            ),
+        ),
+        (
+            "tE|L",
+            "layout='tE|L' is 'tE|L' written out, with 1 E: there is one, the first letter",
+        ),
+        ("Et|t", "layout='Et|t' is 'Et|t' written out, with 0 L: there is one, the last"),
+        ("Emt|L", "layout='Emt|L': m stands before t; multi-token layers come last"),
+        ("E(t*999)*999L", "layout='E(t*999)*999L' has more than 100,000 letters"),
+        (
+            "Et|tL",
+            "layout='Et|tL' has 2 t, in stages of 1, 1, and the model has 3 layers",
+        ),
+        (
+            "Ettt|mL",
+            (
+                "layout='Ettt|mL' has 1 m, layers for multi-token prediction, and this model has none; "
+                "leave them out"
+            ),
+        ),
+    ],
+)
+def test_what_is_no_layout(text: str, message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_layout(text, 3)
+    assert str(caught.value) == message
