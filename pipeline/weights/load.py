@@ -236,16 +236,16 @@ class _Reading:
         """A layer's leaf, within a device's part of the row in which it lies."""
         part = None if slot.spot is None else slot.spot.part
         if part is None:
-            out[...] = self._slice(plan, at, out.dtype)
+            self._fill(plan, at, out)
             return
         low, high = max(part[0], at[0][0]), min(part[1], at[0][1])
         if low >= high:
             return
         dest, inner = out[low - at[0][0] : high - at[0][0]], (low - part[0], high - part[0])
         if len(slot.shape) == len(at):  # a column
-            dest[...] = self._slice(plan, (inner, *at[1:]), out.dtype)
+            self._fill(plan, (inner, *at[1:]), dest)
         else:
-            whole = self._slice(plan, tuple((0, size) for size in slot.shape), out.dtype)
+            whole = plan.read(self._tensor, out.dtype)
             dest[...] = whole.reshape(-1)[slice(*inner)]
 
     def _end(self, n: int, out: np.ndarray, at: Ranges) -> None:
@@ -256,11 +256,13 @@ class _Reading:
         )
         if all(a < b for a, b in held):
             place = tuple(slice(0, b - a) for a, b in held)
-            out[place] = self._slice(self.plans[EndRef(n)], held, out.dtype)
+            self._fill(self.plans[EndRef(n)], held, out[place])
 
-    def _slice(self, plan: Plan, at: Ranges, dtype: Any) -> np.ndarray:
-        tensors = self.checkpoint.tensors
-        return plan.read(at, lambda name, ranges: tensors[name].read(ranges), dtype)
+    def _fill(self, plan: Plan, at: Ranges, out: np.ndarray) -> None:
+        plan.fill(out, at, self._tensor)
+
+    def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:
+        return self.checkpoint.tensors[name].read(ranges)
 
 
 def made_of_parts(

@@ -175,8 +175,7 @@ def _weights(
 
 
 def _read(checkpoint: Checkpoint, plan: Plan, dtype: Any) -> np.ndarray:
-    whole = [(0, size) for size in plan.shape]
-    return plan.read(whole, lambda name, at: checkpoint.tensors[name].read(at), dtype)
+    return plan.read(lambda name, at: checkpoint.tensors[name].read(at), dtype)
 
 
 def _convert(

@@ -11,9 +11,10 @@ So three matrices of a file are one fused weight here::
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,21 @@ class Part:
         """Of the array in the file."""
         return tuple(map(_size, self.dims))
 
+    def within(self, spans: Mapping[str, Range]) -> tuple[slice, dict[str, Range]] | None:
+        """What of it a slice of the weight wants, and where along ``+`` that goes; None: nothing.
+
+        Args:
+          spans: the range of each letter.
+        """
+        if PLACES not in spans:
+            return slice(None), dict(spans)
+        first, last = spans[PLACES]
+        low, high = max(first, self.start), min(last, self.start + self.count)
+        if low >= high:
+            return None
+        own = low - self.start, high - self.start
+        return slice(low - first, high - first), {**spans, PLACES: own}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -109,46 +125,45 @@ class Plan:
         """Of the weight."""
         return tuple(map(_size, self.dims))
 
-    def read(self, index: Sequence[Range], read: Read, dtype: Any) -> np.ndarray:
-        """A slice of the weight, of which no more is read than it needs, a block at a time.
+    def read(self, read: Read, dtype: Any) -> np.ndarray:
+        """The whole weight."""
+        out = np.empty(self.shape, dtype)
+        self.fill(out, [(0, size) for size in self.shape], read)
+        return out
+
+    def fill(self, out: np.ndarray, index: Sequence[Range], read: Read) -> None:
+        """Write a slice of the weight, of which no more is read than it needs, a block at a time.
 
         Args:
+          out: where to.
           index: the range of each dim.
           read: reads a slice of an array of the file.
-          dtype: of the result.
         """
         # Whole entries of each dim's slowest factor, of which the slice may want a part.
-        ranges, trims = {}, []
-        for n, (factors, (start, stop)) in enumerate(zip(self.dims, index, strict=True)):
+        spans: dict[str, Range] = {}
+        trims = []
+        for factors, (start, stop) in zip(self.dims, index, strict=True):
+            spans |= {name: (0, size) for name, size in factors}
             inner = _size(factors[1:])
             first, last = start // inner, -(-stop // inner)
-            if factors:
-                ranges[n] = first, last
+            spans[factors[0][0]] = first, last
             trims.append(slice(start - first * inner, stop - first * inner))
-        lead = {self.dims[n][0][0]: found for n, found in ranges.items()}
-        names = [name for factors in self.dims for name, _ in factors]
-        sizes = dict(one for factors in self.dims for one in factors)
-        spans = {name: lead.get(name, (0, sizes[name])) for name in names}
-        held = [spans[name][1] - spans[name][0] for name in names]
-        out = np.empty(held, dtype)
+        names = list(spans)
+        held = [last - first for first, last in spans.values()]
+        is_whole = math.prod(held) == out.size
+        whole = out if is_whole and out.flags.c_contiguous else np.empty(held, out.dtype)
+        view = whole.reshape(held)
         for part in self.parts:
-            view = out
-            own = dict(spans)
-            if PLACES in names:
-                first, last = spans[PLACES]
-                low, high = max(first, part.start), min(last, part.start + part.count)
-                if low >= high:
-                    continue
-                axis = names.index(PLACES)
-                cut = (slice(None),) * axis + (slice(low - first, high - first),)
-                view = out[cut]
-                own[PLACES] = low - part.start, high - part.start
-            _fill(view, names, part, own, read)
-        shape = [
-            math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
-            for factors in self.dims
-        ]
-        return out.reshape(shape)[tuple(trims)]
+            if (found := part.within(spans)) is not None:
+                cut, own = found
+                axis = names.index(PLACES) if PLACES in names else 0
+                _fill(view[(slice(None),) * axis + (cut,)], names, part, own, read)
+        if whole is not out:
+            dims = [
+                math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
+                for factors in self.dims
+            ]
+            out[...] = whole.reshape(dims)[tuple(trims)]
 
     def split(self, weight: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of the file that a whole weight is made of, by name."""
@@ -240,40 +255,66 @@ def _fill(
     rest = [name for name in names if name not in order]  # `+` of a single place
     dest = view.transpose([names.index(name) for name in (*order, *rest)])
     dest = dest[(slice(None),) * len(order) + (0,) * len(rest)]
-    sizes = dict(one for factors in part.dims for one in factors)
-    dims = [[(name, size) for name, size in factors if size != 1] for factors in part.dims]
-    dest = dest[tuple(0 if sizes[name] == 1 else slice(None) for name in order)]
-    # A range of the slowest factor is a range of the dim; other factors are cut after reading.
-    wanted: list[Range] = []
-    cuts: list[slice] = []
-    for factors in dims:
-        inner = _size(factors[1:])
-        if not factors:
-            wanted.append((0, 1))
-            continue
-        start, stop = spans[factors[0][0]]
-        wanted.append((start * inner, stop * inner))
-        cuts.append(slice(None))
-        cuts += [slice(*spans[name]) for name, _ in factors[1:]]
-    shape = [
-        (spans[factors[0][0]][1] - spans[factors[0][0]][0] if n == 0 else size)
-        for factors in dims
-        for n, (_, size) in enumerate(factors)
-    ]
-    if not shape:
-        dest[...] = read(part.name, wanted).reshape(())
-        return
-    if not dims[0]:  # a single row
-        dest[...] = read(part.name, wanted).reshape(shape)[tuple(cuts)]
-        return
-    step, total = _size(dims[0][1:]), shape[0]
-    per = max(1, math.prod(shape[1:]) * dest.itemsize)
-    at_once = max(1, BLOCK // per)
+    for runs in itertools.product(*(list(_runs(factors, spans)) for factors in part.dims)):
+        place = [index for run in runs for index in run.place]
+        ranges, shapes = [run.span for run in runs], [run.shape for run in runs]
+        _fill_run(dest[tuple(place)], part.name, ranges, shapes, read)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Entries of one dim that lie behind each other.
+
+    Attributes:
+      span: from which to which.
+      place: where they go, for each letter of the dim.
+      shape: of letters that are not fixed by this.
+    """
+
+    span: Range
+    place: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+
+
+def _runs(factors: Factors, spans: Mapping[str, Range]) -> Iterator[_Run]:
+    """The runs of a dim that ranges of its letters leave."""
+    whole = {name: (0, size) for name, size in factors}
+    # Up to the last letter that is cut, each entry of the letters before it has a run.
+    cut = [n for n, (name, _) in enumerate(factors) if spans[name] != whole[name]]
+    # Of letters of size 1, none of which can be cut, the slowest says nothing.
+    lead = next((n for n, (_, size) in enumerate(factors) if size > 1), 0)
+    last = max([lead, *cut])
+    inner = _size(factors[last + 1 :])
+    low, high = spans[factors[last][0]]
+    before = [range(*spans[name]) for name, _ in factors[:last]]
+    for entries in itertools.product(*before):
+        base = 0
+        for entry, (_, size) in zip(entries, factors, strict=False):
+            base = base * size + entry
+        base = base * factors[last][1]
+        place = [e - spans[name][0] for e, (name, _) in zip(entries, factors, strict=False)]
+        open_ = (slice(None),) * (len(factors) - last)
+        shape = (high - low, *(size for _, size in factors[last + 1 :]))
+        yield _Run(((base + low) * inner, (base + high) * inner), (*place, *open_), shape)
+
+
+def _fill_run(
+    dest: np.ndarray,
+    name: str,
+    ranges: Sequence[Range],
+    shapes: Sequence[tuple[int, ...]],
+    read: Read,
+) -> None:
+    """Read a range of each dim, so many entries of the first at a time as a block has."""
+    total, *within = shapes[0]
+    inner = math.prod(within)
+    rest = [size for shape in shapes[1:] for size in shape]
+    at_once = max(1, BLOCK // max(1, inner * math.prod(rest) * dest.itemsize))
     for first in range(0, total, at_once):
         last = min(first + at_once, total)
-        rows = wanted[0][0] + first * step, wanted[0][0] + last * step
-        block = read(part.name, [rows, *wanted[1:]])
-        dest[first:last] = block.reshape([last - first, *shape[1:]])[tuple(cuts)]
+        rows = ranges[0][0] + first * inner, ranges[0][0] + last * inner
+        block = read(name, [rows, *ranges[1:]])
+        dest[first:last] = block.reshape([last - first, *within, *rest])
 
 
 def _size(factors: Sequence[tuple[str, int]]) -> int:

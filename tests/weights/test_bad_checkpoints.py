@@ -64,15 +64,15 @@ def test_a_folder_that_is_none(tmp_path: Path):
         (
             lambda data: data[:-100],
             (
-                r"HERE/model.safetensors was cut short: lm_head.weight ends at byte [\d,]+, but the "
-                r"file has [\d,]+; fetch it again"
+                r"HERE/model.safetensors was cut short: lm_head.weight ends at byte [\d,]+, but "
+                r"the file has [\d,]+; fetch it again"
             ),
         ),
         (
             lambda data: data[:500],
             (
-                r"HERE/model.safetensors was cut short: its header should have [\d,]+ bytes, but the "
-                r"file has 500 in all; fetch it again"
+                r"HERE/model.safetensors was cut short: its header should have [\d,]+ bytes, but "
+                r"the file has 500 in all; fetch it again"
             ),
         ),
         (
@@ -85,15 +85,15 @@ def test_a_folder_that_is_none(tmp_path: Path):
         (
             lambda data: b"PK\x03\x04 a pickle",
             (
-                r"HERE/model.safetensors is no safetensors file: its first 8 bytes would make a header "
-                r"of [\d,]+ bytes"
+                r"HERE/model.safetensors is no safetensors file: its first 8 bytes would make a "
+                r"header of [\d,]+ bytes"
             ),
         ),
         (
             lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
             (
-                r"HERE/model.safetensors is a git-lfs pointer, not the file it stands for; run git lfs "
-                r"pull"
+                r"HERE/model.safetensors is a git-lfs pointer, not the file it stands for; run git "
+                r"lfs pull"
             ),
         ),
         (
@@ -103,22 +103,22 @@ def test_a_folder_that_is_none(tmp_path: Path):
         (
             lambda data: data.replace(b"[40, 16]", b"[41, 16]", 1),
             (
-                r"HERE/model.safetensors is mislabelled: model.embed_tokens.weight is F32\[41, 16\], "
-                r"which takes 2,624 bytes, but its data_offsets \[0, 2560\] leave 2,560"
+                r"HERE/model.safetensors is mislabelled: model.embed_tokens.weight is F32\[41, "
+                r"16\], which takes 2,624 bytes, but its data_offsets \[0, 2560\] leave 2,560"
             ),
         ),
         (
             lambda data: data.replace(b'"F32"', b'"F99"', 1),
             (
-                r"HERE/model.safetensors: model.embed_tokens.weight is 'F99', which is no dtype that "
-                r"is known; weights are read from F64, F32, F16, BF16"
+                r"HERE/model.safetensors: model.embed_tokens.weight is 'F99', which is no dtype "
+                r"that is known; weights are read from F64, F32, F16, BF16"
             ),
         ),
         (
             lambda data: data.replace(b'"F32"', b'"I32"', 1),
             (
-                r"HERE: HERE/model.safetensors: model.embed_tokens.weight is I32, and weights are read "
-                r"from F64, F32, F16, BF16; convert the checkpoint to one of these first"
+                r"HERE: HERE/model.safetensors: model.embed_tokens.weight is I32, and weights are "
+                r"read from F64, F32, F16, BF16; convert the checkpoint to one of these first"
             ),
         ),
         (
@@ -165,9 +165,9 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
         (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
             (
-                f"HERE/config.json has model_type 'mamba' (architectures MambaForCausalLM), and known "
-                f"are {KNOWN}; for another give family=, a pipeline.weights.Family with a table of its "
-                f"names"
+                f"HERE/config.json has model_type 'mamba' (architectures MambaForCausalLM), and "
+                f"known are {KNOWN}; for another give family=, a pipeline.weights.Family with a "
+                f"table of its names"
             ),
         ),
         ({"model_type": None}, f"HERE/config.json has no model_type; known are {KNOWN}"),
@@ -193,8 +193,8 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
         (
             {"num_attention_heads": 3},
             (
-                "config.json of llama: num_heads=3 num_kv_heads=2: equally many heads of queries share "
-                "each head of keys and values; num_kv_heads that fit: 1, 3"
+                "config.json of llama: num_heads=3 num_kv_heads=2: equally many heads of queries "
+                "share each head of keys and values; num_kv_heads that fit: 1, 3"
             ),
         ),
         (
@@ -204,9 +204,9 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
         (
             {"vocab_size": 48},
             (
-                "HERE: model.safetensors: model.embed_tokens.weight is [40, 16], and by the sizes of "
-                "config.json it is [48, 16]; model.safetensors: lm_head.weight is [40, 16], and by "
-                "the sizes of config.json it is [48, 16]"
+                "HERE: model.safetensors: model.embed_tokens.weight is [40, 16], and by the sizes "
+                "of config.json it is [48, 16]; model.safetensors: lm_head.weight is [40, 16], and "
+                "by the sizes of config.json it is [48, 16]"
             ),
         ),
     ],
@@ -322,8 +322,8 @@ def test_options_that_do_not_fit(tmp_path: Path):
         (
             {"num_stages": 2, "layout": "Ettt|L"},
             (
-                "num_stages=2 and layout='Ettt|L': the layout says how many stages there are; give one "
-                "of the two"
+                "num_stages=2 and layout='Ettt|L': the layout says how many stages there are; give "
+                "one of the two"
             ),
         ),
         (

@@ -39,8 +39,8 @@ def test_layers_of_each_stage():
         (
             "Etx|L",
             (
-                "layout='Et»x«|L': 'x' is none of E embedding, t layer, m multi-token layer, L head, | "
-                "( ) * ,"
+                "layout='Et»x«|L': 'x' is none of E embedding, t layer, m multi-token layer, L "
+                "head, | ( ) * ,"
             ),
         ),
         (
@@ -57,8 +57,8 @@ def test_layers_of_each_stage():
         (
             "Ettt|mL",
             (
-                "layout='Ettt|mL' has 1 m, layers for multi-token prediction, and this model has none; "
-                "leave them out"
+                "layout='Ettt|mL' has 1 m, layers for multi-token prediction, and this model has "
+                "none; leave them out"
             ),
         ),
     ],
