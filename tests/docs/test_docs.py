@@ -26,7 +26,7 @@ COLUMNS = [
 UNEVEN = Costs(f=1, i=1.2, w=0.8)
 
 
-@pytest.mark.parametrize("page", ["schedules.md", "meshes.md", "communication.md"])
+@pytest.mark.parametrize("page", ["schedules.md", "meshes.md", "communication.md", "losses.md"])
 def test_every_example_runs_as_printed(page):
     path = DOCS / page
     examples = doctest.DocTestParser().get_doctest(
