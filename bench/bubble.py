@@ -248,8 +248,13 @@ def conclusion(points: Sequence[Point], *, partners: bool) -> str:
     )
 
 
+def _is_behind(point: Point) -> bool:
+    """Whether lockstep waits for more than the event clock."""
+    return point.lockstep < point.event - ROUNDED
+
+
 def tables(points: Sequence[Point]) -> str:
-    """For each S, families as rows, M as columns."""
+    """For each S, families as rows, M as columns; clocks that agree share a row."""
     parts = []
     for ranks in dict.fromkeys(point.ranks for point in points):
         mine = [point for point in points if point.ranks == ranks]
@@ -259,11 +264,15 @@ def tables(points: Sequence[Point]) -> str:
         for name in dict.fromkeys(point.name for point in mine):
             by = {point.microbatches: point for point in mine if point.name == name}
             waits = any(point.waits for point in by.values())
-            for kind in ("event", "lockstep", "measured"):
+            shown = {"event": "event", "lockstep": "lockstep", "measured": "measured"}
+            if waits:
+                shown["measured"] = "measured, waiting"
+            if not any(map(_is_behind, by.values())):
+                shown = {"event": "both clocks", "measured": shown["measured"]}
+            for kind, said in shown.items():
                 values = [getattr(by[m], kind) if m in by else None for m in columns]
                 if any(value is not None for value in values):
                     cells = ["" if value is None else f"{value:.3f}" for value in values]
-                    said = "measured, waiting" if waits and kind == "measured" else kind
                     rows.append([name if kind == "event" else "", said, *cells])
         parts.append(table([f"S={ranks}", "efficiency", *(f"M={m}" for m in columns)], rows))
     return "\n\n".join(parts)
@@ -278,6 +287,7 @@ def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
     groups = list(dict.fromkeys(point.ranks for point in points))
     names = list(dict.fromkeys(point.name for point in points))
     colours = {name: f"C{n}" for n, name in enumerate(names)}
+    banded = [one.name for one in points if one.family in BY_FORMULA and one.chunks == 1]
     figure = Figure(figsize=(1.5 + 4.2 * len(groups), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
@@ -288,8 +298,10 @@ def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
         for name, colour in colours.items():
             by = [point for point in mine if point.name == name]
             m = [point.microbatches for point in by]
-            axes.plot(m, [point.event for point in by], color=colour)
-            axes.plot(m, [point.lockstep for point in by], color=colour, linestyle=":")
+            if name not in banded:  # whose line is the band
+                axes.plot(m, [point.event for point in by], color=colour)
+            if any(map(_is_behind, by)):
+                axes.plot(m, [point.lockstep for point in by], color=colour, linestyle=":")
             timed = [point for point in by if point.measured is not None]
             dots = [point.measured for point in timed]
             face = "white" if any(point.waits for point in timed) else colour
@@ -301,13 +313,24 @@ def plot(points: Sequence[Point], path: Path, *, title: str) -> None:
         axes.grid(axis="y", color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("efficiency: work / time of the step")
-    handles = [Line2D([], [], color="0.75", linewidth=5, label="M / (M + S - 1)")]
-    handles += [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    band = ", ".join(["M / (M + S - 1)", *dict.fromkeys(banded)])
+    handles = [Line2D([], [], color="0.75", linewidth=5, label=band)]
     handles += [
-        Line2D([], [], color="black", label="event clock"),
-        Line2D([], [], color="black", linestyle=":", label="lockstep"),
+        Line2D([], [], color=colour, label=name)
+        for name, colour in colours.items()
+        if name not in banded
+    ]
+    behind = dict.fromkeys(point.name for point in points if _is_behind(point))
+    handles += [
+        Line2D([], [], color=colours[name], linestyle=":", label=f"{name} in lockstep")
+        for name in behind
     ]
     dot: dict[str, Any] = {"color": "black", "marker": "o", "linestyle": ""}
+    handles += [
+        Line2D([], [], label=name, **dot | {"color": colours[name]})
+        for name in dict.fromkeys(banded)
+        if any(point.name == name and point.measured is not None for point in points)
+    ]
     if any(point.measured is not None and not point.waits for point in points):
         handles.append(Line2D([], [], label="measured", **dot))
     if any(point.waits for point in points):

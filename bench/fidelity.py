@@ -47,7 +47,7 @@ MEDIAN, WORST = 0.03, 0.08  # wanted, of errors
 DRIFT = 0.05  # between the first and the last turn of one rank's work
 QUICKER = 0.10  # that a step may be than its busiest rank's work, for noise
 SAME = 1e-4  # of losses, relative
-ROWS, CONTEXT, WIDTH, LAYERS, HEADS = 4, 128, 256, 4, 4
+ROWS, CONTEXT, WIDTH, LAYERS, HEADS = 4, 96, 256, 4, 4
 MLP_ROWS, MLP_WIDTH = 128, 512
 WAIT = 0.006  # seconds of F, I and W of a stage that waits
 
