@@ -4,7 +4,7 @@ What `pipeline.plan` prints for Llama 3 8B on v5p is compiled by the TPU compile
 is described and not there, loss, gradients and Adam's update, and the compiler's bytes of a chip
 stand beside the planner's. Within 10% is wanted; if one is not, or does not compile, the exit code
 is 1. Plans without a pipeline are XLA's own FSDP, no step of ours, and are left out. Needs
-`libtpu` and no TPU; a plan takes one to three minutes of one core.
+`libtpu` and no TPU; a plan takes some minutes of one core.
 """
 
 from __future__ import annotations
@@ -82,7 +82,14 @@ def case_of(one: Estimate, devices: int, seq: int) -> Case:
     axes = {name: size for name, size in axes.items() if size > 1}
     axes.setdefault("data", 1)
     return Case(
-        TOPOLOGIES[devices], axes, config, options, at.rows, seq, at.microbatches, at.chunks
+        TOPOLOGIES[devices],
+        axes,
+        config,
+        options,
+        chunks=at.chunks,
+        rows=at.rows,
+        length=seq,
+        microbatches=at.microbatches,
     )
 
 
