@@ -367,9 +367,9 @@ def elsewhere(some: Sequence[Config], rounds: int) -> list[Step]:
 
 def conclusion(steps: Sequence[Step]) -> str:
     """What a reader should know."""
-    errors = {step: abs(step.error) for step in steps}
-    middle, worst = statistics.median(errors.values()), max(steps, key=lambda one: errors[one])
-    met = middle <= MEDIAN and errors[worst] <= WORST
+    middle = statistics.median(abs(step.error) for step in steps)
+    worst = max(steps, key=lambda one: abs(one.error))
+    met = middle <= MEDIAN and abs(worst.error) <= WORST
     noisy = max(step.spread / step.taken for step in steps)
     return (
         f"{len(steps)} steps predicted from calibrations: median error {middle:.1%}, worst "
