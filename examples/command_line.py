@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=_whole(1), default=4, help="attention heads")
     add("--context", type=_whole(2), default=128, help="bytes the model sees")
     add("--batch-size", type=_whole(1), default=32, help="sequences per step")
+    add("--resume", action="store_true", help="go on with the run in --out")
     add("--learning-rate", type=_positive, default=6e-3, help="peak of the schedule")
     return parser
 

@@ -3,10 +3,11 @@
     python examples/train_gpt.py                  # 8 virtual CPU devices: data 2 x stage 4
     python examples/train_gpt.py --plain          # the same model and batches, no pipeline
     python examples/train_gpt.py --schedule gpipe --stages 8 --data 1
+    python examples/train_gpt.py --resume         # go on where a run was stopped
 
-The folder ``--out`` gets timeline.png, loss.png, losses.json and ``state``, an Orbax checkpoint.
-Exit status: 0; 1 when the loss is no longer finite; 2 for a bad option; 130 after Ctrl-C. State
-is saved in every case but 2.
+The folder ``--out`` gets timeline.png, loss.png, losses.json and ``state``, the run's checkpoints.
+Exit status: 0; 1 when the loss is no longer finite; 2 for a bad option; 130 after Ctrl-C and 143
+after SIGTERM. State is saved in every case but 2. `gpt.toml` is the same job as a configuration.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
+import shutil
 import sys
-import time
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import baselines
 import clocks
@@ -31,12 +33,17 @@ import command_line
 import corpus
 import devices
 import gpt
+import gpt_run
 import plots
-import sample
-import state
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline import make_optimizer as of_layers
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.faults import stop_on_signals
+from pipeline.training.generation import generate
+from pipeline.training.records import Progress
+from pipeline.training.step import NotFiniteError, Step
+from pipeline.training.trainer import Trainer, mean_loss
 from plain import Plain
 from schedules import ScheduleError
 from schedules.drawing.draw import save_timeline
@@ -46,24 +53,7 @@ Model = Pipeline | Plain
 HELD_OUT_BATCHES = 32
 PROMPT = b"def "
 SAMPLE_BYTES = 300
-
-
-class DivergedError(Exception):
-    """The loss of a step is not finite."""
-
-
-@dataclass
-class Log:
-    """What training leaves behind, also when it stops early."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    before: state.State = field(default_factory=dict)  # the state that the last step started from
-    good: state.State = field(default_factory=dict)  # the latest that gave a finite loss
-
-    def step_seconds(self) -> float:
-        """Median over steps; the first compiles."""
-        return float(np.median(self.seconds[1:] or self.seconds or [math.nan]))
+EXITS = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +61,6 @@ def main(argv: list[str] | None = None) -> int:
     options = command_line.parse(argv)
     console = Console(highlight=False, markup=False)
     model = make_model(options)
-    optimizer = make_optimizer(model, options)
     text = corpus.read()
     console.print(
         f"{text.files} files, {len(text.train):,} bytes to train on, {len(text.held_out):,} held "
@@ -82,21 +71,37 @@ def main(argv: list[str] | None = None) -> int:
         console.print(model.describe(), soft_wrap=True)
         timing = clocks.Timing.of(model, (rows_of(options), options.context, options.width))
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = Log()
-    try:
-        train(model, optimizer, text.train, options, log, console, timing)
-    except KeyboardInterrupt:
-        return stop(options, log, f"interrupted in step {len(log.losses) + 1}", 130)
-    except DivergedError as error:
-        good = state.save(options.out / "state-good", log.good)
-        remedy = f"{good} holds the last state with a finite loss; try a lower --learning-rate"
-        return stop(options, log, f"{error}; {remedy}", 1)
+    log = Losses(options)
+    bar = Progress(options.steps, console=console)
+    with stop_on_signals() as stop, open_checkpoints(options) as checkpoints:
+        trainer = make_trainer(
+            model,
+            text,
+            options,
+            checkpoints=checkpoints,
+            checkpoint_interval=log.interval,
+            recorders=[bar],
+            hooks=[log],
+            stop=stop,
+        )
+        try:
+            log.start(trainer.resume() if options.resume else None)
+            ended = trainer.run()
+        except NotFiniteError as error:
+            remedy = "try a lower --learning-rate"
+            return end(options, log, trainer, f"{error}; {remedy}", 1)
+        finally:
+            bar.close()
+    if not ended:
+        given = [one for one in (sys.argv[1:] if argv is None else argv) if one != "--resume"]
+        how = shlex.join(["python", str(Path(__file__)), *given, "--resume"])
+        why = f"{stop.reason} after step {trainer.done} of {options.steps}; go on with: {how}"
+        return end(options, log, trainer, why, EXITS[stop.reason])
 
-    state.save(options.out / "state", state.snapshot(options.steps, model, optimizer))
-    evaluate(model, text, options, log, console)
+    evaluate(trainer, text, options, log, console)
     if timing:
-        for line in timing.table(1e3 * log.step_seconds(), devices.cores()):
+        seconds = np.median(trainer.seconds[1:] or trainer.seconds or [math.nan])
+        for line in timing.table(1e3 * float(seconds), devices.cores()):
             console.print(line)
         save_timeline(timing.reports, options.out / "timeline.png", title="One step, in ms")
     console.print(
@@ -134,103 +139,97 @@ def rows_of(options: argparse.Namespace) -> int:
     return options.batch_size // (options.microbatches * options.data)
 
 
-def make_optimizer(model: Model, options: argparse.Namespace) -> nnx.Optimizer:
-    """AdamW with warm-up, cosine decay and a clipped global norm."""
+def make_trainer(
+    model: Model, text: corpus.Corpus, options: argparse.Namespace, **more: Any
+) -> Trainer:
+    """AdamW with warm-up, cosine decay and a clipped global norm, over random windows."""
     warm_up, peak = max(1, options.steps // 10), options.learning_rate
     rate = optax.warmup_cosine_decay_schedule(
         peak / warm_up, peak, warm_up, max(options.steps, warm_up + 1), end_value=peak / 20
     )
     adam = optax.adamw(rate, b2=0.95, weight_decay=0.1)
-    clip = optax.clip_by_global_norm(1.0)
+    optimizer: Any
     if isinstance(model, Pipeline):
-        return of_layers(model, clip, adam)
-    return nnx.Optimizer(model, optax.chain(clip, adam), wrt=nnx.Param)
+        optimizer = of_layers(model, adam)
+    else:
+        optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    sizes = {"batch_size": options.batch_size, "context": options.context}
+    return Trainer(
+        Step(model, optimizer, clip=1.0),
+        gpt_run.batches(text.train, seed=options.seed, **sizes),
+        steps=options.steps,
+        stop_after=1,
+        **more,
+    )
 
 
-@nnx.jit
-def train_step(
-    model: Model, optimizer: nnx.Optimizer, tokens: jax.Array, targets: jax.Array
-) -> jax.Array:
-    """One update; returns the loss before it."""
-    loss, grads = model.value_and_grad(tokens, targets)
-    optimizer.update(model, grads)
-    return loss
+def open_checkpoints(options: argparse.Namespace) -> Checkpoints:
+    """Those of the run in ``--out``; an older run's are dropped, unless it is resumed."""
+    folder = options.out / "state"
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        checkpoints = Checkpoints(folder)
+        if checkpoints.steps and not options.resume:
+            shutil.rmtree(folder)
+            checkpoints = Checkpoints(folder)
+    except (ValueError, OSError) as error:
+        command_line.fail(f"--out {options.out}: {error}")
+    return checkpoints
 
 
-@nnx.jit
-def held_out_loss(model: Model, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """Forward only."""
-    return model.loss(tokens, targets)
+class Losses:
+    """The losses of all steps, kept in losses.json, by which runs can be compared."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.interval = max(1, options.steps // 10)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def start(self, done: int | None) -> None:
+        """Take over what a run that goes on after that step has written."""
+        path = self.options.out / "losses.json"
+        if done and path.exists():
+            kept = json.loads(path.read_text())
+            self.losses, self.seconds = kept["losses"][:done], kept["seconds"][:done]
+
+    def __call__(self, _: Trainer, record: Any) -> None:
+        self.losses.append(record["loss"])
+        self.seconds.append(record["seconds"]["step"])
+        if record["step"] % self.interval == 0:
+            self.save()
+
+    def save(self, **more: float) -> None:
+        """Write the file."""
+        unwritten = ("out", "resume")
+        settings = {k: value for k, value in vars(self.options).items() if k not in unwritten}
+        content = {"options": settings, "losses": self.losses, "seconds": self.seconds, **more}
+        (self.options.out / "losses.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def train(
-    model: Model,
-    optimizer: nnx.Optimizer,
-    text: corpus.Bytes,
-    options: argparse.Namespace,
-    log: Log,
-    console: Console,
-    timing: clocks.Timing | None,
-) -> None:
-    """All steps, below a progress bar.
-
-    Raises:
-      DivergedError: a loss is not finite.
-    """
-    bubble = f" · predicted bubble {timing.bubble:.1%}" if timing else ""
-    text_column = TextColumn("{task.fields[status]}")
-    columns = MofNCompleteColumn(), BarColumn(20), text_column, TimeRemainingColumn()
-    shape = {"size": options.batch_size, "context": options.context}
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("train", total=options.steps, status="compiling")
-        for step in range(options.steps):
-            log.before = state.snapshot(step, model, optimizer)
-            log.good = log.good or log.before
-            start = time.perf_counter()
-            batch = corpus.batch(text, step=step, seed=options.seed, **shape)
-            loss = float(train_step(model, optimizer, *batch))
-            log.seconds.append(time.perf_counter() - start)
-            log.losses.append(loss)
-            if not math.isfinite(loss):
-                raise DivergedError(f"loss is {loss} in step {step + 1} of {options.steps}")
-            log.good = log.before
-            rate = options.batch_size * options.context / log.step_seconds()
-            status = f"loss {loss:.3f} · {rate:,.0f} tokens/s{bubble}"
-            progress.update(bar, advance=1, status=status)
-            if not console.is_terminal and (step + 1) % max(1, options.steps // 10) == 0:
-                console.print(f"step {step + 1}/{options.steps} · {status}")
-
-
-def stop(options: argparse.Namespace, log: Log, why: str, status: int) -> int:
+def end(options: argparse.Namespace, log: Losses, trainer: Trainer, why: str, status: int) -> int:
     """Save what there is and say so."""
-    saved = state.save(options.out / "state", log.before)
-    save_losses(options, log)
-    print(f"stopped: {why}; {saved} holds the state before that step", file=sys.stderr)
+    trainer.save()
+    trainer.close()
+    log.save()
+    print(f"stopped: {why}; {options.out / 'state'} holds the state", file=sys.stderr)
     return status
 
 
-def save_losses(options: argparse.Namespace, log: Log, **more: float) -> None:
-    """Write losses.json, by which runs can be compared."""
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    content = {"options": settings, "losses": log.losses, "seconds": log.seconds, **more}
-    (options.out / "losses.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
 def evaluate(
-    model: Model,
+    trainer: Trainer,
     text: corpus.Corpus,
     options: argparse.Namespace,
-    log: Log,
+    log: Losses,
     console: Console,
 ) -> None:
     """Print held-out losses and a sample; save the losses and their curve."""
-    count = HELD_OUT_BATCHES * options.batch_size
-    tokens, targets = corpus.even_windows(text.held_out, count=count, context=options.context)
-    batches = zip(
-        np.split(tokens, HELD_OUT_BATCHES), np.split(targets, HELD_OUT_BATCHES), strict=True
-    )
+    model: Any = trainer.step.model
+    sizes = {"batch_size": options.batch_size, "context": options.context}
+    batches = gpt_run.held_out(count=HELD_OUT_BATCHES, **sizes)
+    tokens, targets = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     levels = {
-        "held-out": float(np.mean([held_out_loss(model, *batch) for batch in batches])),
+        "held-out": mean_loss(trainer.step, batches),
         "bigram": baselines.bigram(text.train, tokens, targets),
         "unigram": baselines.unigram(text.train, targets),
     }
@@ -238,13 +237,12 @@ def evaluate(
     for name, level in levels.items():
         console.print(f"  {'this model' if name == 'held-out' else name:<10} {level:.4f}")
 
-    written = sample.generate(
-        model, PROMPT, length=SAMPLE_BYTES, context=options.context, seed=options.seed
-    )
+    how = {"temperature": 0.8, "seed": options.seed, "context": options.context}
+    written = generate(model, PROMPT, length=SAMPLE_BYTES, **how)
     console.rule("a sample")
-    console.print(written.decode(errors="replace"))
+    console.print(bytes(written).decode(errors="replace"))
     console.rule()
-    save_losses(options, log, **levels)
+    log.save(**levels)
     plots.save_losses(options.out / "loss.png", log.losses, levels)
 
 

@@ -145,6 +145,10 @@ class Step:
         self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
         sharding = optimizer.step.get_value().sharding
         self._everywhere = sharding if isinstance(sharding, NamedSharding) else None
+        # Virtual CPU devices share few threads, on which two programs with collectives in flight
+        # may wait for each other for ever: there a call returns when its program has ended.
+        places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
+        self._waits = len(places) > 1 and all(d.platform == "cpu" for d in places)
         self._carry = self._replicated(_start(loss_scale))
         self.ema = None if ema is None else self._mean_of_weights()
         self._sums: Tree = None
@@ -183,7 +187,9 @@ class Step:
             return self._run_fused(batch, sums, weight)
         if self._sums is None:
             self._sums = self._zeros()
-        leaves, self._sums = self._added(self._leaves(), self._sums, self._carry, batch, weight)
+        leaves, self._sums = self._ended(
+            self._added(self._leaves(), self._sums, self._carry, batch, weight)
+        )
         self._write(leaves)
         return None
 
@@ -191,7 +197,8 @@ class Step:
         self, inputs: Tree, targets: Tree, *, extras: Extras = None
     ) -> tuple[jax.Array, Tree]:
         """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``."""
-        leaves, loss, grads = self._taken(self._leaves(), self._carry, (inputs, targets, extras))
+        batch = inputs, targets, extras
+        leaves, loss, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
         self._write(leaves)
         return loss, grads
 
@@ -213,7 +220,8 @@ class Step:
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
         mean = self.ema if ema else None
-        return self._evaluated(ema, self._leaves(), mean, (inputs, targets, extras))
+        batch = inputs, targets, extras
+        return self._ended(self._evaluated(ema, self._leaves(), mean, batch))
 
     @property
     def pending(self) -> int:
@@ -310,7 +318,10 @@ class Step:
     def _keep(self, leaves: Any, mean: Tree, carry: Any, metrics: Metrics) -> Metrics:
         self._write(leaves)
         self.ema, self._carry = mean, carry
-        return metrics
+        return self._ended(metrics)
+
+    def _ended(self, found: Any) -> Any:
+        return jax.block_until_ready(found) if self._waits else found
 
     def _replicated(self, tree: Tree) -> Tree:
         """Scalars where the optimizer's count lies, so that no step compiles again for them."""

@@ -320,11 +320,11 @@ class Trainer:
             return
         batch = running.batch
         why = self.step.diagnose(batch.inputs, batch.targets, extras=batch.extras)
-        first = running.number - int(metrics.in_a_row) + 1
-        raise NotFiniteError(
-            f"updates {first} to {running.number} were not finite, {int(metrics.in_a_row)} in a "
-            f"row: {why}"
-        )
+        count, last = int(metrics.in_a_row), running.number
+        which = f"update {last} was not finite"
+        if count > 1:
+            which = f"updates {last - count + 1} to {last} were not finite, {count} in a row"
+        raise NotFiniteError(f"{which}: {why}")
 
     def _tell(self, record: Record) -> None:
         for recorder in self._recorders:

@@ -7,17 +7,17 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -26,6 +26,8 @@ import corpus
 import gpt
 import schedules
 import train_gpt
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer
 from tests.conftest import DEVICES
 
 TINY = ["--width=8", "--heads=2", "--context=16", "--batch-size=8", "--microbatches=4", "--steps=5"]
@@ -43,11 +45,9 @@ def _settings() -> Iterator[None]:
 def losses(arguments: list[str]) -> np.ndarray:
     """Train as the command line does; the loss of every step."""
     options = command_line.parse(arguments)
-    model = train_gpt.make_model(options)
-    optimizer = train_gpt.make_optimizer(model, options)
-    log, quiet = train_gpt.Log(), Console(quiet=True)
-    train_gpt.train(model, optimizer, corpus.read().train, options, log, quiet, None)
-    return np.array(log.losses)
+    trainer = train_gpt.make_trainer(train_gpt.make_model(options), corpus.read(), options)
+    assert trainer.run()
+    return np.array(trainer.losses)
 
 
 def test_a_run_from_the_command_line_leaves_all_its_files(tmp_path: Path) -> None:
@@ -72,8 +72,7 @@ def test_a_run_from_the_command_line_leaves_all_its_files(tmp_path: Path) -> Non
     result = json.loads((tmp_path / "out/losses.json").read_text())
     assert len(result["losses"]) == 5
     assert result["bigram"] < result["unigram"]
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(tmp_path / "out/state")["step"] == 5
+    assert Checkpoints(tmp_path / "out/state", read_only=True).steps[-1] == 5
 
 
 @pytest.fixture(scope="module")
@@ -134,37 +133,36 @@ def test_a_loss_that_is_not_finite_stops_and_saves(
 ) -> None:
     arguments = [*TINY, *TWO_STAGES, "--plain", "--learning-rate=1e30", "--out", str(tmp_path)]
     assert train_gpt.main(arguments) == 1
-    assert (
-        f"stopped: loss is nan in step 3 of 5; {tmp_path}/state-good holds the last state with a "
-        f"finite loss; try a lower --learning-rate; {tmp_path}/state holds the state before that "
-        f"step\n"
-    ) in capsys.readouterr().err
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(tmp_path / "state")["step"] == 2
-        good = checkpointer.restore(tmp_path / "state-good")
-    assert good["step"] == 1
-    assert np.isfinite(good["model"]["embed"]["table"]).all()
-    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("stopped: update 2 was not finite: of the gradients embed.table "), said
+    assert said.endswith(f"; try a lower --learning-rate; {tmp_path}/state holds the state\n")
+    assert Checkpoints(tmp_path / "state", read_only=True).steps[0] == 1
+    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 2
 
 
-def test_an_interrupt_saves_the_state_before_the_step(
+def test_a_run_that_was_interrupted_goes_on_by_one_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    whole = losses([*TINY, *TWO_STAGES, "--plain"])
+    begin, given = Trainer._next, [*TINY, *TWO_STAGES, "--plain", "--out", str(tmp_path)]
 
-    def interrupted(*arguments: object) -> float:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return 5.0
+    def interrupted(self: Trainer, before: Any) -> Any:
+        if self.done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return begin(self, before)
 
-    monkeypatch.setattr(train_gpt, "train_step", interrupted)
-    assert train_gpt.main([*TINY, "--plain", "--out", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == (
-        f"stopped: interrupted in step 3; {tmp_path}/state holds the state before that step\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_next", interrupted)
+        assert train_gpt.main(given) == 130
+    *_, said = capsys.readouterr().err.splitlines()
+    how = f"python {train_gpt.__file__} {' '.join(given)} --resume"
+    assert said == (
+        f"stopped: SIGINT after step 3 of 5; go on with: {how}; {tmp_path}/state holds the state"
     )
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(tmp_path / "state")["step"] == 2
+    assert train_gpt.main([*given, "--resume"]) == 0
+    found = json.loads((tmp_path / "losses.json").read_text())
+    assert found["losses"] == whole.tolist()
+    assert set(found["options"]) == set(vars(command_line.parse([]))) - {"out", "resume"}
 
 
 @pytest.mark.parametrize(
