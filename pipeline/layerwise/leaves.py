@@ -3,9 +3,10 @@
 Letters: S ranks, K stages. `pipeline.layerwise.convert` gives all layers of a tree at once. A
 checkpoint wants them one by one, of weights, of other state and of an optimizer: each a `Leaf`
 under its path in the model without a pipeline, ``stages.3.up`` or ``head.kernel``, whatever S, V
-and the placement. A leaf is read out of a row of a stack [S, ...] into an array of its own, shared
-by all ranks along a dim that S divides, and is written back in the same way, so that no device and
-no process ever holds more of other ranks than one leaf.
+and the placement. A leaf is read out of a row of a stack [S, ...] into an array of its own, and
+written back in the same way. With one process it lies on the devices of its rank, and nothing is
+sent. Several processes write arrays that all have a part of: then it is shared by all ranks along a
+dim that S divides, and no device ever holds more of other ranks than one leaf.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
 from pipeline.base.tree import Tree, is_key, nbytes
@@ -81,6 +83,7 @@ class Cell:
         elif not issubclass(self._type, jax.Array):
             value = np.asarray(value)
         self._put(value)
+        self.value = None
 
 
 @dataclass(frozen=True)
@@ -113,47 +116,131 @@ class Leaf:
 
     @property
     def type(self) -> Any:
-        """Its shape and dtype, and how it is shared while it is read or written."""
+        """Its shape and dtype, and where it lies while it is read or written."""
         value = self.cell.value
         sharding: Any = getattr(value, "sharding", None)
         if self.rank is not None or self.shape != value.shape:
             rest = tuple(sharding.spec)[1:] if self.rank is not None and self.spot is None else ()
-            sharding = NamedSharding(self.cell.mesh, _shared(self.shape, rest, self.cell.mesh))
+            if self.rank is not None and sharding.is_fully_addressable:
+                sharding = NamedSharding(_mesh_of_rank(self.cell.mesh, self.rank), P(*rest))
+            else:
+                mesh = self.cell.mesh
+                sharding = NamedSharding(mesh, _shared(self.shape, rest, mesh))
         return jax.ShapeDtypeStruct(self.shape, value.dtype, sharding=sharding)
 
     def read(self) -> jax.Array:
         """The leaf, as an array of its own."""
         value, out = self.cell.value, self.type.sharding
-        if self.rank is not None:
-            with_spot = {"spot": self.spot, "impl": self._impl}
-            return _row(value, np.int32(self.rank), **with_spot, out=out)
-        return value if self.shape == value.shape else _cut(value, rows=self.shape[0], out=out)
+        if self.rank is None:
+            return value if self.shape == value.shape else _cut(value, rows=self.shape[0], out=out)
+        how: Any = {"spot": self.spot, "impl": self._impl}
+        if value.sharding.is_fully_addressable:
+            row = _row_of(value, self.rank)
+            return row if self.spot is None else _part(row, **how, out=out)
+        # One after the other: programs that all devices take part in, many at once, can starve
+        # each other of the threads that virtual CPU devices share.
+        return jax.block_until_ready(_sent_row(value, np.int32(self.rank), **how, out=out))
 
     def write(self, leaf: jax.Array) -> None:
         """Have the cell hold it."""
         value = self.cell.value
         out = getattr(value, "sharding", None)
-        if self.rank is not None:
-            with_spot = {"spot": self.spot, "impl": self._impl}
-            self.cell.value = _with_row(value, leaf, np.int32(self.rank), **with_spot, out=out)
-        elif self.shape == value.shape:
-            self.cell.value = leaf
+        how: Any = {"spot": self.spot, "impl": self._impl}
+        if self.rank is None:
+            same = self.shape == value.shape
+            self.cell.value = leaf if same else _padded(leaf, shape=value.shape, out=out)
+        elif value.sharding.is_fully_addressable:
+            if self.spot is not None:
+                row = _row_of(value, self.rank)
+                leaf = _filled(row, leaf, **how, out=row.sharding)
+            self.cell.value = _with_row(value, leaf)
         else:
-            self.cell.value = _padded(leaf, shape=value.shape, out=out)
+            value = _with_sent_row(value, leaf, np.int32(self.rank), **how, out=out)
+            self.cell.value = jax.block_until_ready(value)  # as in `read`
 
     @property
     def _impl(self) -> str | None:
         return self.cell.kind[4:-1] or None
 
 
-def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> PartitionSpec:
+# --- one process: rows are the arrays that their ranks' devices hold ---
+
+
+def _mesh_of_rank(mesh: Any, rank: int) -> Mesh:
+    """The devices of one rank."""
+    axis = mesh.axis_names.index(STAGE)
+    names = tuple(name for name in mesh.axis_names if name != STAGE)
+    if not names:
+        return Mesh(np.take(mesh.devices, [rank], axis), (STAGE,))
+    return Mesh(np.take(mesh.devices, rank, axis), names)
+
+
+def _row_of(stack: jax.Array, rank: int) -> jax.Array:
+    """A row of a stack, on the devices of its rank."""
+    sharding: Any = stack.sharding
+    mesh = _mesh_of_rank(sharding.mesh, rank)
+    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    spec = NamedSharding(mesh, P(*tuple(sharding.spec)[1:]))
+    shape = stack.shape[1:]
+    rows = [_reshaped(held[one], held[one].shape[1:]) for one in _devices(spec, shape)]
+    return jax.make_array_from_single_device_arrays(shape, spec, rows)
+
+
+def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
+    """The stack with another row, that of the devices on which it is; the others stay."""
+    held = {shard.device: shard.data for shard in stack.addressable_shards}
+    for shard in row.addressable_shards:
+        held[shard.device] = _reshaped(shard.data, (1, *shard.data.shape))
+    rows = [held[one] for one in _devices(stack.sharding, stack.shape)]
+    return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
+
+
+def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
+    return list(sharding.addressable_devices_indices_map(shape))
+
+
+def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of one device, which keeps it; on a CPU without a program to be compiled."""
+    (device,) = array.devices()
+    if device.platform == "cpu":
+        return jax.device_put(np.asarray(array).reshape(shape), device)
+    return array.reshape(shape)
+
+
+def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:
+    if impl is None:
+        return spot.read(row)
+    return jax.random.key_data(spot.read(jax.random.wrap_key_data(row, impl=impl)))
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _part(row: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
+    """A leaf out of a row."""
+    return jax.lax.with_sharding_constraint(_part_of(row, spot, impl), out)
+
+
+@functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
+def _filled(row: Any, leaf: Any, *, spot: Spot, impl: str | None, out: Any) -> jax.Array:
+    """A row with a leaf in it."""
+    if impl is None:
+        found = spot.fill(row, leaf)
+    else:
+        cell, key = (jax.random.wrap_key_data(x, impl=impl) for x in (row, leaf))
+        found = jax.random.key_data(spot.fill(cell, key))
+    return jax.lax.with_sharding_constraint(found, out)
+
+
+# --- several processes, which write and read arrays of all of them: rows are sent ---
+
+
+def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
     """Over which axes a leaf is shared: those of its dims, and ``stage`` along a further one."""
     entries = [*names, *[None] * (len(shape) - len(names))][: len(shape)]
     S = mesh.shape.get(STAGE, 1)
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
         if entry is None and size and size % S == 0:
-            return PartitionSpec(*entries[:dim], STAGE, *entries[dim + 1 :])
-    return PartitionSpec(*entries)
+            return P(*entries[:dim], STAGE, *entries[dim + 1 :])
+    return P(*entries)
 
 
 def _bits(array: jax.Array) -> jax.Array:
@@ -177,24 +264,21 @@ def _is_row(stack: jax.Array, rank: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any) -> jax.Array:
+def _sent_row(stack: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any) -> jax.Array:
     """A leaf of a rank; what others have is no part of the sum, since an index would gather it."""
     masked = jnp.where(_is_row(stack, rank), _bits(stack), jnp.zeros((), _bits(stack).dtype))
     row = _of_bits(masked.sum(axis=0, dtype=masked.dtype), stack.dtype)
-    if spot is not None and impl is not None:
-        row = jax.random.key_data(spot.read(jax.random.wrap_key_data(row, impl=impl)))
-    elif spot is not None:
-        row = spot.read(row)
+    row = row if spot is None else _part_of(row, spot, impl)
     return jax.lax.with_sharding_constraint(row, out)
 
 
 @functools.partial(jax.jit, static_argnames=("spot", "impl", "out"))
-def _with_row(
+def _with_sent_row(
     stack: Any, leaf: Any, rank: Any, *, spot: Spot | None, impl: str | None, out: Any
 ) -> jax.Array:
     """The stack with a leaf in a rank's row."""
     names = () if spot is not None else tuple(out.spec)[1:]
-    leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, PartitionSpec(*names)))
+    leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(out.mesh, P(*names)))
     if spot is None:
         rows = leaf[None]
     elif impl is None:
@@ -404,4 +488,4 @@ def _unplanned(view: LayerView, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
 
 def replicated(value: Any, mesh: Any) -> jax.Array:
     """What every process has, as an array of all of them."""
-    return distribute(np.asarray(value), NamedSharding(mesh, PartitionSpec()))
+    return distribute(np.asarray(value), NamedSharding(mesh, P()))
