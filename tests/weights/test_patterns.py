@@ -76,8 +76,8 @@ def test_any_slice(
         (
             row("w", "d z", ("a", "d z")),
             (
-                "row 'w': the pattern 'd z' has the letter 'z', and the model has sizes for d k g c f "
-                "h o"
+                "row 'w': the pattern 'd z' has the letter 'z', and the model has sizes for d k g "
+                "c f h o"
             ),
         ),
         (

@@ -111,4 +111,5 @@ def test_logits_and_greedy_words_of_the_reference(case: str, tmp_path: Path):
     assert same(given, out)
     back = type(model).from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        np.testing.assert_array_equal(back(tokens).logits.numpy(), logits)
+        # Not bit by bit: it may choose another attention now.
+        np.testing.assert_allclose(back(tokens).logits.numpy(), logits, rtol=0, atol=1e-5)
