@@ -12,13 +12,14 @@ Letters: b = sequences, t = positions, d = width, v = words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
+from pipeline import vocabulary as shared
 from pipeline.layers import (
     ColumnLinear,
     LayerNorm,
@@ -31,6 +32,7 @@ from pipeline.layers import (
 from pipeline.models.attention import DecoderAttention
 from pipeline.models.config import ACTIVATIONS, DecoderConfig
 
+Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # of initial tables
 
 
@@ -186,7 +188,7 @@ class Head(VocabularyHead):
 class Parts(nnx.Module):
     """A decoder in parts, `stages`, `embed` and `head`, which may share a table."""
 
-    def __init__(self, stages: list[Stage], embed: Embedding, head: Head) -> None:
+    def __init__(self, stages: list[Stage], embed: Any, head: Any) -> None:
         self.stages, self.embed, self.head = nnx.List(stages), embed, head
 
 
@@ -197,7 +199,8 @@ def build(
     *,
     dtype: Any = jnp.float32,
     activations: Any = None,
-) -> tuple[list[Stage], Embedding, Head]:
+    vocabulary: Mode = "ends",
+) -> tuple[list[Stage], Any, Any]:
     """Stages, embed and head of a decoder.
 
     Args:
@@ -207,10 +210,13 @@ def build(
         them or to read a checkpoint into.
       dtype: of the parameters.
       activations: of activations, by default that of the parameters.
+      vocabulary: as of `Pipeline`; with "stage" embed and head are those of `pipeline.vocabulary`.
 
     Raises:
-      ValueError: counts that do not add up to the config's layers.
+      ValueError: counts that do not add up to the config's layers; or ranks that are to share what
+        they cannot: embeddings that are scaled or have positions, logits with a soft cap.
     """
+    check_shared(config, vocabulary)
     if sum(counts) != config.layers or not counts or min(counts) < 0:
         raise ValueError(
             f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "
@@ -221,12 +227,52 @@ def build(
         blocks = [Block(config, n, rngs, dtype=dtype) for n in range(config.layers)]
         firsts = [sum(counts[:k]) for k in range(len(counts))]
         stages = [Stage(blocks[n : n + c]) for n, c in zip(firsts, counts, strict=True)]
+        if vocabulary == "stage":
+            return Parts(stages, *_shared_ends(config, rngs, dtype, activations))
         embed = Embedding(config, rngs, dtype=dtype, activations=activations)
         table = embed.table if config.tied else None
         return Parts(stages, embed, Head(config, rngs, table=table, dtype=dtype))
 
     parts = nnx.eval_shape(lambda: make(nnx.Rngs(0))) if rngs is None else make(rngs)
     return list(parts.stages), parts.embed, parts.head
+
+
+def check_shared(config: DecoderConfig, vocabulary: Any) -> None:
+    """Refuse ends that ranks cannot share.
+
+    Raises:
+      ValueError: embeddings that are scaled or have positions, or logits with a soft cap.
+    """
+    found = {
+        f"embeddings that are multiplied with {config.embedding_scale}": config.embedding_scale,
+        f"{config.positions} learned positions": None if config.rope else config.positions,
+        f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap,
+    }
+    has = [text for text, value in found.items() if value is not None]
+    if vocabulary == "stage" and has:
+        raise ValueError(
+            f"vocabulary='stage' with {' and '.join(has)}: ranks share the table of a plain "
+            f"embedding and head; use vocabulary='ends'"
+        )
+
+
+def _shared_ends(
+    config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
+) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
+    """Embed and head of which each rank may hold some of the words."""
+    sizes = config.vocabulary, config.width
+    embed = shared.VocabularyEmbedding(
+        *sizes, rngs=rngs, dtype=activations, param_dtype=dtype, scale=SPREAD
+    )
+    head = shared.VocabularyHead(
+        *sizes,
+        rngs=None if config.tied else rngs,
+        norm=_norm(config, dtype),
+        tied=embed if config.tied else None,
+        param_dtype=dtype,
+        scale=SPREAD,
+    )
+    return embed, head
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -92,7 +92,8 @@ def load(
     config = family.config(checkpoint.config)
     counts = count_blocks(config.layers, num_stages, layout, mesh)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
-    stages, embed, head = build(config, counts, dtype=stored, activations=activations)
+    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
+    stages, embed, head = build(config, counts, dtype=stored, activations=activations, **shared)
     pipe = Pipeline(stages, num_microbatches, embed=embed, head=head, mesh=mesh, **options)
     _read(pipe, checkpoint, family)
     return pipe
