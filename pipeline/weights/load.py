@@ -9,7 +9,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Origin:
       config: the text of config.json.
     """
 
-    family: Family
+    family: Family = field(compare=False)  # compared and hashed at every step, with the module
     config: str
 
 

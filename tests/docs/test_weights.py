@@ -16,6 +16,7 @@ from tests.weights import tiny
 PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     tiny.write(
         tmp_path / "checkpoint", tiny.CONFIGS["llama"], tiny.tensors_of(tiny.CONFIGS["llama"])
