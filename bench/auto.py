@@ -70,7 +70,7 @@ def contest(setting: Setting) -> Result:
     fits = [f for f in known(setting) if isinstance(f, Find) and f.peak <= setting.limit]
     found = search(setting, fits, BUDGET, seed=0)
     best = min([*fits, *found], key=lambda find: round(find.makespan, 9))
-    schedule = check(best.get(), memory_limit=setting.limit)
+    schedule = check(best.get(), max_activations=setting.limit)
     assert simulate(schedule, setting.costs, setting.clock).makespan <= best.makespan + 1e-9
     variants = [find for find in fits if find.name.startswith("zb_auto")]
     families = [find for find in fits if find not in variants]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import is_one_of, need
+from schedules.core.arguments import is_one_of, need, renamed
 from schedules.core.costs import Costs
 from schedules.families import FAMILIES
 from schedules.families.constructions.sizes import check_sizes
@@ -17,8 +17,8 @@ from schedules.search.merge import merge as merge_halves
 
 # Made to measure: these also take the options named, as keywords.
 _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
-    "zb_auto": (zb_auto, ("costs", "memory_limit", "weight_memory")),
-    "auto": (build_auto, ("costs", "memory_limit", "clock")),
+    "zb_auto": (zb_auto, ("costs", "max_activations", "weight_memory")),
+    "auto": (build_auto, ("costs", "max_activations", "clock")),
 }
 
 # Those that run I and W, which `merge` joins where that loses nothing.
@@ -39,6 +39,7 @@ def options(name: str) -> tuple[str, ...]:
     return _TAILORED[name][1] if name in _TAILORED else ()
 
 
+@renamed("memory_limit", "max_activations")
 def build(
     name: str,
     *,
@@ -46,7 +47,7 @@ def build(
     num_microbatches: int,
     num_stages: int | None = None,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    max_activations: float | None = None,
     weight_memory: float | None = None,
     clock: str | None = None,
     merge: bool = False,
@@ -59,7 +60,7 @@ def build(
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations, for a family that is made to measure (`options`), and for ``merge``.
-      memory_limit: how many stage inputs a rank may hold at once, likewise.
+      max_activations: how many stage inputs a rank may hold at once, likewise.
       weight_memory: how much of an input is held from I to W, likewise.
       clock: which clock it should be quick under, likewise.
       merge: for a family of `SPLIT`: a W that fills no idle time stays in its B, as far as the
@@ -87,7 +88,7 @@ def build(
     sizes = check_sizes(num_ranks, num_microbatches, num_stages)
     wishes = {
         "costs": costs,
-        "memory_limit": memory_limit,
+        "max_activations": max_activations,
         "weight_memory": weight_memory,
         "clock": clock,
     }

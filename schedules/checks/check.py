@@ -15,7 +15,7 @@ import numpy as np
 from schedules.checks.faults import MOST_NAMED, Culprit, Fault, error
 from schedules.checks.rules import RULES, Case, inspect
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import is_number
+from schedules.core.arguments import is_number, renamed
 from schedules.core.costs import Times
 from schedules.core.events import run
 from schedules.core.flat import B, F, I, activations, is_dense, once
@@ -25,7 +25,8 @@ from schedules.core.timetable import Timetable
 Made = TypeVar("Made", bound=Timetable)
 
 
-def check(schedule: Made, *, memory_limit: float | None = None) -> Made:
+@renamed("memory_limit", "max_activations")
+def check(schedule: Made, *, max_activations: float | None = None) -> Made:
     """Return the schedule if it is legal.
 
     Legal means: every rank holds the same number of stages; every stage runs, on its own rank,
@@ -35,21 +36,21 @@ def check(schedule: Made, *, memory_limit: float | None = None) -> Made:
 
     Args:
       schedule: any schedule.
-      memory_limit: how many stage inputs a rank may hold at once. One is held from the start of
+      max_activations: how many stage inputs a rank may hold at once. One is held from the start of
         its F to the end of its B or I; what I leaves for W counts as one until that ends.
 
     Raises:
       ScheduleError: with every fault, and a grid in which the culprits are marked.
     """
     check_schedule(schedule)
-    if memory_limit is not None and not _is_limit(memory_limit):
+    if max_activations is not None and not _is_limit(max_activations):
         raise ScheduleError(
-            f"memory_limit={shorten(memory_limit)} is not a number >= 1 of stage inputs per rank; "
-            f"give one, or None for no limit"
+            f"max_activations={shorten(max_activations)} is not a number >= 1 of stage inputs per "
+            f"rank; give one, or None for no limit"
         )
     faults = list(_faults(schedule))
-    if memory_limit is not None and not any(_sizes(schedule)):
-        faults += _memory(inspect(schedule), memory_limit)
+    if max_activations is not None and not any(_sizes(schedule)):
+        faults += _memory(inspect(schedule), max_activations)
     if faults:
         raise error(schedule, faults)
     return schedule
@@ -171,6 +172,6 @@ def _memory(case: Case, limit: float) -> Iterator[Fault]:
             text = f"rank {rank} holds up to {held.max()}, from {case.show(index)} on"
             culprits.append(Culprit(text, (case.mark(index),)))
     if culprits:
-        what = f"more than memory_limit={limit} stage inputs held at once"
+        what = f"more than max_activations={limit} stage inputs held at once"
         rule = "run backward actions earlier, or raise the limit"
         yield Fault(what, rule, culprits[:MOST_NAMED], len(culprits))

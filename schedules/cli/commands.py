@@ -98,7 +98,7 @@ def check_files(options: argparse.Namespace) -> int:
             verdicts.append({"file": path, "legal": False, "reason": str(error)})
             continue
         try:
-            check(schedule, memory_limit=options.memory_limit)
+            check(schedule, max_activations=options.max_activations)
             verdicts.append({"file": path, "legal": True, "reason": None})
         except ScheduleError as error:
             verdicts.append({"file": path, "legal": False, "reason": f"{shown(path)}: {error}"})
@@ -117,7 +117,7 @@ def compare(options: argparse.Namespace) -> int:
     for label, make in _candidates(options):
         try:
             report = make()
-            check(report.schedule, memory_limit=options.memory_limit)
+            check(report.schedule, max_activations=options.max_activations)
             found.append(report)
         except ScheduleError as error:
             absent.append((label, reason(error)))
@@ -186,7 +186,7 @@ def choose(options: argparse.Namespace) -> int:
             options.microbatches,
             options.stages,
             costs=given.costs(options),
-            memory_limit=options.memory_limit,
+            max_activations=options.max_activations,
             clock=options.clock,
             partners=options.partners,
             delayed=options.delayed,

@@ -38,7 +38,7 @@ EXAMPLES = """examples:
   python -m schedules draw 1f1b -S 4 -M 8
   python -m schedules draw 1f1b zb_h1 -S 4 -M 8 -o page.html
   python -m schedules table zb_h1 -S 4 -M 8 --i 1.2 --w 0.8 --clock lockstep
-  python -m schedules compare -S 4 -M 16 --clock lockstep --memory-limit 8
+  python -m schedules compare -S 4 -M 16 --clock lockstep --max-activations 8
   python -m schedules auto -S 4 -M 16 --f 1,1,1,2 -o best.csv
   python -m schedules auto -S 4 -M 16 --clock lockstep --costs calibration.json
   python -m schedules check best.csv && python -m schedules convert best.csv best.json

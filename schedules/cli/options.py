@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,13 +105,32 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
-    """The memory limit."""
+    """How much a rank may hold."""
     parser.add_argument(
-        "--memory-limit",
+        "--max-activations",
         type=limit,
         metavar="N",
         help=f"stage inputs that a rank may hold at once{whose}",
     )
+    parser.add_argument(
+        "--memory-limit",
+        type=limit,
+        action=_Renamed,
+        dest="max_activations",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+class _Renamed(argparse.Action):
+    """An option's old name, which says the new one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any
+    ) -> None:
+        new = f"--{self.dest.replace('_', '-')}"
+        sys.stderr.write(f"{parser.prog}: {self.option_strings[0]} is now {new}\n")
+        setattr(namespace, self.dest, given[0])
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +261,7 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
     wishes: dict[str, Callable[[], Any]] = {
         "merge": lambda: merge,
         "costs": lambda: given or costs(options),
-        "memory_limit": lambda: getattr(options, "memory_limit", None),
+        "max_activations": lambda: getattr(options, "max_activations", None),
         "clock": lambda: getattr(options, "clock", None),
     }
     return {option: wish() for option, wish in wishes.items() if option in taken}

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from types import UnionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from schedules.core.action import ScheduleError, shorten
 
 LONGEST = 1e200  # duration
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def renamed(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that takes a keyword by its old name too, and says that it has another.
+
+    Raises:
+      TypeError: both names are given.
+    """
+
+    def wrap(f: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(f)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(f"{old}= is the old name of {new}=: give {new}= alone")
+                text = f"{old}= of schedules.{f.__name__} is now {new}="
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return f(*args, **kwargs)
+
+        return call
+
+    return wrap
 
 
 def integer(value: object) -> int | None:

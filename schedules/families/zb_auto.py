@@ -32,7 +32,7 @@ def zb_auto(
     num_stages: int,
     *,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    max_activations: float | None = None,
     weight_memory: float = 1.0,
 ) -> Schedule:
     """Build the best of the `variants`: the shortest span of a rank, which the paper measures.
@@ -45,7 +45,7 @@ def zb_auto(
       num_microbatches: M.
       num_stages: K, equal to S.
       costs: durations; by default F = I = W = 1 and messages are free.
-      memory_limit: how many stage inputs a rank may hold; 2S by default.
+      max_activations: how many stage inputs a rank may hold; 2S by default.
       weight_memory: the part of an input that is held from its I to its W; all of it, as `check`
         and `Report.peak_activations` count, by default.
 
@@ -53,7 +53,7 @@ def zb_auto(
       ScheduleError: other than one stage per rank, a limit that no schedule can meet, or a part
         that is none.
     """
-    plans = _plans(num_ranks, num_microbatches, num_stages, costs, memory_limit, weight_memory)
+    plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
     best = min((plan for _, plan in plans), key=Plan.length)
     return best.schedule("zb_auto")
 
@@ -64,11 +64,11 @@ def variants(
     num_stages: int,
     *,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    max_activations: float | None = None,
     weight_memory: float = 1.0,
 ) -> dict[str, Schedule]:
     """All eight, by name; arguments and errors as for `zb_auto`."""
-    plans = _plans(num_ranks, num_microbatches, num_stages, costs, memory_limit, weight_memory)
+    plans = _plans(num_ranks, num_microbatches, num_stages, costs, max_activations, weight_memory)
     return {str(choices): plan.schedule(str(choices)) for choices, plan in plans}
 
 
@@ -77,11 +77,11 @@ def _plans(
     num_microbatches: int,
     num_stages: int,
     costs: Costs | None,
-    memory_limit: float | None,
+    max_activations: float | None,
     weight_memory: float,
 ) -> Iterator[tuple[Choices, Plan]]:
     need_stages_per_rank("zb_auto", 1, num_ranks, num_stages)
-    limit = 2 * num_ranks if memory_limit is None else memory_limit
+    limit = 2 * num_ranks if max_activations is None else max_activations
     need_memory(limit, num_ranks, num_stages)
     if not (is_number(weight_memory) and 0 <= weight_memory <= 1):
         raise ScheduleError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from schedules.checks.check import check
 from schedules.clocks.ticks import check_pattern
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import integer, is_one_of
+from schedules.core.arguments import integer, is_one_of, renamed
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.families.constructions.sizes import check_sizes, need_memory
 from schedules.report import Report
@@ -81,13 +81,14 @@ class Choice:
         )
 
 
+@renamed("memory_limit", "max_activations")
 def auto(
     num_ranks: int,
     num_microbatches: int,
     num_stages: int | None = None,
     *,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    max_activations: float | None = None,
     clock: str = "event",
     pattern: str | None = None,
     partners: bool = False,
@@ -105,7 +106,7 @@ def auto(
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
       costs: durations; by default F = I = W = 1 and messages are free.
-      memory_limit: how many stage inputs a rank may hold at once, as in `check`; None for any.
+      max_activations: how many stage inputs a rank may hold at once, as in `check`; None for any.
       clock: "event" or "lockstep", as in `simulate`.
       pattern: in lockstep, the slots of a tick, as in `simulate`; None for what is faster.
       partners: in lockstep, as in `simulate`.
@@ -119,7 +120,7 @@ def auto(
         one can), costs for other sizes, an unknown clock or one that has no such slots, or a budget
         or seed that is no number.
     """
-    setting = _setting(num_ranks, num_microbatches, num_stages, costs, memory_limit, clock)
+    setting = _setting(num_ranks, num_microbatches, num_stages, costs, max_activations, clock)
     check_arguments(clock, pattern, partners, delayed, None)
     if pattern is not None:
         check_pattern(pattern)
@@ -135,7 +136,7 @@ def auto(
     timed = [(find, setting.simulate(find.get())) for find in fitting]
     timed.sort(key=lambda pair: (_rounded(pair[1].makespan), pair[0].peak))
     best = timed[0][1]
-    check(best.schedule, memory_limit=setting.limit)
+    check(best.schedule, max_activations=setting.limit)
     candidates = [
         Candidate(find.name, report.schedule, report.makespan, find.peak, _lost(report, best))
         for find, report in timed
@@ -150,7 +151,7 @@ def build_auto(
     num_stages: int,
     *,
     costs: Costs | None = None,
-    memory_limit: float | None = None,
+    max_activations: float | None = None,
     clock: str = "event",
 ) -> Schedule:
     """The winner alone, named "auto"; arguments and errors as for `auto`."""
@@ -159,7 +160,7 @@ def build_auto(
         num_microbatches,
         num_stages,
         costs=costs,
-        memory_limit=memory_limit,
+        max_activations=max_activations,
         clock=clock,
     )
     return replace(choice.schedule, name="auto")
@@ -170,7 +171,7 @@ def _setting(
     num_microbatches: int,
     num_stages: int | None,
     costs: Costs | None,
-    memory_limit: float | None,
+    max_activations: float | None,
     clock: str,
 ) -> Setting:
     """The arguments, if they make sense."""
@@ -181,7 +182,7 @@ def _setting(
             f"{', '.join(map(repr, CLOCKS))}; give measured times as costs"
         )
     ranks, microbatches, stages = check_sizes(num_ranks, num_microbatches, num_stages)
-    limit = math.inf if memory_limit is None else memory_limit
+    limit = math.inf if max_activations is None else max_activations
     need_memory(limit, ranks, stages)
     return Setting(ranks, microbatches, stages, costs, limit, clock)
 

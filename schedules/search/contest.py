@@ -167,7 +167,7 @@ def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
         else:
             yield judge(setting, name, schedule)
     if setting.num_stages == setting.num_ranks:
-        found = variants(*sizes, costs=setting.costs, memory_limit=setting.limit)
+        found = variants(*sizes, costs=setting.costs, max_activations=setting.limit)
         for name, schedule in found.items():
             yield judge(setting, name, schedule)
 

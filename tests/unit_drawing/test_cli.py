@@ -178,22 +178,32 @@ def test_halves_are_merged(capsys, tmp_path):
     assert err.startswith("python -m schedules: merge=True with schedule='1f1b': it has no halves")
 
 
-def test_compare_within_a_memory_limit(capsys):
-    code, out, _ = run(capsys, "compare", *SIZES, "--memory-limit", "4", "--json")
+def test_an_option_may_be_given_by_its_old_name(capsys):
+    sizes = "-S", "2", "-M", "6", "--json"
+    code, out, err = run(capsys, "table", "zb_auto", *sizes, "--memory-limit", "2")
+    assert (code, err) == (
+        0,
+        "python -m schedules table: --memory-limit is now --max-activations\n",
+    )
+    assert out == run(capsys, "table", "zb_auto", *sizes, "--max-activations", "2")[1]
+
+
+def test_compare_within_a_limit_of_activations(capsys):
+    code, out, _ = run(capsys, "compare", *SIZES, "--max-activations", "4", "--json")
     found = json.loads(out)
     assert code == 0
     assert {"1f1b", "zb_h1", "zb_auto"} <= {record["schedule"] for record in found["compared"]}
     assert (
-        "more than memory_limit=4.0"
-        in run(capsys, "compare", "gpipe", *SIZES, "--memory-limit", "4")[1].replace("\n", " ")
+        "more than max_activations=4.0"
+        in run(capsys, "compare", "gpipe", *SIZES, "--max-activations", "4")[1].replace("\n", " ")
         or found["absent"]["gpipe"]
     )
-    assert run(capsys, "compare", "gpipe", *SIZES, "--memory-limit", "4")[0] == 1
+    assert run(capsys, "compare", "gpipe", *SIZES, "--max-activations", "4")[0] == 1
 
 
 def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
     csv, page = str(tmp_path / "best.csv"), str(tmp_path / "best.html")
-    options = ["-S", "2", "-M", "6", "--i", "1.3", "--memory-limit", "3", "--budget", "50"]
+    options = ["-S", "2", "-M", "6", "--i", "1.3", "--max-activations", "3", "--budget", "50"]
     code, out, _ = run(capsys, "auto", *options, "-o", csv, "-o", page, "--json")
     assert code == 0
     found = json.loads(out)
@@ -207,9 +217,9 @@ def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
     report = json.loads(run(capsys, "auto", *options, *slots)[1])["report"]
     assert (report["clock"], report["partners"], report["delayed"]) == ("lockstep", True, True)
     assert Path(page).stat().st_size > 500
-    code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--memory-limit", "0.5")
+    code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--max-activations", "0.5")
     assert (code, out) == (1, "")
-    assert "use memory_limit=1 or more" in err
+    assert "use max_activations=1 or more" in err
 
 
 def test_convert_there_and_back(capsys, tmp_path):
@@ -234,7 +244,7 @@ def test_check_passes_and_fails(capsys, tmp_path):
     assert [verdict["legal"] for verdict in verdicts] == [True, False, False]
     assert "runs again" in verdicts[1]["reason"]
     assert verdicts[2]["reason"].startswith(f"'{broken}': cannot be read as a timetable")
-    code, out, _ = run(capsys, "check", str(good), "--memory-limit", "1")
+    code, out, _ = run(capsys, "check", str(good), "--max-activations", "1")
     assert code == 1
     assert out.startswith(f"{good}: schedule 'good'")
     missing = str(tmp_path / "missing.csv")

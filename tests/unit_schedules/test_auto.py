@@ -56,7 +56,7 @@ def draw(rng: random.Random, most_actions: int = 150) -> tuple[int, int, int, Co
 
 
 def see_that_it_is_legal(schedule, limit=INF):
-    check(schedule, memory_limit=limit)
+    check(schedule, max_activations=limit)
     for stage, rank in enumerate(schedule.placement):
         for kinds in ("F", "IB", "WB"):
             mine = [
@@ -187,7 +187,7 @@ def test_the_bound_of_zb_h2():
 def test_the_bound_of_one_input_at_a_time():
     """Then a rank is through with a microbatch before it starts the next one."""
     costs = Costs(f=[1, 2, 4], i=[1, 2, 3], w=[0.5, 1, 0.25], comm=0.1)
-    choice = auto(3, 5, costs=costs, memory_limit=1, budget=0)
+    choice = auto(3, 5, costs=costs, max_activations=1, budget=0)
     assert choice.report.makespan == pytest.approx(5 * (7 + 6 + 4 * 0.1 + 0.5))
     assert choice.report.makespan == pytest.approx(shortest(pose((0, 1, 2), 3, 5, costs, 1)))
 
@@ -203,7 +203,7 @@ def test_placements_are_a_loop_and_a_v():
 
 def contest(S, M, K, costs, clock, limit, budget=60):
     """Auto is legal, within the limit, and no worse than any family that is."""
-    choice = auto(S, M, K, costs=costs, memory_limit=limit, clock=clock, budget=budget)
+    choice = auto(S, M, K, costs=costs, max_activations=limit, clock=clock, budget=budget)
     see_that_it_is_legal(choice.schedule, limit)
     assert choice.report == simulate(choice.schedule, costs, clock)
     reports = [simulate(family, costs, clock) for family in families(S, M, K)]
@@ -261,14 +261,14 @@ def test_extreme_sizes_and_costs(S, M, K, costs, clock):
 
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_same_arguments_give_the_same_result(clock):
-    arguments = {"costs": Costs(1, 1.3, 0.7, 0.1), "memory_limit": 6, "clock": clock}
+    arguments = {"costs": Costs(1, 1.3, 0.7, 0.1), "max_activations": 6, "clock": clock}
     one, other = (auto(3, 6, 6, **arguments, budget=100, seed=7) for _ in range(2))
     assert one == other
     assert one.schedule.orders == other.schedule.orders
 
 
 def test_the_winner_comes_first_and_others_say_why_they_lost():
-    choice = auto(4, 8, costs=Costs(1, 1.2, 0.8), memory_limit=4)
+    choice = auto(4, 8, costs=Costs(1, 1.2, 0.8), max_activations=4)
     first, *others = choice.candidates
     assert (first.schedule, first.lost) == (choice.schedule, "")
     assert first.name == choice.schedule.name == "zb_h1"
@@ -285,7 +285,7 @@ def test_the_winner_comes_first_and_others_say_why_they_lost():
     times = [round(candidate.makespan, 9) for candidate in fitting]
     assert times == sorted(times)
     for candidate in fitting:
-        check(candidate.schedule, memory_limit=4)
+        check(candidate.schedule, max_activations=4)
 
 
 def test_of_equally_fast_ones_the_smallest_wins():
@@ -296,7 +296,7 @@ def test_of_equally_fast_ones_the_smallest_wins():
 
 
 def test_the_table():
-    lines = str(auto(2, 2, budget=0, memory_limit=2)).splitlines()
+    lines = str(auto(2, 2, budget=0, max_activations=2)).splitlines()
     assert lines[0].split() == ["candidate", "makespan", "peak"]
     assert lines[1].split() == ["zb_h1", "7", "2", "the", "winner"]
     (line,) = (line for line in lines if line.startswith("1f1b "))
@@ -373,7 +373,7 @@ def test_lockstep_has_a_winner_of_its_own():
     """Typed slots, all W in slots that every rank uses: no family does that."""
     costs = Costs(f=1.5, i=0.8, w=1.0, comm=0.2)
     event, lockstep = (
-        auto(4, 24, costs=costs, memory_limit=8, clock=clock, budget=0) for clock in CLOCKS
+        auto(4, 24, costs=costs, max_activations=8, clock=clock, budget=0) for clock in CLOCKS
     )
     first = lockstep.candidates[0]
     assert first.name == "list(unit slots, forward first, ahead as zb_h2, W together)"
@@ -402,7 +402,7 @@ def test_a_pattern_is_kept(pattern):
 
 
 def test_build_auto_is_the_winner_by_another_name():
-    arguments = {"costs": Costs(1, 1.2, 0.8), "memory_limit": 4}
+    arguments = {"costs": Costs(1, 1.2, 0.8), "max_activations": 4}
     schedule = build_auto(3, 4, 6, **arguments)
     assert schedule.name == "auto"
     assert schedule == auto(3, 4, 6, **arguments).schedule
@@ -416,18 +416,18 @@ def refusal(**arguments) -> str:
 
 def test_a_limit_that_no_schedule_can_meet_names_the_smallest():
     message = (
-        "memory_limit=1.5 with num_ranks=4 and num_stages=8: a microbatch passes all 2 stages of a "
-        "rank before its first gradient, so no schedule holds fewer than 2 stage inputs; use "
-        "memory_limit=2 or more"
+        "max_activations=1.5 with num_ranks=4 and num_stages=8: a microbatch passes all 2 stages "
+        "of a rank before its first gradient, so no schedule holds fewer than 2 stage inputs; use "
+        "max_activations=2 or more"
     )
-    assert refusal(memory_limit=1.5) == message
-    assert max(auto(4, 8, 8, memory_limit=2, budget=0).report.peak_activations) == 2
+    assert refusal(max_activations=1.5) == message
+    assert max(auto(4, 8, 8, max_activations=2, budget=0).report.peak_activations) == 2
 
 
 def test_what_it_refuses():
-    assert refusal(memory_limit=float("nan")) == (
-        "memory_limit=nan: must be a number of stage inputs per rank, or None; give how many fit "
-        "into a rank's memory"
+    assert refusal(max_activations=float("nan")) == (
+        "max_activations=nan: must be a number of stage inputs per rank, or None; give how many "
+        "fit into a rank's memory"
     )
     assert refusal(clock="measured") == (
         "clock='measured': a timetable can be chosen for one of 'event', 'lockstep'; give measured "

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import Action, Schedule, ScheduleError, build, check, from_orders
+from schedules import Action, Schedule, ScheduleError, auto, build, check, from_orders
 
 ONE_RANK = ["0F0", "0B0"]
 EVERY = "every stage runs F and a backward (B, or I and then W) once for every microbatch; add it"
@@ -202,12 +202,36 @@ def test_placement():
     ]
 
 
-def test_memory_limit():
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda **given: check(build("gpipe", num_ranks=2, num_microbatches=3), **given),
+        lambda **given: auto(2, 3, budget=0, **given).schedule,
+        lambda **given: build("zb_auto", num_ranks=2, num_microbatches=3, **given),
+    ],
+    ids=["check", "auto", "build"],
+)
+def test_the_limit_of_activations_was_called_memory_limit(f, request):
+    """`memory_limit` is bytes, as of a `Pipeline`."""
+    name = request.node.callspec.id
+    with pytest.warns(DeprecationWarning, match="memory_limit") as caught:
+        found = f(memory_limit=3)
+    text = f"memory_limit= of schedules.{name} is now max_activations="
+    assert [str(warning.message) for warning in caught] == [text]
+    assert caught[0].filename == __file__
+    assert found == f(max_activations=3)
+    with pytest.raises(TypeError) as both:
+        f(memory_limit=3, max_activations=3)
+    text = "memory_limit= is the old name of max_activations=: give max_activations= alone"
+    assert str(both.value) == text
+
+
+def test_max_activations():
     schedule = build("gpipe", num_ranks=2, num_microbatches=3)
-    assert check(schedule, memory_limit=3) is schedule
-    assert refusal(schedule, memory_limit=2) == message(
+    assert check(schedule, max_activations=3) is schedule
+    assert refusal(schedule, max_activations=2) == message(
         "schedule 'gpipe' (S=2 ranks, K=2 stages, M=3 microbatches) has 1 fault",
-        "- more than memory_limit=2 stage inputs held at once: "
+        "- more than max_activations=2 stage inputs held at once: "
         "rank 0 holds up to 3, from 0F2 (rank 0, step 2) on; "
         "rank 1 holds up to 3, from 1F2 (rank 1, step 3) on",
         "  run backward actions earlier, or raise the limit",
@@ -219,17 +243,17 @@ def test_memory_limit():
 
 def test_an_input_is_held_for_its_weight_gradient():
     split = from_orders([["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]])
-    assert check(split, memory_limit=2)
-    assert "holds up to 2, from 0F1" in refusal(split, memory_limit=1)
-    assert check(from_orders([["0F0", "0B0", "0F1", "0B1"]]), memory_limit=1)
-    assert check(split.forward(), memory_limit=1)
+    assert check(split, max_activations=2)
+    assert "holds up to 2, from 0F1" in refusal(split, max_activations=1)
+    assert check(from_orders([["0F0", "0B0", "0F1", "0B1"]]), max_activations=1)
+    assert check(split.forward(), max_activations=1)
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, "2", float("nan")])
-def test_a_memory_limit_is_a_number(limit):
-    assert refusal(from_orders([ONE_RANK]), memory_limit=limit) == (
-        f"memory_limit={limit!r} is not a number >= 1 of stage inputs per rank; give one, or None "
-        f"for no limit"
+def test_a_max_activations_is_a_number(limit):
+    assert refusal(from_orders([ONE_RANK]), max_activations=limit) == (
+        f"max_activations={limit!r} is not a number >= 1 of stage inputs per rank; give one, or "
+        f"None for no limit"
     )
 
 

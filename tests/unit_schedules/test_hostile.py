@@ -84,13 +84,13 @@ def test_strange_arguments(value, tmp_path):
         lambda: build("1f1b", num_ranks=2, num_microbatches=value),
         lambda: build("1f1b", num_ranks=2, num_microbatches=2, num_stages=value),
         lambda: build("zb_auto", num_ranks=2, num_microbatches=2, weight_memory=value),
-        lambda: build("zb_auto", num_ranks=2, num_microbatches=2, memory_limit=value),
+        lambda: build("zb_auto", num_ranks=2, num_microbatches=2, max_activations=value),
         lambda: build("zb_auto", num_ranks=2, num_microbatches=2, costs=value),
         lambda: auto(2, 2, costs=value, budget=0),
         lambda: auto(2, 2, clock=value, budget=0),
-        lambda: auto(2, 2, memory_limit=value, budget=0),
+        lambda: auto(2, 2, max_activations=value, budget=0),
         lambda: check(value),
-        lambda: check(S, memory_limit=value),
+        lambda: check(S, max_activations=value),
         lambda: simulate(value),
         lambda: simulate(S, value),
         lambda: simulate(S, clock=value),
@@ -190,7 +190,7 @@ def test_messages_stay_short_whatever_stands_in_a_schedule():
 
 def test_many_ranks_above_a_limit_or_in_circles_are_counted():
     wide = build("gpipe", num_ranks=1000, num_microbatches=3)
-    assert "; and 992 more\n" in refusal(check, wide, memory_limit=1)
+    assert "; and 992 more\n" in refusal(check, wide, max_activations=1)
     built = build("gpipe", num_ranks=200, num_microbatches=2, num_stages=400)
     orders = tuple(tuple(a for a in order if a.kind == "F")[::-1] for order in built.orders)
     assert "deadlock" in refusal(check, Schedule("x", 2, orders, built.placement))
@@ -324,7 +324,10 @@ SIZES = ["-S", "4", "-M", "8"]
     [
         (["compare", *SIZES, "-K", "0"], "argument -K/--stages: must be 1 or more, not 0"),
         (["compare", "-S", "0", "-M", "8"], "argument -S/--ranks: must be 1 or more, not 0"),
-        (["auto", *SIZES, "--memory-limit", "nan"], "argument --memory-limit: must be a number,"),
+        (
+            ["auto", *SIZES, "--max-activations", "nan"],
+            "argument --max-activations: must be a number,",
+        ),
         (["auto", *SIZES, "--f", "1,2"], "Costs(f=(1.0, 2.0)) has 2 numbers for 4 stages"),
         (["auto", *SIZES, "-K", "6"], "num_stages=6 is not a multiple of num_ranks=4"),
         (["auto", *SIZES, "--budget", "-1"], "budget=-1: must be an integer >= 0"),
@@ -347,8 +350,8 @@ def test_no_output_is_written_if_one_of_them_cannot_be(tmp_path):
     assert not page.exists()
 
 
-def test_auto_by_name_minds_the_memory_limit(capsys):
-    assert main(["table", "auto", *SIZES, "--memory-limit", "2", "--json"]) == 0
+def test_auto_by_name_minds_the_max_activations(capsys):
+    assert main(["table", "auto", *SIZES, "--max-activations", "2", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert max(rank["peak_activations"] for rank in ranks) <= 2
 

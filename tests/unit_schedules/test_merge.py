@@ -158,7 +158,7 @@ def test_auto_is_never_worse_than_a_family_merged_or_not(clock):
         i, w, comm = rng.uniform(0.7, 1.6), rng.uniform(0.4, 1.2), rng.choice((0, 0.05, 0.2))
         costs = Costs(1, i, w, comm, b=rng.uniform(0.8, 1) * (i + w))
         limit = rng.choice((V * S, math.inf))
-        choice = auto(S, M, S * V, costs=costs, memory_limit=limit, clock=clock, budget=100)
+        choice = auto(S, M, S * V, costs=costs, max_activations=limit, clock=clock, budget=100)
         hybrids += kinds(choice.schedule) == set("FBIW")
         for name in names():
             if not is_legal(name, S, M, V) or name == "zb_auto":

@@ -36,7 +36,7 @@ def random_costs(rng: random.Random, S: int) -> Costs:
 @pytest.mark.parametrize(("S", "M", "costs", "model", "figure"), FIGURES)
 def test_bubble_rates_of_the_paper(S, M, costs, model, figure):
     schedule = zb_auto(
-        S, M, S, costs=costs, memory_limit=2 * S, weight_memory=weight_memory(*model)
+        S, M, S, costs=costs, max_activations=2 * S, weight_memory=weight_memory(*model)
     )
     assert round(simulate(check(schedule), costs).bubble_rate, 4) == figure
 
@@ -57,10 +57,10 @@ def test_legal_within_the_limit_and_in_ascending_order(S):
     rng = random.Random(S)
     for M, limit in itertools.product((1, 2, 5, 9, 16), (1, 2, S, 2 * S - 1, 2 * S, float("inf"))):
         costs = random_costs(rng, S)
-        found = variants(S, M, S, costs=costs, memory_limit=limit)
+        found = variants(S, M, S, costs=costs, max_activations=limit)
         assert len(found) == 8
         for schedule in found.values():
-            check(schedule, memory_limit=limit)
+            check(schedule, max_activations=limit)
             for order in schedule.orders:
                 for kind in "FIW":
                     mine = [a.microbatch for a in order if a.kind == kind]
@@ -118,15 +118,15 @@ def test_what_it_refuses():
         "num_stages=8 with num_ranks=4: zb_auto is defined for one stage per rank; "
         "use num_stages=4, or another family"
     )
-    assert refusal(memory_limit=0.5) == (
-        "memory_limit=0.5 with num_ranks=4 and num_stages=4: a microbatch passes all 1 stages of a "
-        "rank before its first gradient, so no schedule holds fewer than 1 stage inputs; use "
-        "memory_limit=1 or more"
+    assert refusal(max_activations=0.5) == (
+        "max_activations=0.5 with num_ranks=4 and num_stages=4: a microbatch passes all 1 stages "
+        "of a rank before its first gradient, so no schedule holds fewer than 1 stage inputs; use "
+        "max_activations=1 or more"
     )
     for limit in (float("nan"), "8", True):
-        assert refusal(memory_limit=limit) == (
-            f"memory_limit={limit!r}: must be a number of stage inputs per rank, or None; give how "
-            f"many fit into a rank's memory"
+        assert refusal(max_activations=limit) == (
+            f"max_activations={limit!r}: must be a number of stage inputs per rank, or None; give "
+            f"how many fit into a rank's memory"
         )
     assert refusal(weight_memory=1.5) == (
         "weight_memory=1.5: is the part of a stage input's memory that is held from I to W; give "

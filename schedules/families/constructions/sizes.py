@@ -105,7 +105,7 @@ class OutOfReachError(ScheduleError):
     """A limit that no timetable can meet."""
 
 
-def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
+def need_memory(max_activations: object, num_ranks: int, num_stages: int) -> None:
     """See that some timetable meets a limit of stage inputs per rank.
 
     One microbatch has to pass all stages before its first gradient, so a rank holds V inputs at
@@ -115,16 +115,16 @@ def need_memory(memory_limit: object, num_ranks: int, num_stages: int) -> None:
       ScheduleError: no number.
       OutOfReachError: one under V.
     """
-    if not is_number(memory_limit) or math.isnan(memory_limit):  # type: ignore[arg-type]
+    if not is_number(max_activations) or math.isnan(max_activations):  # type: ignore[arg-type]
         raise ScheduleError(
-            f"memory_limit={shorten(memory_limit)}: must be a number of stage inputs per rank, or "
-            f"None; give how many fit into a rank's memory"
+            f"max_activations={shorten(max_activations)}: must be a number of stage inputs per "
+            f"rank, or None; give how many fit into a rank's memory"
         )
     least = num_stages // num_ranks
-    if memory_limit < least:  # type: ignore[operator]
+    if max_activations < least:  # type: ignore[operator]
         raise OutOfReachError(
-            f"memory_limit={shorten(memory_limit)} with num_ranks={num_ranks} and "
+            f"max_activations={shorten(max_activations)} with num_ranks={num_ranks} and "
             f"num_stages={num_stages}: a microbatch passes all {least} stages of a rank before its "
             f"first gradient, so no schedule holds fewer than {least} stage inputs; use "
-            f"memory_limit={least} or more"
+            f"max_activations={least} or more"
         )
