@@ -58,18 +58,29 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Rows of mean zero and variance one, times a scale, plus a bias: `[..., d] -> [..., d]`.
 
-    Scale and bias are the same on all ranks. Computed in float32.
+    Scale and bias are the same on all ranks, and their gradients those of `RMSNorm`'s scale.
+    Computed in float32.
 
     Args:
       width: d.
       epsilon: added to the variance.
+      axis: the mesh axis of the group.
+      sequence_parallel: as of `RMSNorm`.
       dtype: of scale and bias.
     """
 
-    def __init__(self, width: int, *, epsilon: float = 1e-5, dtype: Any = jnp.float32) -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-5,
+        axis: str = TENSOR,
+        sequence_parallel: bool = False,
+        dtype: Any = jnp.float32,
+    ) -> None:
         self.epsilon = epsilon
-        self.scale = shared(jnp.ones(width, dtype), None)
-        self.bias = shared(jnp.zeros(width, dtype), None)
+        over = axis if sequence_parallel else None
+        self.scale, self.bias = (shared(f(width, dtype), over) for f in (jnp.ones, jnp.zeros))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """In the dtype of the input."""

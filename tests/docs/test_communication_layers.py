@@ -61,8 +61,8 @@ def build(name: str, **options: Any) -> nnx.Module:
         "SwiGLU": (WIDTH, 48),
         "VocabularyEmbedding": (WORDS, WIDTH),
     }
-    if name == "RMSNorm":
-        return layers.RMSNorm(WIDTH, **options)
+    if name in ("RMSNorm", "LayerNorm"):
+        return getattr(layers, name)(WIDTH, **options)
     if name == "VocabularyHead":
         return layers.VocabularyHead(width=WIDTH, vocabulary=WORDS, rngs=nnx.Rngs(0), **options)
     if name not in sizes:
