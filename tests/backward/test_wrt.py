@@ -188,7 +188,7 @@ def test_gradients_are_those_of_the_plain_model_and_zeros_of_what_is_frozen(wrt,
     assert_parity(pipe, filter_, pipe.value_and_grad(*batch()), lengths)
 
 
-@pytest.mark.parametrize("wrt", ["adapters", "upper stages"])
+@pytest.mark.parametrize("wrt", ["adapters", pytest.param("upper stages", marks=pytest.mark.slow)])
 def test_a_trainer_that_differentiates_the_loss_gets_the_same(wrt):
     pipe = make(WRT[wrt], S=2, schedule="1f1b")
 

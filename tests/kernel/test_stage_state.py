@@ -79,7 +79,9 @@ class Plain(nnx.Module):
         return x + jnp.tanh(x @ self.w[...]) * self.speed[:, :WIDTH]
 
 
-@pytest.mark.parametrize("data_parallel", ["replicated", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    "data_parallel", ["replicated", pytest.param("zero1", marks=pytest.mark.slow), "fsdp"]
+)
 def test_plain_arrays(data_parallel):
     stages = models.build(Plain, 2)
     pipe = assert_parity(stages, M=2, D=2, data_parallel=data_parallel, head=Plain(nnx.Rngs(5)))
@@ -88,7 +90,10 @@ def test_plain_arrays(data_parallel):
     np.testing.assert_array_equal(found, stages[0].speed)
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": None, "schedule": "zb_h1"}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"remat": None, "schedule": "zb_h1"}],
+)
 def test_plain_arrays_of_stages_that_are_not_alike(options):
     stages = [Plain(nnx.Rngs(0)), Plain(nnx.Rngs(1), layers=2, length=3 * WIDTH)]
     pipe = assert_parity(stages, **options)
@@ -276,7 +281,7 @@ class Deep(nnx.Module):
         )
 
 
-@pytest.mark.parametrize("remat", ["stage", None])
+@pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.slow)])
 def test_layers_with_a_stream_each(remat):
     pipe = make(models.build(Deep, 2), remat=remat)
     losses = [float(pipe.value_and_grad(X, T)[0]) for _ in range(2)]
