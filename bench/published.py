@@ -160,7 +160,7 @@ def report_of(family: str, at: Setting) -> Report:
         # What W needs of what F keeps: 32 of 34 + 5as / h, table 1.
         part = 32 / (34 + 5 * at.heads * SEQUENCE / at.width)
         limit = at.S * (1 if family == "ZB-1p" else 2)
-        one = build("zb_auto", costs=costs, memory_limit=limit, weight_memory=part, **sizes)
+        one = build("zb_auto", costs=costs, max_activations=limit, weight_memory=part, **sizes)
     else:
         one = build({"1F1B": "1f1b", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2"}[family], **sizes)
     return simulate(one, costs)
