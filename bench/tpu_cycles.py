@@ -21,7 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import tpu  # before jax
+from bench import (
+    tpu,  # before jax
+    tpu_peers,
+)
 from bench.measure import table
 from bench.tpu_llama import CASES, Case
 
@@ -187,13 +190,29 @@ def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]
         )
 
 
-def report(name: str, keep: Path | None, attention: str | None = None) -> Step:
-    """The step of one of ours by name."""
+def peer(name: str, keep: Path | None) -> Step:
+    """A step of somebody else's, which is one program without actions."""
+    kind, case = tpu_peers.PEERS[name]
+    chip, devices = find_slice(case.topology)
+    mesh, lower = tpu_peers.lower(kind, case, devices)
+    made = compiled(lower, keep, name)
+    machine = machine_of(chip, mesh, devices)
+    read = cycles(made.text, machine)
+    total = read[Scope(ONCE)]
+    seconds = total.total / machine.clock
+    waits = total.waits / machine.clock
+    return Step({ONCE: total}, seconds, waits, used(case, machine, seconds), made.hbm)
+
+
+def report(name: str, keep: Path | None, attention: str | None = None) -> tuple[Case, Step]:
+    """A step by name."""
+    if name in tpu_peers.PEERS:
+        return tpu_peers.PEERS[name][1], peer(name, keep)
     case = CASES[name]
     if attention is not None:
         case = replace(case, config=replace(case.config, attention=attention))
         name = f"{name}-{attention}"
-    return ours(case, keep, name)
+    return case, ours(case, keep, name)
 
 
 def row(name: str, case: Case, found: Step) -> list[str]:
@@ -220,7 +239,9 @@ HEADER = ["step", "mesh", "seconds", "of them waits", "MFU", "HBM, GB", "of a ch
 def main() -> None:
     """Print a model's lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help=", ".join([*CASES, *tpu_peers.PEERS])
+    )
     parser.add_argument("--attention", help="as LlamaConfig takes it, such as chunked")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs, read if there")
     options = parser.parse_args()
@@ -233,7 +254,7 @@ def main() -> None:
     rows = []
     for name in options.names:
         try:
-            found = report(name, options.keep, options.attention)
+            case, found = report(name, options.keep, options.attention)
         except ContradictionError as error:
             sys.exit(f"contradiction: {name}: {error}")
         lines = [
@@ -246,7 +267,7 @@ def main() -> None:
         ]
         head = [name, "all", "fusions", "kernels", "waits", "collectives"]
         print(table(head, lines), flush=True)
-        rows.append(row(name, CASES[name], found))
+        rows.append(row(name, case, found))
     print(table(HEADER, rows))
 
 

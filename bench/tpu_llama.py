@@ -97,25 +97,16 @@ class Case:
         return jax.ShapeDtypeStruct((rows, self.length), jnp.int32)
 
 
-def keep_products(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: keeps what products and kernels give, all else is formed again.
-
-    Of a block: queries, keys and values, attention, its projection, gate and up, and down.
-    """
-    return primitive.name in {"dot_general", "pallas_call"}
-
-
 # Residuals are the inputs of blocks (remat_blocks), so remat=None runs each forward twice and not
 # three times, as "stage" would.
 USUAL = {"remat": None, "delayed": True, "data_parallel": "zero1"}
 SHARED = {**USUAL, "vocabulary": "stage"}
-KEEPING = {**SHARED, "remat": keep_products}
 LOOPED = {"schedule": "interleaved_1f1b"}
 OVER_TENSOR = {"sequence_parallel": True, "loss_chunks": 8, **SAVING}
 SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "head_dim": 128}
 _8B = LlamaConfig.llama_8b(dtype="bfloat16", **SAVING)
-_8B_WHOLE = replace(_8B, remat_blocks=False)
-_70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING)
+_8B_KEEPING = replace(_8B, keep_attention=True)
+_70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING, keep_attention=True)
 _70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
 CASES = {
     "tiny": Case(
@@ -133,8 +124,8 @@ CASES = {
     "8B-best": Case(
         "v5p:4x4x4",
         {"data": 32, "stage": 2},
-        _8B_WHOLE,
-        {**KEEPING, **LOOPED},
+        _8B_KEEPING,
+        {**SHARED, **LOOPED},
         chunks=4,
         microbatches=8,
     ),

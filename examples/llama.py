@@ -25,6 +25,7 @@ from collectives.tensor import column_input
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from llama_config import LlamaConfig
 from pipeline.layers import Attention, RMSNorm, SwiGLU, VocabularyEmbedding, VocabularyHead
+from pipeline.layers.kernels import RESIDUALS
 
 __all__ = ["Llama", "LlamaConfig", "build", "count_parameters", "loss_fn", "stages"]
 
@@ -71,6 +72,7 @@ class Stage(nnx.Module):
 
     def __init__(self, config: LlamaConfig, blocks: int, rngs: nnx.Rngs):
         self.remat, self.scan = config.remat_blocks, config.scan_layers
+        self.keep_attention = config.keep_attention
         made = [Block(config, rngs) for _ in range(blocks)]
         self.blocks = stacked(made) if self.scan else nnx.List(made)
 
@@ -80,7 +82,9 @@ class Stage(nnx.Module):
         def run(state: Any, x: jax.Array, positions: jax.Array | None) -> jax.Array:
             return nnx.merge(graphdef, state)(x, positions)
 
-        run = jax.checkpoint(run) if self.remat else run
+        if self.remat:
+            kept = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+            run = jax.checkpoint(run, policy=kept if self.keep_attention else None)
         if self.scan:
             return jax.lax.scan(lambda x, s: (run(s, x, positions), None), x, state)[0]
         for block in self.blocks:

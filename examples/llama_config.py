@@ -50,6 +50,7 @@ class LlamaConfig:
       query_chunk: without a kernel, positions whose scores are formed at a time; None takes all.
       scan_layers: whether a stage's blocks are one block over stacked weights, compiled once.
       remat_blocks: whether each block is computed again in its backward.
+      keep_attention: whether that spares splash attention, whose results are then kept.
     """
 
     hidden_size: int
@@ -73,6 +74,7 @@ class LlamaConfig:
     replicate_kv: bool = False
     scan_layers: bool = False
     remat_blocks: bool = False
+    keep_attention: bool = False
 
     def __post_init__(self) -> None:
         """Check every value.

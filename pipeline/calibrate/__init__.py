@@ -1,4 +1,5 @@
-"""What actions take on the devices at hand: measured in the kernel, concluded, written to files.
+"""What actions take: measured on the devices at hand, or compiled for TPUs that are not there.
 
-It makes pipelines of one rank and runs parts of their steps; no kernel and no plan asks for it.
+It makes pipelines of its own, of one rank or of types, and runs or reads parts of their steps,
+concludes, and writes files; no kernel and no plan asks for it.
 """

@@ -335,12 +335,13 @@ def kernel_operations(line: str) -> float:
             f"cost_estimate=pl.CostEstimate(flops=..., transcendentals=..., bytes_accessed=...)"
         )
     *heads, t, c = map(int, shape[1].split(","))
-    kind, fused = kernel[1], re.search(r'use_fused_bwd_kernel\\?": true', line)
+    kind, results = kernel[1], len(_TYPES.findall(line.partition(" custom-call(")[0]))
+    is_fused = kind == "dkv" and results == 3  # with dq, in parts
     ending = {"fwd": ("q", "kv"), "dkv": ("q_dkv", "kv_dkv"), "dq": ("q_dq", "kv_dq")}[kind]
     sizes = [re.search(_BLOCK.format(name), line) for name in ending]
     q, kv = (int(size[1]) if size else t for size in sizes)
     blocks = sum(-(-(i + 1) * q // kv) for i in range(t // q))
-    products = FUSED_PRODUCTS if fused and kind == "dkv" else PRODUCTS[kind]
+    products = FUSED_PRODUCTS if is_fused else PRODUCTS[kind]
     return products * 2 * math.prod(heads) * blocks * q * kv * c
 
 

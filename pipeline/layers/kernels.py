@@ -19,6 +19,8 @@ from collectives.compat import has_cudnn, platform
 
 Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 NAMES = ("splash", "cudnn", "xla", "chunked")
+# What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
+RESIDUALS = "attention_residuals"
 BLOCKS = (512, 256, 128)  # positions that splash attention takes at a time; larger ones fill VMEM
 WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
 WIDEST_BEFORE_HOPPER = 128
@@ -96,6 +98,7 @@ def _kernel(heads: int, t: int, *, interpret: bool) -> Any:
     return make_splash_mha_single_device(
         MultiHeadMask([CausalMask((t, t))] * heads),
         block_sizes=BlockSizes(**sizes),
+        residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
 

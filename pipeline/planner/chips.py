@@ -10,7 +10,7 @@ GB = 10**9
 GIB = 2**30
 
 # The share of peak that the products of a block reach. TPUs: by the cycles that the compiler of v5p
-# writes (docs/llama.md; attention apart) .65 in F of 8B, .68 in B, .76 in F of 70B: nothing ran.
+# writes (docs/tpu.md; attention apart) .69 in 8B, .78 in 70B, recomputation counted: nothing ran.
 # GPUs: the plain step of docs/gpu.md, 249 ms for 1.19e14 operations on an H100, is .48 of peak.
 TPU_EFFICIENCY = 0.7
 GPU_EFFICIENCY = 0.5

@@ -19,9 +19,9 @@ from pipeline.planner.memory import alone_bytes, pipeline_bytes
 from pipeline.planner.models import COMPUTE_BYTES
 from schedules import Costs
 
-# Of peak, in attention kernels: assumed in docs/llama.md too, and measured nowhere.
+# Of peak, in attention kernels: assumed in docs/tpu.md too, and measured nowhere.
 ATTENTION_EFFICIENCY = 0.5
-# Products of an attention kernel: forward, and backward with scores formed again (docs/llama.md).
+# Products of an attention kernel: forward, and backward with scores formed again (docs/tpu.md).
 FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10

@@ -49,16 +49,16 @@ def counts(limit: int) -> list[str]:
     return [f"  %constant.1 = s32[] constant({limit})", "  ROOT %lt = pred[] compare(%i, %n)"]
 
 
-def kernel(kind: str, of: str = "", more: str = "") -> str:
+def kernel(kind: str, results: str = "bf16[4,1024,64]") -> str:
     """[4, 1024, 64] of splash attention in blocks of 256; what it says has line breaks."""
     sizes = ", ".join(
         rf"\"block_{name}\": 256" for name in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")
     )
     return (
-        f"  %splash_mha_{kind}_no_residuals{of}.1 = bf16[4,1024,64] custom-call(%q), "
+        f"  %splash_mha_{kind}_no_residuals.1 = {results} custom-call(%q), "
         'custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,2]{2,1,0}, '
         "bf16[1,4,1024,64]{3,2,1,0}}, frontend_attributes={kernel_metadata={\n"
-        f'"xprof_metadata":"{{{sizes}{more}}}"\n'
+        f'"xprof_metadata":"{{{sizes}}}"\n'
         f'}}}}, metadata={{op_name="{IN}/slot1/B0/while/body/call"}}'
     )
 
@@ -122,7 +122,7 @@ def test_cycles_are_summed_by_action_and_times_the_trips_within() -> None:
         (kernel("fwd"), 2 * 2 * 4 * BLOCKS * 256**2 * 64),
         (kernel("dkv"), 4 * 2 * 4 * BLOCKS * 256**2 * 64),
         (
-            kernel("dkv", more=r", \"use_fused_bwd_kernel\": true"),
+            kernel("dkv", results="(f32[4,4,1024,64], bf16[2,1024,64], bf16[2,1024,64])"),
             5 * 2 * 4 * BLOCKS * 256**2 * 64,
         ),
         (
