@@ -405,9 +405,9 @@ def test_the_compiler_itself() -> None:
     product = 2 * 2048**3 / CHIPS["v5e"].flops  # seconds at the peak
     f, b = np.array(cal.costs.f), np.array(cal.costs.b)
     assert (product < f).all()
-    assert (f < 1.5 * product).all()
-    assert (product < b).all()  # stage 0 has no gradient for its input
-    assert 2 * product < b[1] < 3.5 * product
+    assert (f < 3 * product).all()  # and what stands around it
+    assert product < b[0] < b[1]  # stage 0 has no gradient for its input
+    assert 2 * product < b[1] < 6 * product
     assert cal.hardware["waits"] == 0
     with pytest.raises(ValueError, match="does not know this slice"):
         pipe.calibrate(rows, rows, topology="v5e:3x7")
