@@ -22,10 +22,10 @@ def usable(job: Job) -> float:
 
 
 def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
-    """Of one block and microbatch: its input, its residuals, and what an action holds beside."""
+    """Of one block and microbatch: its input, all residuals, and what an action holds beside."""
     tokens = layout.rows * job.seq / layout.tensor
     whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
-    residuals = job.model.residuals * tokens
+    residuals = job.model.plain_residuals * tokens
     # Residuals and their gradients; under sequence parallelism also what was gathered.
     beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0)
     return whole / layout.tensor, residuals, beside
@@ -43,7 +43,8 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     blocks, ends = parameters_of(job, layout)
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
-    stash = {None: n * residuals, "block": n * given, "stage": given}[layout.remat]
+    kept = job.model.residuals * layout.rows * job.seq / layout.tensor
+    stash = {None: n * kept, "block": n * given, "stage": given}[layout.remat]
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
     schedule = layout.schedule or ""

@@ -104,10 +104,19 @@ class ModelSizes:
 
     @property
     def residuals(self) -> int:
-        """Bytes that a block's backward reads: in- and outputs of products, norms and the gate.
+        """Bytes that a stage keeps of a block for its backward, the smallest set (docs/kernel.md).
 
-        The block's input, both norms' outputs and the sum between; queries and the attention's
-        output; keys and values; gate, up and their product. Scores are never kept.
+        The block's input and the sum between; queries and the attention's output; keys and values;
+        gate and up. Norms and the gate's product are computed again. Scores are never kept.
+        """
+        numbers = 2 * self.width + 2 * self.queries + 2 * self.keys + 2 * self.hidden
+        return COMPUTE_BYTES * numbers
+
+    @property
+    def plain_residuals(self) -> int:
+        """Bytes that a block's backward reads, without a pipeline or once it has begun.
+
+        Beside what `residuals` has, norms' outputs and the gate's product too.
         """
         numbers = 4 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.hidden
         return COMPUTE_BYTES * numbers

@@ -85,6 +85,29 @@ def test_what_the_tpu_compiler_says_in_docs_llama(model, mesh, words, compiled, 
     assert found.step == pytest.approx(cycles, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "data", "stage", "batch", "seq", "compiled"),
+    [
+        ("interleaved_1f1b", 8, 2, 64, 4096, 60.90e9),
+        ("looped_bfs", 4, 4, 32, 2048, 36.42e9),
+    ],
+)
+def test_bytes_of_the_tpu_compiler_in_docs_planner(schedule, data, stage, batch, seq, compiled):
+    sizes = {"devices": 16, "batch": batch, "seq": seq, "clock": "lockstep"}
+    layout = Layout(
+        data,
+        stage,
+        1,
+        schedule=schedule,
+        chunks=8,
+        microbatches=8,
+        data_parallel="zero1",
+        vocabulary="stage",
+    )
+    found = estimate(job(MODELS["llama-8b"], CHIPS["v5p"], **sizes), layout)
+    assert found.hbm == pytest.approx(compiled, rel=0.05)
+
+
 def test_gpipes_formula_where_messages_and_ends_are_free():
     free = Costs(f=1.0, i=1.0, w=1.0)
     layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
