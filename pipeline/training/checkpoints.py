@@ -46,7 +46,8 @@ class Checkpoints:
     """The checkpoints of a run, in a folder of their own that all processes share.
 
     Args:
-      folder: where; it is made if it is not there.
+      folder: where; it is made if it is not there. One run writes to it; whoever reads meanwhile
+        says ``read_only=True``.
       keep: how many of the newest are kept.
       best: whether the one whose metric is least ("min") or greatest ("max") is kept too.
       read_only: nothing is written, as for evaluation from a disk that is not one's own.
@@ -345,9 +346,10 @@ class Checkpoints:
 
     def _good(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that is as it was written, or the one of a step."""
-        steps = self.steps
         topic = self._topic("restore")
-        if any(other != steps for other in everyone(f"{topic}/steps", steps)):
+        wanted = from_first(f"{topic}/steps", self.steps)  # once process 0 has tidied up
+        steps = self.steps
+        if not all(everyone(f"{topic}/alike", steps == wanted)):
             raise ValueError(
                 f"processes see other checkpoints in {self._folder}, process "
                 f"{jax.process_index()} those of steps {steps}; give a folder that all share"

@@ -81,7 +81,7 @@ def batch(step: int) -> tuple[jax.Array, jax.Array]:
 
 
 def optimizer_of(model: Any) -> nnx.Optimizer:
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     if isinstance(model, Pipeline):
         return make_optimizer(model, tx)
     return nnx.Optimizer(model, tx, wrt=nnx.Param)

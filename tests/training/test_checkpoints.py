@@ -385,7 +385,7 @@ def test_orbax_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert str(error.value) == (
         "checkpoints are written by orbax-checkpoint, which is not here (No module named "
         "'orbax.checkpoint'; 'orbax' is not a package); install the extra: pip install "
-        "'shardpipe[train]'"
+        "'shardpipe[training]'"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from pipeline.training.checkpoints import Checkpoints
+from tests.support.grids import effort
 from tests.training import runs
 from tests.training.runs import assert_same_parameters, optimizer_of, pipeline_of, plain_of, train
 
@@ -78,8 +79,9 @@ def test_parameters_are_the_same_to_the_bit(name: str, saved: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", THEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=effort(n, (), ("S=2, data=4", "zb_v"))) for n in THEN]
+)
 def test_losses_go_on_as_if_the_run_had_stayed(name: str, tmp_path: Path) -> None:
     first, make = THEN[name]
     model = FIRST[first](0)
