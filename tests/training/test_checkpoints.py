@@ -215,7 +215,14 @@ def damage(folder: Path, draw: random.Random) -> tuple[str, Path]:
     return way, file
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 6), pytest.param(6, 94, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        (0, 6),
+        pytest.param(6, 14, marks=pytest.mark.slow),
+        pytest.param(20, 80, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_of_damaged_checkpoints_none_is_loaded(
     first: int, count: int, run: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +254,7 @@ def test_of_damaged_checkpoints_none_is_loaded(
         for file, text in zip(files, texts, strict=True):
             assert str(file) in text
         shutil.rmtree(folder)
-    assert count < 20 or ways == {"truncate", "flip", "delete", "marker"}
+    assert count < 14 or ways == {"truncate", "flip", "delete", "marker"}
 
 
 def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
