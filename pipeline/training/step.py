@@ -138,13 +138,11 @@ class Step:
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling = loss_scale
         self._variables = _variables((model, optimizer))
-        if donate:
-            _own(self._variables)
+        _settle(self._variables, copied=donate)
         self._graph, state = nnx.split((model, optimizer))
         self._tree: Any = jax.tree.structure(state)
         self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
-        sharding = optimizer.step.get_value().sharding
-        self._everywhere = sharding if isinstance(sharding, NamedSharding) else None
+        self._everywhere = optimizer.step.get_value().sharding
         # Virtual CPU devices share few threads, on which two programs with collectives in flight
         # may wait for each other for ever: there a call returns when its program has ended.
         places = {d for x in jax.tree.leaves(state) for d in x.sharding.device_set}
@@ -325,8 +323,6 @@ class Step:
 
     def _replicated(self, tree: Tree) -> Tree:
         """Scalars where the optimizer's count lies, so that no step compiles again for them."""
-        if self._everywhere is None:
-            return jax.tree.map(jnp.asarray, tree)
         return jax.jit(lambda: tree, out_shardings=self._everywhere)()
 
     def _mean_of_weights(self) -> Tree:
@@ -441,7 +437,7 @@ class Step:
             "scale": after,
             "good": good,
         }
-        if self._everywhere is not None:
+        if isinstance(self._everywhere, NamedSharding):
             carry = jax.lax.with_sharding_constraint(carry, self._everywhere)
         counts = (carry[name] for name in ("updates", "skipped", "in_a_row"))
         return leaves, mean, carry, Metrics(loss, norm, finite, scale, *counts)
@@ -521,10 +517,16 @@ def _variables(node: Any) -> list[nnx.Variable[Any]]:
     return variables
 
 
-def _own(variables: Iterable[nnx.Variable[Any]]) -> None:
-    """Give each variable an array that nobody else holds, so that it can be given away."""
+def _settle(variables: Iterable[nnx.Variable[Any]], *, copied: bool) -> None:
+    """Have each variable's array stay where it lies, and perhaps be one that nobody else holds.
+
+    An array that jax may still move is of another type to a compiled step than one that a
+    checkpoint, or the step before, has put there.
+    """
     for variable in variables:
-        variable.set_raw_value(jnp.copy(variable.get_raw_value()))
+        value = variable.get_raw_value()
+        placed = jax.device_put(jnp.copy(value) if copied else value, value.sharding)
+        variable.set_raw_value(placed)
 
 
 def _shardings(tree: Tree) -> Tree:

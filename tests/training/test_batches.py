@@ -64,7 +64,7 @@ def ragged(*, weighted: bool, steps: int = 20) -> list[tuple[Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_twenty_ragged_batches_are_those_of_the_plain_model(weighted):
     loss_fn = token_weights if weighted else models.cross_entropy
     stages, head = models.build(Hostile, 2), Readout(nnx.Rngs(5))
@@ -80,6 +80,7 @@ def test_twenty_ragged_batches_are_those_of_the_plain_model(weighted):
     assert compiles() - before == 1
 
 
+@pytest.mark.slow
 def test_padded_rows_and_a_vocabulary_that_all_ranks_share():
     ids, targets = models.words(5), models.words(5, seed=1)
     stages = models.build(models.Block, 2)

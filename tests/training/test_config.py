@@ -65,6 +65,7 @@ def test_files_and_settings_win_in_order(tmp_path):
     assert config.model.arguments == {"layers": 2}
 
 
+@pytest.mark.slow
 def test_what_plan_writes_is_read(tmp_path):
     sizes = {"model": "llama-8b", "devices": 8, "chip": "v5p", "batch": 8, "seq": 2048}
     path = plan(**sizes).write(tmp_path / "plan.toml")

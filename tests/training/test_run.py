@@ -76,6 +76,7 @@ def stopped_after(step: int, monkeypatch: pytest.MonkeyPatch, number: int) -> No
     monkeypatch.setattr(Trainer, "_next", begun)
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_goes_on_is_evaluated_and_writes(path, monkeypatch, capsys):
     whole = path.parent / "whole.toml"
     whole.write_text(path.read_text())
@@ -131,6 +132,7 @@ def vectors() -> list:
     return [(np.full((4, 8), n + 1.0, np.float32), np.arange(4, dtype=np.int32)) for n in range(3)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finite_ends_with_its_state(path, capsys):
     arguments = ["train", "--config", str(path), "--set", "optimizer.learning_rate=1e30"]
     assert cli.main([*arguments, "--set", "run.stop_after=2"]) == 1

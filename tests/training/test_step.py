@@ -31,7 +31,8 @@ from tests.training.plain import (
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-slow = pytest.mark.slow
+slow, exhaustive = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
+SHARDED = {"stage": 2, "data": 2}
 ROWS, K, M = 8, 4, 2
 CLIP, DECAY, STEPS = 0.05, 0.9, 20
 RULES = {"adamw": functools.partial(optax.adamw, 1e-2), "lamb": functools.partial(optax.lamb, 1e-2)}
@@ -62,12 +63,12 @@ def twenty(rule: str, kind: Any = Block) -> Any:
 
 
 CASES = [
-    pytest.param("adamw", Block, {"stage": 2, "data": 2}, {"data_parallel": "zero1"}, 1),
-    pytest.param("lamb", Block, {"stage": 4}, {}, 2),
     pytest.param("adamw", Parallel, {"stage": 2, "tensor": 2, "data": 2}, {}, 1),
-    pytest.param("lamb", Block, {"stage": 2, "data": 2}, {"data_parallel": "fsdp"}, 1, marks=slow),
-    pytest.param("lamb", Parallel, {"stage": 2, "tensor": 2}, {}, 4, marks=slow),
-    pytest.param("adamw", Block, {"stage": 2}, {"schedule": "zb_v"}, 2, marks=slow),
+    pytest.param("lamb", Block, {"stage": 4}, {}, 2, marks=slow),
+    pytest.param("adamw", Block, SHARDED, {"data_parallel": "zero1"}, 1, marks=slow),
+    pytest.param("lamb", Block, SHARDED, {"data_parallel": "fsdp"}, 1, marks=slow),
+    pytest.param("lamb", Parallel, {"stage": 2, "tensor": 2}, {}, 4, marks=exhaustive),
+    pytest.param("adamw", Block, {"stage": 2}, {"schedule": "zb_v"}, 2, marks=exhaustive),
 ]
 
 
@@ -106,6 +107,7 @@ def test_the_same_class_trains_a_module_that_has_only_a_loss():
     assert compiles() - before == 1
 
 
+@slow
 def test_parts_are_the_whole():
     """`fwd_bwd`, then `update`; `eval_step` with the weights and with their mean."""
     pair = []
@@ -170,6 +172,7 @@ def test_float16_recovers_from_an_overflow_that_is_put_in():
     np.testing.assert_allclose(float(metrics.loss), wanted, rtol=2e-2)
 
 
+@slow
 def test_a_loss_scale_leaves_the_update_as_it_is():
     losses, weights, _ = by_hand(chain, map(batch, range(3)), RULES["adamw"]())
     for model in (pipeline(), chain()):

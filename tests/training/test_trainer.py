@@ -176,12 +176,13 @@ def test_a_run_tells_evaluates_and_saves():
 def test_a_run_goes_on_as_if_it_had_not_ended():
     """With dropout, a mean, a scale, and calls that one update takes together."""
     options = {"ema": 0.9, "loss_scale": DynamicScale(interval=2), "accumulate": 2}
-    whole = Trainer(make_step(Noisy, **options), Numbered(), steps=4)
+    options |= {"kind": Noisy, "plain": True}
+    whole = Trainer(make_step(**options), Numbered(), steps=4)
     assert whole.run()
     saves = Memory()
     asked = iter([False, False, True])
     first = Trainer(
-        make_step(Noisy, **options),
+        make_step(**options),
         Numbered(),
         steps=4,
         checkpoints=saves,
@@ -189,7 +190,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended():
     )
     assert not first.run()
     assert [one[0] for one in saves.kept] == [2]
-    second = Trainer(make_step(Noisy, **options), Numbered(), steps=4, checkpoints=saves)
+    second = Trainer(make_step(**options), Numbered(), steps=4, checkpoints=saves)
     assert second.resume() == 2
     before = compiles()
     assert second.run()
@@ -202,6 +203,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended():
     equal(a, b)
 
 
+@pytest.mark.slow
 def test_data_of_grain_goes_on():
     grain = pytest.importorskip("grain")
 
@@ -248,6 +250,7 @@ def test_an_update_that_is_not_finite_is_told_of():
     assert np.isfinite(trainer.losses[-1])
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_too_many_are_not_finite():
     trainer = Trainer(make_step(), Numbered((2, 3, 4)), steps=9, stop_after=3)
     with pytest.raises(NotFiniteError) as caught:
@@ -402,3 +405,12 @@ def test_data_that_ends_or_has_no_position():
     with pytest.raises(ValueError, match="evaluat") as caught:
         trainer.evaluate()
     assert str(caught.value) == "evaluate() has nothing to evaluate on; give evaluation="
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_steps(tmp_path):
+    from bench.training import growth
+
+    before, after = growth(tmp_path)
+    assert after < 1.01 * before
