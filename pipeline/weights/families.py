@@ -155,8 +155,11 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
     Raises:
       ValueError: a key is missing, or asks for what this decoder has not.
     """
-    given = {key: value for key, value in content.items() if value is not None}
-    given = {**reading.defaults, **given}
+    given = {**reading.defaults, **content}
+    if given.get(reading.activation) is None:  # as Gemma's first files have it
+        given[reading.activation] = reading.defaults.get(reading.activation)
+    # Written out, null is a value: no window, no soft cap.
+    given = {key: value for key, value in given.items() if value is not None}
     wrong = [
         f"{key} is missing"
         for key, own in reading.keys.items()
@@ -311,7 +314,7 @@ _GEMMA_DEFAULTS = {
 }
 _READINGS = {
     "llama": Reading(_KEYS, defaults=_SILU, more=_llama),
-    "mistral": Reading(_KEYS, defaults=_SILU, more=_mistral),
+    "mistral": Reading(_KEYS, defaults={**_SILU, "sliding_window": 4096}, more=_mistral),
     "qwen2": Reading(_KEYS, defaults=_SILU, fixed={"qkv_bias": True}, more=_qwen2),
     "qwen3": Reading(
         _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3

@@ -26,7 +26,7 @@ Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range 
 Factors = tuple[tuple[str, int], ...]  # of a dim: letters and sizes, slowest first
 
 PLACES = "+"
-BLOCK = 1 << 23  # bytes that are read at a time
+BLOCK = 1 << 22  # bytes that are read at a time
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
 _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
 

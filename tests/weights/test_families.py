@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +115,28 @@ def test_bfloat16_stays_bfloat16_and_float32_is_asked_for(tmp_path: Path):
     wide = weights.load(tmp_path / "out", num_stages=1, dtype="float32")
     found = {k: v for layer in weights.named_layers(wide) for k, v in layer.tensors.items()}
     assert same(found, {name: x.astype(np.float32) for name, x in tensors.items()})
+
+
+def test_what_config_json_leaves_out_and_what_it_sets_to_null():
+    def read(name: str, **changes: Any) -> Any:
+        content = {**tiny.CONFIGS[name], **changes}
+        made = weights.FAMILIES[name].config
+        assert made is not None
+        return made({key: value for key, value in content.items() if value != "left out"})
+
+    plain = read("mistral", sliding_window="left out")
+    assert (plain.windows, read("mistral", sliding_window=None).windows) == ((4096,) * 3, ())
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": "left out"}
+    gemma = read("gemma2", **caps, hidden_activation=None, hidden_act="gelu")
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (None, 30.0)
+    assert (gemma.activation, gemma.windows) == ("gelu_tanh", (4, None, 4))
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert read("gemma3_text", layer_types=kinds).windows == (None, 4, None)
+    assert read("llama", num_key_value_heads=None, head_dim=None).kv_heads == 4
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    both = read("gemma3_text", rope_parameters=ropes)
+    assert (both.rope_of(2).theta, both.rope_of(2).scaling.factor) == (5e5, 4.0)
+    assert (both.rope_of(0).theta, both.rope_of(0).scaling) == (2e4, None)
