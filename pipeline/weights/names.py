@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.layerwise.view import Ref
 from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
 from pipeline.weights.family import Config, Family
 from pipeline.weights.patterns import Part, Plan, Row, Sizes, plan
@@ -189,8 +188,3 @@ def check_tensors(entries: Sequence[Entry], checkpoint: Checkpoint, family: Fami
 def _several(wrong: Sequence[str]) -> str:
     more = len(wrong) - SHOWN
     return "; ".join(wrong[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-
-
-def is_layer(held: Any) -> bool:
-    """Whether a weight is one of a stage."""
-    return isinstance(held, Ref)
