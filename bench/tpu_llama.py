@@ -1,6 +1,6 @@
 """Whole Llama training steps by the TPU compiler: ``python -m bench.tpu_llama 8B``.
 
-Loss, gradients and Adam's update: Llama 3 8B on described slices of 64 chips, 70B on 512 or 256, or
+Loss, gradients and Adam's update: Llama 3 8B on described v5p slices of 64 chips, 70B on 512, or
 ``tiny`` on 8. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam state,
 bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and no TPU.
 What is printed stands in docs/llama.md, and docs/tpu.md has times (`bench.tpu_cycles`).
@@ -129,19 +129,8 @@ CASES = {
         chunks=4,
         microbatches=8,
     ),
-    "8B-v6e": Case(
-        "v6e:8x8", {"data": 16, "stage": 4}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=16
-    ),
     "70B": Case("v5p:8x8x8", {"data": 16, "stage": 8, "tensor": 4}, _70B_OVER_TENSOR, USUAL),
     "70B-best": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
-    "70B-v6e": Case(
-        "v6e:16x16",
-        {"data": 4, "stage": 16, "tensor": 4},
-        _70B_OVER_TENSOR,
-        {**USUAL, **LOOPED},
-        chunks=5,
-        microbatches=128,
-    ),
 }
 
 

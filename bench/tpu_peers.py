@@ -48,8 +48,6 @@ PEERS = {
     "8B-gpipe": _like("8B-best", "gpipe"),
     "8B-shifted": _like("8B-best", "shifted"),
     "8B-fsdp": _like("8B-best", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
-    "70B-gpipe": _like("70B-best", "gpipe"),
-    "70B-fsdp": _like("70B-best", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
 }
 
 
