@@ -10,6 +10,8 @@ from pipeline.added_losses import add_loss, with_losses
 from pipeline.calibrate.calibration import Calibration
 from pipeline.calibrate.conclude import CalibrationError
 from pipeline.config import ParallelConfig
+from pipeline.decoding.generate import generate
+from pipeline.decoding.sampling import sample
 from pipeline.optimizer import make_optimizer, shard_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.planner import DoesNotFitError, Plans, plan
@@ -30,10 +32,12 @@ __all__ = [
     "add_loss",
     "check_sharding",
     "describe_sharding",
+    "generate",
     "initialize",
     "local_rows",
     "make_optimizer",
     "plan",
+    "sample",
     "shard_batch",
     "shard_optimizer",
     "with_losses",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,19 +37,29 @@ from pipeline.model.chunks import make_chunks, make_ends
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
 from pipeline.model.loss import LossFn, check_has_aux
+from pipeline.model.model import Model
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
-from pipeline.options.checks import Bubbles, Gather, Remat, check_functions, check_scale
+from pipeline.options.checks import (
+    Bubbles,
+    Gather,
+    Remat,
+    check_functions,
+    check_microbatches,
+    check_scale,
+)
+from pipeline.options.plan import Plan
 from pipeline.options.resolve import make_plan
 from pipeline.processes.replicas import check_replicas
 from pipeline.profile import trace
-from pipeline.replace import check_changes, refusal, replaced
+from pipeline.replace import check_changes, refusal, replaced, typed
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_undivided_weights
 from pipeline.sharding.placement import DataParallel, Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
+from pipeline.trained.state import check_order, check_state, keep_state
 from schedules import Costs, Report, Schedule
 
 
@@ -112,6 +123,13 @@ class Pipeline(nnx.Module):
         schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
         W of all stages take as long as each other, and what ``remat`` runs again as long as what it
         repeats; embed and head count nothing.
+      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
+        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
+        ascending order; where they write it in a call, the pipeline has the new values behind it.
+        Data shards have rows of their own: of floats the result is the mean over ``data``, of
+        integers what it was and the sum of what all shards have added.
+      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
+        its microbatches are through, and may write declared state.
 
     Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
     each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
@@ -154,6 +172,8 @@ class Pipeline(nnx.Module):
         ignore: Sequence[str] = (),
         wrt: nnx.filterlib.Filter = nnx.Param,
         costs: Costs | Calibration | None = None,
+        state: nnx.filterlib.Filter | None = None,
+        after_step: Callable[[Any], None] | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _REMEMBERED}
         check_functions(sharding=sharding)
@@ -188,6 +208,8 @@ class Pipeline(nnx.Module):
             vocabulary=vocabulary,
             memory_limit=memory_limit,
             wrt=wrt,
+            state=state,
+            after_step=after_step,
             costs=known,
             costs_from=costs_from,
             signature=model,
@@ -210,6 +232,9 @@ class Pipeline(nnx.Module):
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
+        if state is not None:
+            check_order(plan.schedule)
+        check_state(plan, self.chunks, self.ends)
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
         hold(plan, self)
 
@@ -259,19 +284,66 @@ class Pipeline(nnx.Module):
         """What follows the last stage."""
         return self.ends.head
 
-    def __call__(self, inputs: Tree, *, extras: dict[str, Tree] | None = None) -> Tree:
+    def __call__(
+        self,
+        inputs: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        num_microbatches: int | None = None,
+    ) -> Tree:
         """Forward only: [N, ...] outputs, on every rank of ``stage``.
 
         May be differentiated with respect to parameters and inputs; the backward pass runs the
         schedule.
+
+        Args:
+          inputs: [N, ...] leaves.
+          extras: likewise, by name, for every stage.
+          num_microbatches: M of this call, if not the pipeline's: a batch to evaluate may have
+            another size than one to train on. Each M is a program of its own.
         """
-        operands = self._operands(inputs, (), extras)
+        plan = self._plan_of(num_microbatches)
+        operands = self._operands(inputs, (), extras, plan=plan)
         with self._step("pipe", operands) as (model, *arrays):
-            found = differentiable.outputs(self.plan, model, warn_of_memory, *arrays)
+            found, kept = differentiable.outputs(plan, model, warn_of_memory, *arrays)
+        self._keep(plan, model, kept)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
         specs = meshes.outputs_specs(mesh, found, given, shared=shared)
         return meshes.typed(found, meshes.mesh_of_results(mesh, given), specs)
+
+    def logprobs(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        num_microbatches: int | None = None,
+    ) -> jax.Array:
+        """The log-probability of every target: float32 of their shape, on every rank of ``stage``.
+
+        Logits stay where they are, a microbatch's on the last rank, or, with
+        ``vocabulary="stage"``, a part of them on each. What is to be differentiated is `loss`.
+
+        Args:
+          inputs: [N, ...] leaves, of which the model makes [N, ..., words] logits.
+          targets: [N, ...] integers; what is -100 does not count and has 0.
+          extras: as of a call.
+          num_microbatches: likewise.
+
+        Raises:
+          ValueError: targets of another shape; or it was differentiated.
+        """
+        plan = self._plan_of(num_microbatches)
+        operands = self._operands(inputs, targets, extras, plan=plan)
+        what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
+        with self._step("logprobs", operands) as given, differentiable.refusing_twice(what):
+            run = functools.partial(runtime.infer, take_loss=False, logprobs=True)
+            found, kept = watched(run, plan, *given)
+        self._keep(plan, operands[0], kept)
+        mesh = self.plan.mesh
+        specs = meshes.outputs_specs(mesh, found, (inputs, extras), shared=False)
+        return meshes.typed(found, meshes.mesh_of_results(mesh, (inputs, extras)), specs)
 
     def loss(
         self,
@@ -280,6 +352,7 @@ class Pipeline(nnx.Module):
         *,
         extras: dict[str, Tree] | None = None,
         has_aux: bool = False,
+        num_microbatches: int | None = None,
     ) -> Any:
         """The mean loss, a float32 scalar on every rank; with ``has_aux`` (loss, metrics).
 
@@ -292,10 +365,13 @@ class Pipeline(nnx.Module):
           targets: likewise.
           extras: likewise, by name, for every stage.
           has_aux: as of `value_and_grad`; metrics have no gradient.
+          num_microbatches: M of this call, if not the pipeline's.
         """
-        operands = self._operands(inputs, targets, extras, "loss", has_aux=has_aux)
+        plan = self._plan_of(num_microbatches)
+        operands = self._operands(inputs, targets, extras, "loss", has_aux=has_aux, plan=plan)
         with self._step("loss", operands) as (model, *arrays):
-            found = differentiable.loss(self.plan, model, warn_of_memory, *arrays)
+            found, kept = differentiable.loss(plan, model, warn_of_memory, *arrays)
+        self._keep(plan, model, kept)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
     def value_and_grad(
@@ -341,7 +417,8 @@ class Pipeline(nnx.Module):
             ),
         ):
             warn_of_memory(self.plan, *operands)
-            value, grads, _ = watched(runtime.train, self.plan, *operands, scale=scale)
+            value, grads, _, kept = watched(runtime.train, self.plan, *operands, scale=scale)
+        self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
         grads = meshes.typed(grads, self.plan.home, operands[0].gradient_specs)
         layout = jax.tree.structure(nnx.state(self, self._filter(wrt)))
@@ -575,6 +652,23 @@ class Pipeline(nnx.Module):
         model, weights, batch = operands
         return model, meshes.untyped(weights, self.plan.mesh), batch
 
+    def _plan_of(self, num_microbatches: int | None) -> Plan:
+        """The plan of a call, which may have another M."""
+        if num_microbatches is None or num_microbatches == self.num_microbatches:
+            return self.plan
+        known = self.plan.traces.plans
+        if num_microbatches not in known:
+            check_microbatches(num_microbatches)
+            plan = typed(self).replace(num_microbatches=num_microbatches).plan
+            if plan.schedule.stages_of != self.schedule.stages_of:
+                raise ValueError(
+                    f"num_microbatches={num_microbatches} of a call: the schedule that is chosen "
+                    f"for it, {plan.schedule.name!r}, places stages otherwise; name a schedule, or "
+                    f"use pipe.replace(num_microbatches={num_microbatches})"
+                )
+            known[num_microbatches] = plan
+        return known[num_microbatches]
+
     def _operands(
         self,
         inputs: Tree,
@@ -583,17 +677,26 @@ class Pipeline(nnx.Module):
         loss_for: str = "",
         wrt: Any = None,
         has_aux: bool | None = None,
+        plan: Plan | None = None,
     ) -> Operands:
+        plan = self.plan if plan is None else plan
         if has_aux is not None:
             check_has_aux(has_aux, shared_head="head" in self.plan.shared)
         if loss_for:
             meshes.warn_of_untyped_weights(self.plan.home, self.plan.traces.warned)
-        hold(self.plan, self)
+        hold(plan, self)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
         given = inputs, targets, extras, loss_for
-        return make_operands(self.plan, *state, *given, wrt=wrt, has_aux=has_aux)
+        return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux)
+
+    def _keep(self, plan: Plan, model: Model, kept: runtime.Kept) -> None:
+        """Take over the state that a step has written, if it has written any."""
+        if plan.traces.written.get((model.stages, model.ends)):
+            kept = meshes.typed(kept, self.plan.home, model.state_specs)
+            chunks, ends = kept
+            keep_state([*self.chunks, self.ends], model.declared, [*chunks, ends])
 
     @property
     def trained(self) -> Trained:

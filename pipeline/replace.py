@@ -80,7 +80,7 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
         lay_out(pipe, ends)
         return new
     check_kinds(list(pipe.chunks), **ends)
-    lay_out(_typed(pipe), {name: _typed(end) for name, end in ends.items()})
+    lay_out(typed(pipe), {name: typed(end) for name, end in ends.items()})
     picks = _picks(pipe, new)
     if picks is None:
         lay_out(pipe, ends)
@@ -113,7 +113,7 @@ def _held(ends: Ends) -> dict[str, Any]:
     return {name: getattr(ends, name) for name in _ENDS if hasattr(ends, name)}
 
 
-def _typed(module: Any) -> Any:
+def typed(module: Any) -> Any:
     """The module with types for its arrays; what is no module as it is."""
     if not isinstance(module, nnx.Module):
         return module

@@ -36,21 +36,30 @@ def stage_pullback(
     *,
     grad_dtype: GradDtype = None,
     way: Way | None = None,
+    updates: bool = False,
 ) -> tuple[Tree, Pullback]:
-    """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``."""
+    """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``.
+
+    With ``updates`` the stage returns a pair, of which only the first is differentiated.
+    """
     floats, others = partition(x)
     mask, want_x = (way.weights, way.x) if way else (None, True)
     like: Tree = None
 
-    def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Leaves]:
+    def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Any]:
         nonlocal like
         y = f(w, fixed, side, combine(x, xf if want_x else floats, others))
+        y, after = y if updates else (y, None)
         like = jax.tree.map(jax.typeof, y)
-        return partition(y)
+        floats_of_y, others_of_y = partition(y)
+        return floats_of_y, (others_of_y, after)
 
     given = floats if want_x else []
-    y, y_others, pullback = differentiate(g, weights, given, grad_dtype=grad_dtype, trained=mask)
-    return combine(like, y, y_others), pullback
+    y, (y_others, after), pullback = differentiate(
+        g, weights, given, grad_dtype=grad_dtype, trained=mask
+    )
+    found = combine(like, y, y_others)
+    return (found, after) if updates else found, pullback
 
 
 class Residuals:
@@ -62,6 +71,8 @@ class Residuals:
       weights, fixed, side, x: examples, for their types.
       grad_dtype: as `pipeline.backward.accumulate.as_summed` takes it.
       way: how far its backward goes; without, all the way.
+      updates: whether f returns a pair, of which only the first is differentiated; `forward` does
+        as f.
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
@@ -77,9 +88,11 @@ class Residuals:
         *,
         grad_dtype: GradDtype = None,
         way: Way | None = None,
+        updates: bool = False,
     ) -> None:
         def linearized(*arguments: Any) -> Any:
-            y, pullback = stage_pullback(f, *arguments, grad_dtype=grad_dtype, way=way)
+            options: Any = {"grad_dtype": grad_dtype, "way": way, "updates": updates}
+            y, pullback = stage_pullback(f, *arguments, **options)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value
             return y, residuals

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.kernel.memory import Memory, Step, at_most_once
+from pipeline.model.loss import logprobs_of
 from pipeline.rank.local_model import LocalModel
 from schedules.lowering.program import Op, Slot
 
@@ -90,31 +91,44 @@ class Actions:
         return y
 
     def _forward(self, op: Op, row: Row) -> Tree:
-        if self.step.training and op.last and self.memory.residuals is None:
-            return self.no_message()
         local, microbatch = self.local, row["microbatch"]
-        arguments = *local.stage_arguments(op.chunk, microbatch), self.operand(op, row)
+        if self.step.training and op.last and self.memory.residuals is None and not local.writes:
+            if op.first and local.state.held is not None:
+                self.operand(op, row, now=True)
+            return self.no_message()
+        x = self.operand(op, row, now=True)
+        arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
+        stage = local.stage_and_own_state if local.writes else local.stage
         if self.counts and local.adds:
-            y, added = local.stage_counted(*arguments)
+            y, added = local.stage_counted(stage, *arguments)
             self.memory.added.add([added])
         elif self.memory.residuals is None:
-            y = local.stage(*arguments)
+            y = stage(*arguments)
         else:
             y, self.memory.stashes[row["stash"]] = self.memory.residuals.forward(*arguments)
+        if local.writes:
+            y, after = y
+            local.keep(op.chunk, microbatch, after)
         if op.last and not self.step.training:
             self._finish(y, microbatch)
         return self.sent(y)
 
-    def operand(self, op: Op, row: Row) -> Tree:
-        """A stage's input: from its message, or made from the user's inputs."""
+    def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
+        """A stage's input: from its message, or made from the user's inputs.
+
+        ``now`` where a forward takes it, which leaves the state that embed writes.
+        """
         if not op.first:
             return self.memory.buffers[row["operand"]]
         microbatch = row["microbatch"]
         inputs = at(self.local.batch.inputs, microbatch)
-        if not (self.counts and self.local.state.adding_embed):
-            return self.local.embed(self.local.ends_weights, inputs, microbatch)
-        x, added = self.local.embed_counted(inputs, microbatch)
-        self.memory.added.add([added])
+        if self.counts and self.local.state.adding_embed:
+            x, added = self.local.embed_counted(inputs, microbatch)
+            self.memory.added.add([added])
+        else:
+            x = self.local.embed(self.local.ends_weights, inputs, microbatch, now=now)
+        if now:
+            self.local.keep_of_embed(inputs, microbatch)
         return x
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
@@ -128,7 +142,15 @@ class Actions:
                 total, others = local.loss(local.ends_weights, y, microbatch)
             self.memory.loss.add([total, *others])
         else:
-            self.memory.results[microbatch] = local.outputs(local.ends_weights, y, microbatch)
+            self.memory.results[microbatch] = self.result(y, microbatch)
+        local.keep_of_head(y, microbatch)
+
+    def result(self, y: Tree, microbatch: Any) -> Tree:
+        """What the user sees of a microbatch."""
+        found = self.local.outputs(self.local.ends_weights, y, microbatch)
+        if not self.step.logprobs:
+            return found
+        return logprobs_of(found, at(self.local.batch.targets, microbatch))
 
     def _backward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
@@ -222,6 +244,7 @@ class Actions:
         """The gradient for the last stage's output; counts the loss itself."""
         total, others, pullback = self.local.loss_pullback(y, microbatch)
         self.memory.loss.add([total, *others])
+        self.local.keep_of_head(y, microbatch)
         return pullback(self.loss_cotangent(), self.ends_refs, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:

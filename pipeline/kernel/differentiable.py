@@ -60,7 +60,7 @@ jax.tree_util.register_dataclass(_Waiting)
 
 
 def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Any:
-    """The mean loss, a float32 scalar; differentiable in params and inputs.
+    """The mean loss, a float32 scalar, differentiable in params and inputs; and declared state.
 
     With metrics, if the model has them, which have no gradient.
 
@@ -85,12 +85,12 @@ def _loss_forward(
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
         infers = functools.partial(watched, infer, plan, model, take_loss=True, want_share=True)
         with refusing_twice(_TWICE):
-            value, share = _as_one(infers)(weights, batch)
-        return value, _Waiting(weights, batch, share, want_inputs, model.trained)
+            (value, share), held = _as_one(infers)(weights, batch)
+        return (value, held), _Waiting(weights, batch, share, want_inputs, model.trained)
     with refusing_twice(_TWICE):
-        value, grads, inputs = _as_one(run)(weights, batch)
+        value, grads, inputs, held = _as_one(run)(weights, batch)
     grads = _in_their_places(weights, model.trained, grads)
-    return value, (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
+    return (value, held), (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
 
 
 def _is_narrow(
@@ -105,7 +105,7 @@ def _is_narrow(
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
-    ct = _instantiate(ct[0] if model.has_aux else ct)
+    ct = _instantiate(ct[0][0] if model.has_aux else ct[0])
     if isinstance(kept, _Waiting):
         model = dataclasses.replace(model, trained=kept.trained)
         run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
@@ -120,7 +120,10 @@ loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2
 
 
 def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: Batch) -> Tree:
-    """[N, ...] outputs; differentiable in params and inputs. Arguments as of `loss`."""
+    """[N, ...] outputs, differentiable in params and inputs; and declared state.
+
+    Arguments as of `loss`.
+    """
     del before
     return watched(infer, plan, model, weights, batch, take_loss=False)
 
@@ -139,7 +142,7 @@ def _outputs_backward(
     plan: Plan, model: Model, before: Before, kept: Any, ct: Tree
 ) -> tuple[Any, Any]:
     weights, batch, want_inputs, trained = kept
-    cotangents, _ = partition(jax.tree.map(_instantiate, ct, is_leaf=_is_zero))
+    cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     batch = dataclasses.replace(batch, targets=cotangents)
     before(plan, model, weights, batch, want_inputs=want_inputs)
@@ -156,7 +159,7 @@ def _cotangents(
     model = dataclasses.replace(model, has_aux=None if model.has_aux else model.has_aux)
     run = functools.partial(train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
-        _, grads, inputs = watched(run, plan, model, weights, batch, **scale)
+        _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
     return Weights(chunks, ends, None, None), Batch(found, None, None)

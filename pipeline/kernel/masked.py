@@ -56,12 +56,14 @@ class Facts:
 def run_masked(actions: Actions, slot: Slot, row: Row) -> Tree:
     """Compute every kind of action the slot may hold, keep what is real; returns the message."""
     facts = Facts(slot, row)
-    x = _operand(actions, facts, row)
+    writes = actions.local.state.held is not None
     if facts.backward is False:
-        return _forward(actions, facts, row, x)
+        return _forward(actions, facts, row, _operand(actions, facts, row, now=writes))
+    x = _operand(actions, facts, row)
     gradient = _backward(actions, facts, row, x)
     if facts.forward is False:
         return gradient
+    x = _operand(actions, facts, row, now=True) if writes else x
     return _select(facts.forward, _forward(actions, facts, row, x), gradient)
 
 
@@ -85,8 +87,8 @@ def _add_of_ends(actions: Actions, condition: Any, values: Leaves) -> None:
     _add(actions.memory.ends_grads, condition, values)
 
 
-def _operand(actions: Actions, facts: Facts, row: Row) -> Tree:
-    """The stage's input on every rank."""
+def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> Tree:
+    """The stage's input on every rank; ``now`` for a forward that writes state."""
     received, local = actions.memory.buffers[row["operand"]], actions.local
     if facts.first is False:
         return received
@@ -95,22 +97,28 @@ def _operand(actions: Actions, facts: Facts, row: Row) -> Tree:
         x, added = local.embed_counted(inputs, row["microbatch"])
         _add(actions.memory.added, facts.first & facts.forward, [added])
     else:
-        x = local.embed(local.ends_weights, inputs, row["microbatch"])
+        x = local.embed(local.ends_weights, inputs, row["microbatch"], now=now)
+    if now:
+        local.keep_of_embed(inputs, row["microbatch"], facts.forward & facts.first)
     return _select(facts.first, x, received)
 
 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     local, microbatch = actions.local, row["microbatch"]
-    arguments = *local.stage_arguments(facts.chunk, microbatch), x
+    arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
+    stage = local.stage_and_own_state if local.writes else local.stage
     if actions.counts and local.adds:
-        y, added = local.stage_counted(*arguments)
+        y, added = local.stage_counted(stage, *arguments)
         _add(actions.memory.added, facts.forward, [added])
     elif actions.memory.residuals is None:
-        y = local.stage(*arguments)
+        y = stage(*arguments)
     else:
         y, stash = actions.memory.residuals.forward(*arguments)
         trash = actions.memory.stashes.places - 1
         actions.memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+    if local.writes:
+        y, after = y
+        local.keep(facts.chunk, microbatch, after, facts.forward)
     if actions.step.training or facts.last is False:
         return actions.sent(y)
     real = facts.forward & facts.last
@@ -122,10 +130,11 @@ def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
             total, others = local.loss(local.ends_weights, y, microbatch)
         _add(actions.memory.loss, real, [total, *others])
     else:
-        found = local.outputs(local.ends_weights, y, microbatch)
+        found = actions.result(y, microbatch)
         actions.memory.results[microbatch] = _select(
             real, found, actions.memory.results[microbatch]
         )
+    local.keep_of_head(y, microbatch, real)
     return actions.sent(y)
 
 
@@ -194,6 +203,7 @@ def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbat
     total, others, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
     _add(actions.memory.loss, real, [total, *others])
+    actions.local.keep_of_head(y, microbatch, real)
     dw, found = pullback.values(actions.loss_cotangent())
     _add_of_ends(actions, real, dw)
     chosen: Leaves = _select(facts.last, found, dy)

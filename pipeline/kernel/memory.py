@@ -84,6 +84,7 @@ class Step:
       training: whether anything goes back.
       take_loss: whether a forward's results are losses rather than outputs.
       want_inputs: whether gradients for the inputs' float leaves are kept.
+      logprobs: whether a forward's results are the log-probabilities of targets.
       masked: whether everything is computed unconditionally: stashes and crossings then need a
         trash place, and gradients are formed by value.
       loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
@@ -93,6 +94,7 @@ class Step:
     training: bool
     take_loss: bool
     want_inputs: bool = False
+    logprobs: bool = False
     masked: bool = False
     loss_share: Any = 1.0
 
@@ -163,7 +165,7 @@ def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
         halves = local.split_backward(residuals, in_place=not step.masked)
     crossing, places = halves.crossing if halves else [], program.num_crossings + step.masked
     crossings = Pool(crossing, places, axes, "crossings")
-    outputs = [] if step.take_loss else _output_types(local)
+    outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
     return dataclasses.replace(
         sums,
         buffers=buffers,
@@ -176,7 +178,10 @@ def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
     )
 
 
-def _output_types(local: LocalModel) -> Tree:
+def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
+    if logprobs:
+        targets = at(local.batch.targets, 0)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
     y = blank(local.output, local.axes)
     found = jax.eval_shape(lambda: local.outputs(local.ends_weights, y, 0))
     who = "head" if local.model.has_head else "the last stage"

@@ -5,6 +5,7 @@ Letters: N rows of a batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,12 @@ from pipeline.model.chunks import lay_out
 from pipeline.model.ends import find_tables
 from pipeline.model.loss import LossModule
 from pipeline.model.microbatch import make_batch, place
-from pipeline.model.model import Batch, Model, Weights
+from pipeline.model.model import Batch, Declared, Model, Weights
 from pipeline.model.stage import Ends, define, seats
 from pipeline.options.plan import Plan
 from pipeline.sharding.meshes import untyped
 from pipeline.trained.filters import trained_by
+from pipeline.trained.state import find_state
 
 Operands = tuple[Model, Weights, Batch]
 _ENDS = "embed or head", "embed, head or loss_fn"
@@ -37,6 +39,7 @@ def make_operands(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool | None = False,
+    num_microbatches: int | None = None,
 ) -> Operands:
     """The static half of the model, its state, and the batch on the mesh.
 
@@ -50,6 +53,7 @@ def make_operands(
       loss_for: the method that takes a loss, if one does.
       wrt: a filter, what is trained.
       has_aux: as `Model` has it.
+      num_microbatches: M, if not that of the schedule.
 
     Raises:
       ValueError: there is no loss to take, or a batch that does not fit.
@@ -59,16 +63,16 @@ def make_operands(
             f"{loss_for}() needs a loss, and this pipeline was made with loss_fn=None; give "
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
-    num_microbatches, stages_of = plan.schedule.num_microbatches, plan.schedule.stages_of
-    batch = make_batch(
-        inputs, targets, extras, num_microbatches=num_microbatches, data_size=plan.data_size
-    )
+    stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
+    batch = make_batch(inputs, targets, extras, num_microbatches=M, data_size=plan.data_size)
     batch = place(untyped(batch, plan.mesh), plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])
+    declared = _declared(plan, chunks, ends, (structure, jax.tree.structure([*rests, ends_rest])))
+    definition = dataclasses.replace(definition, state=declared.ends)
     model = Model(
-        stages=seats(chunks, definitions, stages_of),
+        stages=seats(chunks, definitions, stages_of, declared.stages),
         ends=definition,
         has_embed=ends.embed is not None,
         has_head=ends.head is not None,
@@ -80,8 +84,18 @@ def make_operands(
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
         has_aux=has_aux,
+        declared=declared,
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch
+
+
+def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
+    """The state that may be written; remembered, as what is trained is."""
+    known, key = plan.traces.filtered, ("state", structure)
+    if key not in known:
+        known[key] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    found: Declared = known[key]
+    return found
 
 
 def check_arrays(method: str, operands: Operands) -> Operands:

@@ -31,6 +31,7 @@ from pipeline.options.plan import Plan
 from pipeline.rank.activations import Activations, follow
 from pipeline.rank.effects import check_effects
 from pipeline.rank.groups import GroupedModel, make_local_model
+from pipeline.rank.held import Held, Usage
 from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
 from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
@@ -45,6 +46,7 @@ from pipeline.sharding.zero import (
 )
 from schedules.lowering.program import Program
 
+Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
 
 
@@ -59,7 +61,7 @@ def train(
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[Any, tuple[tuple[Leaves, ...], Leaves], Leaves]:
+) -> tuple[Any, tuple[tuple[Leaves, ...], Leaves], Leaves, Kept]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -77,8 +79,8 @@ def train(
     Returns:
       The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted;
       gradients for those leaves of
-      ``weights.chunks`` and of ``weights.ends`` that are trained; and for the inputs' float leaves,
-      [N, ...].
+      ``weights.chunks`` and of ``weights.ends`` that are trained; for the inputs' float leaves,
+      [N, ...]; and declared state as the step has left it.
     """
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
@@ -86,7 +88,7 @@ def train(
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         scale, of_added = scale if isinstance(scale, tuple) else (scale, scale)
         calls = plan.schedule.num_microbatches * plan.data_size
-        state = _rank_state(plan, model, weights, batch)
+        state = rank_state(plan, model, weights, batch)
         added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
         state, activations = follow(dataclasses.replace(state, added_share=added_share))
         local, is_mean, ends_body = _with_loss(plan, state, activations, ways)
@@ -103,6 +105,7 @@ def train(
             # A scale is chosen for gradients of the mean, and those of a sum might overflow.
             if not is_mean and (scale is not None or local.state.adds):
                 known = _share_known_before(local, plan)
+        local = _writing(local, activations, plan, ways, training=True)
         share: Any = 1.0 if known is None else known
         if scale is not None:
             share = scale.astype(real()) * share
@@ -146,8 +149,8 @@ def train(
         if known is not None:
             is_plain = scale is None and is_mean
             value = total / weight if is_plain else mean_of(total, weight)[0]
-        value = _with_added(sums, value, plan)
-        return _with_metrics(local, value, weight, measured), (chunks, ends), inputs
+        value = _with_metrics(local, _with_added(sums, value, plan), weight, measured)
+        return value, (chunks, ends), inputs, _kept(local, weights, plan, training=True)
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
     trained = model.trained
@@ -155,12 +158,54 @@ def train(
         tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
         _gradient_specs(layout.ends, trained.ends),
     )
-    out_specs = P(), _manual(plan, specs), data
-    run = _shard(plan, model, program, body, out_specs, runs)
-    loss, grads, inputs = run(weights, batch, scale)
+    out_specs = P(), _manual(plan, specs), data, _manual(plan, model.state_specs)
+    run = run_on_ranks(plan, model, program, body, out_specs, runs)
+    loss, grads, inputs, kept = run(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
-    return loss, grads, inputs
+    return loss, grads, inputs, kept
+
+
+def _writing(
+    local: LocalModel, activations: Activations, plan: Plan, ways: Sequence[Way], *, training: bool
+) -> LocalModel:
+    """The rank's model with the declared state that a step writes, if it writes any."""
+    held = _make_held(local, plan, training=training)
+    if held is None:
+        return local
+    return make_local_model(dataclasses.replace(local.state, held=held), activations, ways)
+
+
+def _make_held(local: LocalModel, plan: Plan, *, training: bool) -> Held | None:
+    """The declared state that a step writes; None if it writes none."""
+    model = local.model
+    if not model.declared.is_anything:
+        return None
+    if isinstance(local, GroupedModel):
+        found: dict[int, Usage] = {}
+        for group in local.groups:
+            found |= dict.fromkeys(group.stages, group.local.stage_usage())
+        usages = [found[k] for k in range(len(found))]
+    else:
+        usages = [local.stage_usage()] * len(model.stages)
+    ends, hook = local.ends_usage(), plan.after_step is not None and training
+    if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
+        return None
+    plan.traces.written[model.stages, model.ends] = True
+    count = plan.schedule.num_microbatches
+    return Held(local.state, usages, ends, count, again=training)
+
+
+def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
+    """Declared state behind a step, as it is returned."""
+    held, declared = local.state.held, local.model.declared
+    if held is not None:
+        hook = plan.after_step if training else None
+        chunks, ends = held.finish(plan.schedule, plan.axes, hook)
+        return [[x[None] for x in of] for of in chunks], ends
+    rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
+    chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]
+    return chunks, [ends[n] for n in declared.ends_cells]
 
 
 def _with_metrics(local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves) -> Any:
@@ -235,7 +280,8 @@ def _train(
     local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step, *, by_table: bool
 ) -> Memory:
     """Run a step; returns the memory that holds what it has added up."""
-    plan.traces.straight = plan.is_straight and not isinstance(local, GroupedModel)
+    is_alike = not isinstance(local, GroupedModel)
+    plan.traces.straight = plan.is_straight and is_alike and local.state.held is None
     if plan.traces.straight and not by_table:
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
@@ -257,22 +303,30 @@ def infer(
     *,
     take_loss: bool,
     want_share: bool = False,
-) -> Tree:
+    logprobs: bool = False,
+) -> tuple[Tree, Kept]:
     """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
 
     With ``want_share`` the loss, or (loss, metrics), comes with what sums over microbatches are to
-    be multiplied with.
+    be multiplied with, and the step counts as one that trains. With ``logprobs`` outputs are those
+    of targets, [N, ...] float32. Also returns declared state as it was left.
     """
 
-    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> Tree:
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Tree, Kept]:
         ways = model.trained.ways(want_inputs=False, backward=False)
-        state, activations = follow(_rank_state(plan, model, weights, batch))
+        state, activations = follow(rank_state(plan, model, weights, batch))
         if take_loss:
             local = _with_loss(plan, state, activations, ways)[0]
         else:
             local = make_local_model(state, activations, ways)
+        local = _writing(local, activations, plan, ways, training=want_share)
+        found = outputs(local, tables)
+        return found, _kept(local, weights, plan, training=want_share)
+
+    def outputs(local: LocalModel, tables: Row) -> Tree:
         check_effects(local, again=False, masked=plan.is_masked)
-        actions = make_actions(local, plan.forward, Step(training=False, take_loss=take_loss))
+        step = Step(training=False, take_loss=take_loss, logprobs=logprobs)
+        actions = make_actions(local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
             total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes)
@@ -280,7 +334,7 @@ def infer(
             value = _with_added(actions.memory, value, plan)
             found = _with_metrics(local, value, weight, measured)
             return (found, share) if want_share else found
-        if shares_head:  # of each row, every rank has the logits of its words
+        if shares_head and not logprobs:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
         found = actions.memory.results.all()
@@ -288,13 +342,16 @@ def infer(
         return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
 
     data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
-    if shares_head and not take_loss:
-        found = _shard(plan, model, plan.forward, body, P(STAGE, *data))(weights, batch)
-        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
-    return _shard(plan, model, plan.forward, body, P() if take_loss else P(*data))(weights, batch)
+    specs = _manual(plan, model.state_specs)
+    if shares_head and not (take_loss or logprobs):
+        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *data), specs))
+        found, kept = run(weights, batch)
+        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
+    out_specs = P() if take_loss else P(*data), specs
+    return run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch)
 
 
-def _shard(
+def run_on_ranks(
     plan: Plan,
     model: Model,
     program: Program,
@@ -357,8 +414,10 @@ def _manual(plan: Plan, specs: Tree) -> Tree:
     return jax.tree.map(lambda spec: kernel_spec(spec, plan.manual_axes), specs)
 
 
-def _rank_state(plan: Plan, model: Model, weights: Weights, batch: Batch) -> RankState:
-    """What a rank holds, from its shard."""
+def rank_state(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, num_microbatches: int | None = None
+) -> RankState:
+    """What a rank holds, from its shard; ``num_microbatches`` if not that of the schedule."""
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
     def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
@@ -373,7 +432,7 @@ def _rank_state(plan: Plan, model: Model, weights: Weights, batch: Batch) -> Ran
     chunks = tuple(map(defer_reduction, chunks, layout.chunks))
     ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
     local = Weights(chunks, ends, *rests)
-    num_microbatches = plan.schedule.num_microbatches
+    num_microbatches = num_microbatches or plan.schedule.num_microbatches
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])

@@ -25,12 +25,20 @@ import jax
 import jax.numpy as jnp
 
 from collectives import STAGE, axis_size, vary
-from collectives.vocabulary import find_rows, logit_gradient, losses_of, sum_up
+from collectives.vocabulary import (
+    IGNORED,
+    find_rows,
+    logit_gradient,
+    losses_of,
+    mask_losses,
+    sum_up,
+)
 from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.memory import at_most_once
 from pipeline.kernel.scopes import COMMON
+from pipeline.rank.local_model import LocalModel
 from pipeline.sharding.zero import total_over
 from pipeline.vocabulary import CrossEntropy, logits, spoil
 from schedules.lowering.program import Program
@@ -80,13 +88,7 @@ class VocabularyParallel:
     def _look_up(self, row: Row, microbatch: Any, real: Any) -> None:
         local, index = self.local, self.tables.embed
         table = local.ends_weights[index]
-        ids, row_of, is_mine = self._mine(self._ids(microbatch), table)
-        dtype = jax.tree.leaves(local.activation)[0].dtype
-        rows = table[row_of].astype(dtype)
-        part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
-        x = total_over(part, (STAGE,))
-        is_word = (ids >= 0) & (ids < self.tables.embed_words)
-        x = local.state.varied(jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan)))
+        x = look_up(local, table, self._ids(microbatch))
         here = (self.rank == self.first) & real
         place = jnp.where(here, row["operand"], self.trash)
         self.actions.memory.buffers[place] = self._as_message(x)
@@ -94,7 +96,7 @@ class VocabularyParallel:
     def _scatter(self, message: Tree, microbatch: Any, real: Any) -> None:
         total = self._total(self.tables.embed)
         dx = self._from(self.first, message)
-        _, row_of, is_mine = self._mine(self._ids(microbatch), total)
+        row_of, is_mine = _mine(self._ids(microbatch), total)
         part = jnp.where((is_mine & real)[..., None], dx, jnp.zeros_like(dx)).astype(total.dtype)
         total[...] = total[...].at[row_of].add(part)
 
@@ -106,12 +108,6 @@ class VocabularyParallel:
     def _ids(self, microbatch: Any) -> jax.Array:
         return _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
 
-    def _mine(self, ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Words, their rows on this rank, and whether they are there."""
-        row_of = ids - self.rank * table.shape[0]
-        is_mine = (row_of >= 0) & (row_of < table.shape[0])
-        return ids, jnp.where(is_mine, row_of, 0), is_mine
-
     # --- head ---
 
     def _head(self, message: Tree, microbatch: Any, real: Any) -> Tree:
@@ -119,11 +115,16 @@ class VocabularyParallel:
         y = vary(self._from(self.last, message), local.axes)
         h, pullback = self._features(y, microbatch)
         table = local.ends_weights[index]
-        z = self._logits(h, table)
+        z = own_logits(local, h, table)
+        if actions.step.logprobs:
+            ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
+            lost = losses_of(*_whole(z, self._place(ids, z)))
+            found = -mask_losses(lost, ids, self.tables.head_words, IGNORED)
+            # Every rank knows it; one says it.
+            self._leave(found, microbatch, (self.rank == self.last) & real)
+            return message
         if not actions.step.take_loss:
-            results = actions.memory.results
-            kept = z if real is True else jnp.where(real, z, results[microbatch])
-            results[microbatch] = kept
+            self._leave(z, microbatch, real)
             return message
         lost, weight, dz = self._loss(z, microbatch)
         here = (self.rank == self.last) & real
@@ -155,13 +156,15 @@ class VocabularyParallel:
         h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
         return h, pullback
 
-    def _logits(self, h: jax.Array, table: jax.Array) -> jax.Array:
-        """[R, n] of this rank's words."""
-        z, words, each = logits(h, table), self.tables.head_words, table.shape[0]
-        if axis_size(STAGE) * each == words:
-            return z
-        is_word = self.rank * each + jnp.arange(each, dtype=jnp.int32) < words
-        return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
+    def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
+        """Leave what the user sees of a microbatch."""
+        results = self.actions.memory.results
+        results[microbatch] = found if real is True else jnp.where(real, found, results[microbatch])
+
+    def _place(self, ids: jax.Array, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The columns of words among this rank's, and whether they are there."""
+        row_of, mine = find_rows(ids, z.shape[-1], first=self.rank * z.shape[-1])
+        return row_of, mine & (ids < self.tables.head_words)  # behind the last word is padding
 
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
@@ -172,17 +175,10 @@ class VocabularyParallel:
                 "rank has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
             )
         ids, weights = loss_fn.tokens(at(self.local.batch.targets, microbatch))
-        each = z.shape[-1]
-        words = self.tables.head_words
-        row_of, mine = find_rows(ids, each, first=self.rank * each)
-        place = row_of, mine & (ids < words)  # a target may be padding, if it does not count
-        # Not `combine`: one exchange takes less time than two, and few ranks send little.
-        parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
-        largest, totals, picked = jnp.moveaxis(parts, 1, 0)
-        top = largest.max(axis=0)
-        total = (totals * jnp.exp(largest - top[None])).sum(axis=0)
-        counts = spoil(ids, weights, words)
-        lost = losses_of(top, total, picked.sum(axis=0)) * counts
+        place = self._place(ids, z)
+        top, total, picked = _whole(z, place)
+        counts = spoil(ids, weights, self.tables.head_words)
+        lost = losses_of(top, total, picked) * counts
         return lost.sum(), weights.sum(), logit_gradient(z, *place, top, total, counts)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
@@ -216,6 +212,46 @@ class VocabularyParallel:
 
     def _as_message(self, x: jax.Array) -> Tree:
         return jax.tree.unflatten(jax.tree.structure(self.local.wire), [x])
+
+
+def look_up(local: LocalModel, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Vectors of words, on all ranks, of which each has its rows of a table."""
+    row_of, is_mine = _mine(ids, table)
+    dtype = jax.tree.leaves(local.activation)[0].dtype
+    rows = table[row_of].astype(dtype)
+    part = jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows))
+    x = total_over(part, (STAGE,))
+    is_word = (ids >= 0) & (ids < local.model.tables.embed_words)
+    found: jax.Array = local.state.varied(
+        jnp.where(is_word[..., None], x, jnp.full_like(x, jnp.nan))
+    )
+    return found
+
+
+def own_logits(local: LocalModel, h: jax.Array, table: jax.Array) -> jax.Array:
+    """[R, n] of this rank's words."""
+    z, words, each = logits(h, table), local.model.tables.head_words, table.shape[0]
+    if axis_size(STAGE) * each == words:
+        return z
+    first = jax.lax.axis_index(STAGE) * each
+    is_word = first + jnp.arange(each, dtype=jnp.int32) < words
+    return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + (-1,)), z, -jnp.inf)
+
+
+def _mine(ids: jax.Array, table: Any) -> tuple[jax.Array, jax.Array]:
+    """The rows of words on this rank, and whether they are there."""
+    row_of = ids - jax.lax.axis_index(STAGE) * table.shape[0]
+    is_mine = (row_of >= 0) & (row_of < table.shape[0])
+    return jnp.where(is_mine, row_of, 0), is_mine
+
+
+def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """[R] over all words: the largest logit, the sum of exponentials below it, the target's."""
+    # Not `combine`: one exchange takes less time than two, and few ranks send little.
+    parts = jax.lax.all_gather(jnp.stack(sum_up(z, *place)), STAGE)
+    largest, totals, picked = jnp.moveaxis(parts, 1, 0)
+    top = largest.max(axis=0)
+    return top, (totals * jnp.exp(largest - top[None])).sum(axis=0), picked.sum(axis=0)
 
 
 def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:

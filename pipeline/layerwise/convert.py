@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ from pipeline.sharding.placement import LAYERS
 def to_layers(pipe: Any, tree: Tree) -> Layers:
     """What `Pipeline.to_layers` returns."""
     order, view = layout_name(pipe.schedule.stages_of), layer_view(pipe)
-    if not _has_all(tree, [s.path for s in view.stacks] + [("ends", *e.path) for e in view.ends]):
-        view = layer_view(pipe, trained=True)
+    if not _has_all(tree, _stored(view)):
+        view = _other_view(pipe, lambda v: _has_all(tree, _stored(v)))
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for other in {metadata(x).get(LAYERS, order) for x in leaves} - {order}:
         raise ValueError(
@@ -73,10 +73,14 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
     view = layer_view(pipe)
     _check_layers(view, layers)
     stages = dict(enumerate(layers["stages"]))
-    names = [(k, *p) for x in view.stacks for slot in x.slots for _, (k, p) in slot.names]
-    if not (_has_all(stages, names) and _has_all(layers, [end.path for end in view.ends])):
-        view = layer_view(pipe, trained=True)
-    variables = dict(nnx.to_flat_state(nnx.state(pipe, nnx.Param)))
+
+    def fits(view: LayerView) -> bool:
+        names = [(k, *p) for x in view.stacks for slot in x.slots for _, (k, p) in slot.names]
+        return _has_all(stages, names) and _has_all(layers, [end.path for end in view.ends])
+
+    if not fits(view):
+        view = _other_view(pipe, fits)
+    variables = dict(nnx.to_flat_state(nnx.state(pipe)))
     found = []
     for stack in view.stacks:
         leaves = {
@@ -93,6 +97,20 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
     return nnx.from_flat_state(
         [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in found]
     )
+
+
+def _stored(view: LayerView) -> list[Path]:
+    """Where the arrays of a view are in the pipeline's own state."""
+    return [s.path for s in view.stacks] + [("ends", *e.path) for e in view.ends]
+
+
+def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
+    """The view of what is trained, or of declared state, for a tree that has not all parameters."""
+    if pipe.plan.state is not None:
+        view = layer_view(pipe, state=True)
+        if fits(view):
+            return view
+    return layer_view(pipe, trained=True)
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:

@@ -33,6 +33,7 @@ from pipeline.model.ends import find_tables
 from pipeline.model.overlay import Spot
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.placement import Spread, spread_of
+from pipeline.trained.state import find_state
 
 Path = tuple[Any, ...]
 Layers = dict[str, Any]  # "stages", "embed", "head"
@@ -186,20 +187,22 @@ class LayerView:
     places: tuple[tuple[int, int], ...]
 
 
-def layer_view(pipe: Any, *, trained: bool = False) -> LayerView:
+def layer_view(pipe: Any, *, trained: bool = False, state: bool = False) -> LayerView:
     """The layer view of a pipeline's parameters.
 
     Args:
       pipe: the pipeline.
       trained: only of those that it trains.
+      state: of its declared state instead.
     """
     stages_of, masks = pipe.schedule.stages_of, pipe.trained
+    declared = find_state(pipe.plan.state if state else None, pipe.chunks, pipe.ends, stages_of)
     stacks: list[Stack] = []
     for v, chunk in enumerate(pipe.chunks):
         held = [row[v] for row in stages_of]
-        flat = nnx.to_flat_state(nnx.state(chunk, nnx.Param))
+        flat = nnx.to_flat_state(_half(chunk, state=state))
         of_rank = [masks.stages[k] if trained else None for k in held]
-        slots = _slots(chunk, held, flat, of_rank)
+        slots = _slots(chunk, held, flat, of_rank, declared.stages if state else None)
         stacks += [
             Stack(("chunks", v, *path), tuple(x.shape[1:]), here, spread_of(x, (STAGE,)))
             for (path, x), here in zip(flat, slots, strict=True)
@@ -210,7 +213,13 @@ def layer_view(pipe: Any, *, trained: bool = False) -> LayerView:
         for m, slot in enumerate(stack.slots):
             for rank, (k, path) in slot.names:
                 stages[k][path] = Ref(n, m, rank)
-    ends = _ends(pipe, masks.ends if trained else None)
+    if state:
+        found = nnx.to_flat_state(_half(pipe.ends, state=True))
+        shapes = {path: tuple(x.shape) for path, x in found if path in declared.ends}
+        spreads = {path: spread_of(x, ()) for path, x in found}
+        ends = tuple(End(tuple(p), shape, shape, spreads[p]) for p, shape in shapes.items())
+    else:
+        ends = _ends(pipe, masks.ends if trained else None)
     tree = {"embed": {}, "head": {}} | unflatten_mapping(
         {e.path: EndRef(n) for n, e in enumerate(ends)}
     )
@@ -222,6 +231,12 @@ def layer_view(pipe: Any, *, trained: bool = False) -> LayerView:
         {"stages": [*map(unflatten_mapping, stages)]} | tree,
         tuple(places[k] for k in range(len(places))),
     )
+
+
+def _half(module: nnx.Module, *, state: bool) -> Any:
+    """Its parameters, or all its other state."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    return parts[2 if state else 1]
 
 
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
@@ -243,6 +258,7 @@ def _slots(
     held: Sequence[int],
     flat: Sequence[tuple[Path, Any]],
     masks: Sequence[Sequence[bool] | None],
+    declared: Sequence[frozenset[Path]] | None = None,
 ) -> list[tuple[Slot, ...]]:
     """What lies in each array of a chunk.
 
@@ -251,19 +267,21 @@ def _slots(
       held: the stage of each rank.
       flat: paths and variables of the arrays.
       masks: [S] which of a stage's leaves count; None for all.
+      declared: [K] paths, if it is state and no parameters: those count.
     """
     found: list[dict[Spot | None, list[tuple[int, Name]]]] = [{} for _ in flat]
     for rank, (k, mask) in enumerate(zip(held, masks, strict=True)):
         spots: Sequence[Spot | None] = [None] * len(flat)
         cells, paths = list(range(len(flat))), [tuple(path) for path, _ in flat]
         if isinstance(chunk, Overlaid):
-            view = chunk.views[rank].params
+            view = chunk.views[rank].params if declared is None else chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(view.treedef, range(view.treedef.num_leaves))
             own = nnx.to_flat_state(numbers)
             spots = here = [view.spots[raw(number)] for _, number in own]
             cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in own]
         for n, (cell, spot, path) in enumerate(zip(cells, spots, paths, strict=True)):
-            if mask is None or mask[n]:
+            counts = mask is None or mask[n]
+            if counts and (declared is None or path in declared[k]):
                 found[cell].setdefault(spot, []).append((rank, (k, path)))
     shapes = [tuple(variable.shape[1:]) for _, variable in flat]
     return [

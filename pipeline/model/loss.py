@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from collectives import vocabulary_cross_entropy
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, partition, real, shape_text
 
@@ -263,3 +264,25 @@ def _describe(result: Any) -> str:
     if _is_array(result):
         return shape_text(jnp.asarray(result))
     return f"a value of type {type(result).__name__}"
+
+
+def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
+    """[...] float32, the log-probability of each target, 0 where it is `IGNORED`.
+
+    Args:
+      logits: [..., N], one array.
+      targets: [...] integers, one array.
+
+    Raises:
+      ValueError: they are not.
+    """
+    of_z, of_t = jax.tree.leaves(logits), jax.tree.leaves(targets)
+    texts = [", ".join(map(shape_text, leaves)) or "nothing" for leaves in (of_z, of_t)]
+    if len(of_z) != 1 or len(of_t) != 1 or of_z[0].shape[:-1] != of_t[0].shape:
+        raise ValueError(
+            f"logprobs() takes one array of targets [...] beside logits [..., words]; of a "
+            f"microbatch on one data shard targets are {texts[1]}, outputs {texts[0]}"
+        )
+    if not jnp.issubdtype(of_t[0].dtype, jnp.integer):
+        raise ValueError(f"logprobs() takes integers as targets, and was given {texts[1]}")
+    return -vocabulary_cross_entropy(of_z[0], of_t[0], None)

@@ -49,6 +49,31 @@ for _record in (Weights, Batch):
     jax.tree_util.register_dataclass(_record)
 
 
+Cells = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The state that may be written.
+
+    Attributes:
+      stages: [K] the paths in each stage.
+      ends: the paths in embed, head and loss, as one module.
+      chunk_cells: [V] which leaves of each chunk's other state hold any of it.
+      ends_cells: likewise of the ends'.
+    """
+
+    stages: tuple[frozenset[Any], ...] = ()
+    ends: frozenset[Any] = frozenset()
+    chunk_cells: tuple[Cells, ...] = ()
+    ends_cells: Cells = ()
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether there is any."""
+        return bool(self.ends or any(self.stages))
+
+
 @dataclass(frozen=True)
 class Model:
     """The static half of the user's model.
@@ -63,7 +88,7 @@ class Model:
       summed, as `pipeline.backward.accumulate.as_summed` takes it. layout: where the leaves of its
       state lie. trained: which of its parameters have gradients. tables: those of embed and head
       that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are wanted;
-      None if it may, and metrics are not.
+      None if it may, and metrics are not. declared: the state that stages and ends may write.
     """
 
     stages: tuple[Seat, ...]
@@ -78,6 +103,7 @@ class Model:
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)
     has_aux: bool | None = False
+    declared: Declared = field(default_factory=Declared)
 
     @property
     def gradient_specs(self) -> list[PartitionSpec]:
@@ -89,3 +115,13 @@ class Model:
             for part, mask in zip(parts, masks, strict=True)
             for spread in chosen(part, mask)
         ]
+
+    @property
+    def state_specs(self) -> tuple[list[list[PartitionSpec]], list[PartitionSpec]]:
+        """Where the leaves lie in which declared state is: of each chunk's, and of the ends'."""
+        layout, declared = self.layout, self.declared
+        chunks = [
+            [spreads[n].stored for n in cells]
+            for spreads, cells in zip(layout.chunks_rest, declared.chunk_cells, strict=False)
+        ]
+        return chunks, [layout.ends_rest[n].stored for n in declared.ends_cells]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from flax import nnx
 
 from pipeline.base.alike import alike, digest
 from pipeline.base.placeholders import with_arrays
-from pipeline.base.tree import Tree, is_abstract, row_of, signature
+from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded
 from pipeline.model.unlike import Overlaid, Views
@@ -34,17 +34,19 @@ class Definition:
     Attributes:
       graphdef: of the module.
       label: what messages call it.
+      state: the paths of variables that it may write, as the user has declared.
       looked_at: calls that were seen to write nothing, by method and types.
     """
 
     graphdef: Any
     label: str
+    state: frozenset[Any] = frozenset()
     looked_at: set[Any] = field(default_factory=set, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Definition):
             return NotImplemented
-        known = (self.label, self._hash) == (other.label, other._hash)
+        known = (self.label, self._hash, self.state) == (other.label, other._hash, other.state)
         return known and alike(self.graphdef, other.graphdef)
 
     def __hash__(self) -> int:
@@ -57,13 +59,40 @@ class Definition:
     def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
         """Merge the module and apply ``method`` to it, and to what is given.
 
+        What it writes to the state that was declared is dropped.
+
         Raises:
-          ValueError: the module wrote to its own state, or made some.
+          ValueError: the module wrote to other state of its own, or made some.
+        """
+        return self.update(method, params, rest, *given)[0]
+
+    def update(
+        self,
+        method: Callable[..., Any],
+        params: Tree,
+        rest: Tree,
+        *given: Any,
+        paths: Sequence[Any] = (),
+    ) -> tuple[Any, list[list[Any]]]:
+        """The same, and what lies at some of the declared paths afterwards: leaves of each.
+
+        Raises:
+          ValueError: as `call`; or a variable has other shapes or dtypes than before.
         """
         module = self._merged(params, rest)
         result = method(module, *given)
-        self._check_nothing_is_written(method, params, rest, given, nnx.state(module))
-        return result
+        after = nnx.state(module)
+        self._check_nothing_is_written(method, params, rest, given, after)
+        had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
+        for path in paths:
+            before, found = (raw(one[path]) for one in (had, now))
+            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, found)):
+                raise ValueError(
+                    f"{self.label} writes {_text(found)} to its {kind_text(had[path])} "
+                    f"{'.'.join(map(str, path))}, which was {_text(before)}: declared state keeps "
+                    f"its shape and dtype; cast what is written"
+                )
+        return result, [jax.tree.leaves(now[path]) for path in paths]
 
     def _merged(self, params: Tree, rest: Tree) -> Any:
         return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
@@ -76,6 +105,7 @@ class Definition:
             path
             for path, variable in had.items()
             if not isinstance(variable, nnx.RngState)
+            and path not in self.state
             and (path not in now or not _same(now[path], variable))
         ]
         if changed and all(path in now for path in changed):
@@ -87,10 +117,12 @@ class Definition:
                 changed = []
         for path in changed:
             variable = had[path]
+            remedy = "use a stateless layer (LayerNorm for BatchNorm), or freeze it"
+            if not isinstance(variable, nnx.Param):
+                remedy = f"declare it, as by Pipeline(..., state=nnx.BatchStat), {remedy}"
             raise ValueError(
                 f"{self.label} writes to its {kind_text(variable)} "
-                f"{'.'.join(map(str, path))}: {_NOT_KEPT}; use a stateless layer (LayerNorm "
-                f"for BatchNorm), or freeze it"
+                f"{'.'.join(map(str, path))}: {_NOT_KEPT}; {remedy}"
             )
         for path, variable in now.items():
             if path not in had:
@@ -133,6 +165,14 @@ def _flat(*parts: Tree) -> dict[Any, Any]:
 _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
 
 
+def _bare(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(shape_text, jax.tree.leaves(value))) or "nothing"
+
+
 def _same(now: Any, before: Any) -> bool:
     leaves = [jax.tree.leaves(variable) for variable in (now, before)]
     return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
@@ -158,6 +198,7 @@ def seats(
     chunks: Sequence[nnx.Module],
     definitions: Sequence[Definition],
     stages_of: Sequence[Sequence[int]],
+    state: Sequence[frozenset[Any]] = (),
 ) -> tuple[Seat, ...]:
     """[K] the seats of all stages, in layer order.
 
@@ -165,6 +206,7 @@ def seats(
       chunks: the V chunks.
       definitions: [V] theirs; those of stages that are not alike are their own.
       stages_of: [S] lists of the V stages on each rank.
+      state: [K] paths of what each may write, if any may.
     """
     found: dict[int, Seat] = {}
     for rank, stages in enumerate(stages_of):
@@ -173,6 +215,8 @@ def seats(
             if isinstance(chunk, Overlaid):
                 definition, _, _ = define(chunk.stages[rank], definition.label)
                 views = chunk.views[rank]
+            if state and state[k]:
+                definition = replace(definition, state=state[k])
             found[k] = Seat(definition, rank, v, views)
     return tuple(found[k] for k in range(len(found)))
 

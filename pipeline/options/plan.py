@@ -42,6 +42,8 @@ class Traces:
       last: model, weights and batch of the last step, as types.
       warned: types of steps whose memory was looked at, and parameters that nobody reads.
       filtered: what filters were found to train.
+      written: by model, the leaves of declared state that a step was seen to write.
+      plans: by M, those of calls that have another.
       jitted: functions jitted for the plan, and what was seen in their traces.
       pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
     """
@@ -51,6 +53,8 @@ class Traces:
     last: tuple[Any, Any, Any] | None = None
     warned: set[Any] = field(default_factory=set)
     filtered: dict[Any, Any] = field(default_factory=dict)
+    written: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[int, Any] = field(default_factory=dict)
     jitted: dict[Any, Any] = field(default_factory=dict)
     pipelines: set[int] = field(default_factory=set)
 
@@ -78,6 +82,7 @@ class Plan:
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
       wrt: a filter, what is trained.
+      state: a filter, what stages may write; or None. after_step: what is done with it once a step.
       given_costs: how long actions take, as it was given; None for what follows from the program.
       costs_from: where it is from, in a few words.
       signature: what the model is, for costs that are measured (`pipeline.calibrate`).
@@ -103,6 +108,8 @@ class Plan:
     shared: Shared = ()
     memory_limit: int | None = None
     wrt: Any = nnx.Param
+    state: Any = None
+    after_step: Any = None
     given_costs: Costs | None = None
     costs_from: str = ""
     signature: Any = None

@@ -23,6 +23,7 @@ from pipeline.model.loss import LossFn, LossModule, Metrics, same_over_others, t
 from pipeline.model.randomness import fold, own_axes, split_streams
 from pipeline.model.stage import Seat
 from pipeline.rank.checks import naming
+from pipeline.rank.held import Usage, state_paths, usage_of, with_values
 from pipeline.rank.state import Lazy, RankState
 
 
@@ -75,12 +76,12 @@ class Forward:
         self.streams = Lazy(self.num_chunks, lambda chunk: others(chunk)[0])
         self.fixed = Lazy(self.num_chunks, lambda chunk: others(chunk)[1])
 
-    def embed(self, weights: Leaves, inputs: Tree, microbatch: Any) -> Tree:
-        """The input of stage 0."""
+    def embed(self, weights: Leaves, inputs: Tree, microbatch: Any, *, now: bool = False) -> Tree:
+        """The input of stage 0; ``now`` for the forward that writes state."""
         if not self.model.has_embed:
             return self.state.varied(self._computed(inputs))
         own = self.state.embeds_own
-        found = self._ends(weights, microbatch, embedded, inputs, own)
+        found = self._ends(weights, microbatch, embedded, inputs, own, now=now)
         return self.state.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
@@ -92,20 +93,55 @@ class Forward:
           side: its random streams and extras for one microbatch; with checks also where it is.
           x: its input.
         """
+        return self.stage_and_state(weights, fixed, side, x, ())[0]
+
+    def stage_and_state(
+        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree, paths: Sequence[Any]
+    ) -> tuple[Tree, list[Leaves]]:
+        """The output of a stage, and the variables at some paths as it leaves them."""
         streams, extras, *where = side
 
-        def run(weights: Leaves, x: Tree) -> Tree:
+        def run(weights: Leaves, x: Tree) -> tuple[Tree, list[Leaves]]:
             own, probes = self._apart(weights, self.params_tree.num_leaves)
             params = jax.tree.unflatten(self.params_tree, self._computed(own))
             rest = nnx.merge_state(streams, fixed)
             with self._adding(probes, adds=self.adds):
-                return self._seat.definition.call(called, params, rest, x, extras)
+                update = self._seat.definition.update
+                return update(called, params, rest, x, extras, paths=paths)
 
         if where:
             run = naming(run, *where)
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
-        return self.state.varied(self._computed(run(weights, x)))
+        y, values = run(weights, x)
+        return self.state.varied(self._computed(y)), vary(values, self.axes)
+
+    @property
+    def state_paths(self) -> list[Any]:
+        """Where a stage has state that may be written, in its order."""
+        return state_paths(self.fixed[self.home], self._seat.definition.state)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a stage's forward writes any of it."""
+        held = self.state.held
+        return held is not None and held.writes[id(self._seat)]
+
+    def stage_usage(self) -> Usage:
+        """How a stage uses the state that it may write."""
+        weights, fixed, side = self.stage_arguments(self.home, 0)
+        paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
+
+        def run(values: list[Leaves]) -> tuple[Tree, list[Leaves]]:
+            found = with_values(flat, paths, values)
+            x = blank(self.activation, ())
+            return self.stage_and_state(weights, found, side, x, paths)
+
+        return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])
+
+    def keep(self, chunk: Index, microbatch: Any, values: list[Leaves], real: Any = True) -> None:
+        """Leave what a stage's forward has written."""
+        self.state.held.write(self._seat, chunk, microbatch, values, real=real)
 
     def _computed(self, tree: Tree) -> Tree:
         """Parameters or activations in the dtype to compute in."""
@@ -154,17 +190,20 @@ class Forward:
 
         return call
 
-    def stage_arguments(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Tree, Tree]:
-        """What `stage` takes before its input."""
+    def stage_arguments(
+        self, chunk: Index, microbatch: Any, *, now: bool = False
+    ) -> tuple[Leaves, Tree, Tree]:
+        """What `stage` takes before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         side = streams, at(self.batch.extras, microbatch), *self._where(chunk, microbatch)
+        fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
         if not self.state.gathers:
             weights = pick(self.weights, chunk)
         else:
             whole, views = self.state.gathered(chunk, microbatch), self._seat.views
             weights = whole if views is None else views.params.leaves(whole)
-        return [*weights, *self.probes(adds=self.adds)], pick(self.fixed, chunk), side
+        return [*weights, *self.probes(adds=self.adds)], fixed, side
 
     # --- losses that are added ---
 
@@ -184,11 +223,11 @@ class Forward:
         return adding_losses(Adding(share, probe))
 
     def stage_counted(
-        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
+        self, stage: Any, weights: Leaves, fixed: Tree, side: Tree, x: Tree
     ) -> tuple[Tree, jax.Array]:
-        """As `stage`, and the sum of the losses that it adds."""
+        """As `stage`, or as it does with its state, and the sum of the losses that it adds."""
         *own, probe = weights
-        return counted(lambda probe: self.stage([*own, probe], fixed, side, x), probe)
+        return counted(lambda probe: stage([*own, probe], fixed, side, x), probe)
 
     def embed_counted(self, inputs: Tree, microbatch: Any) -> tuple[Tree, jax.Array]:
         """As `embed`, and the sum of the losses that it adds."""
@@ -203,6 +242,18 @@ class Forward:
         found, added = counted(lambda probe: self.loss([*own, probe], y, microbatch), probe)
         return cast("tuple[jax.Array, Leaves]", found), added
 
+    def _held(self, microbatch: Any, now: bool) -> Sequence[Tree]:
+        """[V] as `fixed`, with the state that a microbatch is to see."""
+
+        def others(chunk: int) -> Tree:
+            leaves = self.state.held.leaves(chunk, microbatch, now=now)
+            if self._seat.views is not None:
+                return split_streams(self._seat.views.rest.tree(leaves))[1]
+            structure = jax.tree.structure(self.state.weights.chunks_rest[chunk])
+            return split_streams(jax.tree.unflatten(structure, leaves))[1]
+
+        return Lazy(self.num_chunks, others)
+
     def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
         if not self.state.checks:
@@ -215,15 +266,121 @@ class Forward:
         return [(number, jnp.asarray(microbatch, jnp.int32))]
 
     def _ends(
-        self, weights: Leaves, microbatch: Any, method: Any, given: Tree, own: tuple[str, ...]
+        self,
+        weights: Leaves,
+        microbatch: Any,
+        method: Any,
+        given: Tree,
+        own: tuple[str, ...],
+        *,
+        now: bool = True,
     ) -> Tree:
+        return self._ends_and_state(weights, microbatch, method, given, own, now=now)[0]
+
+    def _ends_and_state(
+        self,
+        weights: Leaves,
+        microbatch: Any,
+        method: Any,
+        given: Tree,
+        own: tuple[str, ...],
+        *,
+        now: bool,
+        paths: Sequence[Any] = (),
+        values: list[Leaves] | None = None,
+    ) -> tuple[Tree, list[Leaves]]:
+        """What a method of the ends gives, and the variables at some paths as it leaves them."""
         structure: Any = jax.tree.structure(self.state.weights.ends)
         weights, probes = self._apart(weights, structure.num_leaves)
         params = jax.tree.unflatten(structure, self._computed(weights))
         streams, fixed = self.state.ends_streams
+        if self.state.held is not None:
+            leaves = self.state.held.leaves(None, microbatch, now=now)
+            whole = jax.tree.unflatten(jax.tree.structure(self.state.weights.ends_rest), leaves)
+            fixed = split_streams(whole)[1]
+        if values is not None:
+            fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
         rest = nnx.merge_state(fold(streams, microbatch, self.axes, own), fixed)
         with self._adding(probes, adds=self.state.adding_ends):
-            return self.model.ends.call(method, params, rest, given)
+            found, after = self.model.ends.update(method, params, rest, given, paths=paths)
+        return found, vary(after, self.axes)
+
+    def head_and_state(
+        self, weights: Leaves, y: Tree, microbatch: Any
+    ) -> tuple[Tree, list[Leaves]]:
+        """What the user sees of an output, and the ends' state behind it."""
+        own, paths = own_axes(y, self.axes), self.ends_paths
+        return self._ends_and_state(weights, microbatch, headed, y, own, now=True, paths=paths)
+
+    @property
+    def ends_paths(self) -> list[Any]:
+        """Where the ends have state that may be written, in its order."""
+        return state_paths(self.state.ends_streams[1], self.model.ends.state)
+
+    def embed_and_state(
+        self, weights: Leaves, inputs: Tree, microbatch: Any, values: list[Leaves] | None = None
+    ) -> tuple[Tree, list[Leaves]]:
+        """The input of stage 0, and the ends' state behind it."""
+        own, paths = self.state.embeds_own, self.ends_paths
+        given = weights, microbatch, embedded, inputs, own
+        return self._ends_and_state(*given, now=True, paths=paths, values=values)
+
+    def loss_and_state(
+        self, weights: Leaves, y: Tree, microbatch: Any, values: list[Leaves] | None = None
+    ) -> tuple[Tree, list[Leaves]]:
+        """What the head makes of an output, and the ends' state behind it and behind the loss."""
+        own, paths = own_axes(y, self.axes), self.ends_paths
+        found, outputs, after = None, y, values
+        if self.model.has_head:
+            given = weights, microbatch, headed, y, own
+            outputs, after = self._ends_and_state(*given, now=True, paths=paths, values=after)
+        if isinstance(self.model.loss_fn, LossModule):
+            pair, own = (outputs, at(self.batch.targets, microbatch)), own_axes(outputs, self.axes)
+            found, after = self._ends_and_state(
+                weights, microbatch, lost, pair, own, now=True, paths=paths, values=after
+            )
+        if after is None:
+            after = [jax.tree.leaves(v) for v in self._ends_values()]
+        return (outputs, found), after
+
+    def keep_of_embed(self, inputs: Tree, microbatch: Any, real: Any = True) -> None:
+        """Leave what embed has written; it is called once more, which the compiler sees."""
+        held = self.state.held
+        if held is not None and held.writes_ends and self.model.has_embed:
+            _, after = self.embed_and_state(self.ends_weights, inputs, microbatch)
+            held.write_ends(("embed",), microbatch, after, real)
+
+    def keep_of_head(self, y: Tree, microbatch: Any, real: Any = True) -> None:
+        """Leave what head and loss have written; likewise."""
+        held = self.state.held
+        if held is not None and held.writes_ends:
+            _, after = self.loss_and_state(self.ends_weights, y, microbatch)
+            held.write_ends(("head", "loss_fn"), microbatch, after, real)
+
+    def _ends_values(self) -> list[Any]:
+        flat = dict(nnx.to_flat_state(self.state.ends_streams[1]))
+        return [flat[path] for path in self.ends_paths]
+
+    def ends_usage(self) -> Usage:
+        """How embed, head and loss use the state that they may write."""
+        values = [jax.tree.leaves(v) for v in self._ends_values()]
+        if not values:
+            return (), ()
+        inputs = at(self.batch.inputs, 0)
+        written = read = [False] * len(jax.tree.leaves(values))
+
+        def embed(values: list[Leaves]) -> tuple[Tree, list[Leaves]]:
+            return self.embed_and_state(self.ends_weights, inputs, 0, values)
+
+        def loss(values: list[Leaves]) -> tuple[Tree, list[Leaves]]:
+            return self.loss_and_state(self.ends_weights, blank(self.output, self.axes), 0, values)
+
+        found = [usage_of(embed, values)] if self.model.has_embed else []
+        found.append(usage_of(loss, values))
+        for a, b in found:
+            written = [x or y for x, y in zip(written, a, strict=True)]
+            read = [x or y for x, y in zip(read, b, strict=True)]
+        return tuple(written), tuple(read)
 
 
 # What is done with modules: functions of a name, so that two calls can be seen to be the same.

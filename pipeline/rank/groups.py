@@ -107,14 +107,16 @@ def make_local_model(state: RankState, activations: Activations, ways: Sequence[
 class WithOutput:
     """Residuals whose stash also holds the stage's output."""
 
-    def __init__(self, residuals: Residuals, y: Tree) -> None:
+    def __init__(self, residuals: Residuals, y: Tree, *, updates: bool) -> None:
         self._residuals, self._y_tree = residuals, jax.tree.structure(y)
+        self._updates = updates
         self.stashed = [*residuals.stashed, *jax.tree.leaves(y)]
 
     def forward(self, *arguments: Any) -> tuple[Tree, Leaves]:
         """The stage's output, and what to stash."""
-        y, stash = self._residuals.forward(*arguments)
-        return y, [*stash, *jax.tree.leaves(y)]
+        found, stash = self._residuals.forward(*arguments)
+        y = found[0] if self._updates else found
+        return found, [*stash, *jax.tree.leaves(y)]
 
     def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
         """The stage's pullback."""
@@ -140,8 +142,10 @@ class SharedResiduals:
         for group in model.groups:
             residuals = group.local.residuals()
             kept_elsewhere = last not in group.stages or group.y_view is not None
-            found = residuals if kept_elsewhere else WithOutput(residuals, group.local.output)
-            self.of.append(found)
+            if not kept_elsewhere:
+                local = group.local
+                residuals = WithOutput(residuals, local.output, updates=local.writes)
+            self.of.append(residuals)
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
 
 

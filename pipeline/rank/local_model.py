@@ -152,7 +152,16 @@ class LocalModel(Forward):
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
-        return Residuals(self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way)
+        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
+        if self.writes:
+            return Residuals(self.stage_and_own_state, *arguments, updates=True, **options)
+        return Residuals(self.stage, *arguments, **options)
+
+    def stage_and_own_state(
+        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
+    ) -> tuple[Tree, list[Leaves]]:
+        """A stage's output, and the state behind it."""
+        return self.stage_and_state(weights, fixed, side, x, self.state_paths)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""

@@ -53,6 +53,7 @@ class RankState:
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head does, and adding_embed: whether embed.
       added_share: what an added loss is multiplied with, to be differentiated.
+      held: the declared state while it is written (`pipeline.rank.held`), None if nothing is.
     """
 
     model: Model
@@ -67,6 +68,7 @@ class RankState:
     adding_ends: bool = False
     adding_embed: bool = False
     added_share: Any = 1.0
+    held: Any = None
 
     @property
     def num_chunks(self) -> int:

@@ -57,13 +57,13 @@ def find_trained(
     unions = []
     for v, chunk in enumerate(chunks):
         union = [False] * len(_leaves(chunk))
-        view = _view_of(chunk)
+        view = view_of(chunk)
         for rank, held in enumerate(stages):
             found[held[v]] = asks.mask(("stages", held[v]), *view(rank))
             for spot, yes in zip(spots_of(chunk, rank), found[held[v]], strict=True):
                 union[spot.cell] |= yes
         unions.append(tuple(union))
-    params, rest = _halves(ends)
+    params, rest = halves_of(ends)
     of_ends = asks.mask((), params, rest)
     owners = [path[0] for path, variable in params for _ in jax.tree.leaves(variable)]
     trained = Trained(
@@ -128,7 +128,7 @@ def own_filter(
     found = []
     for prefix, module, mask in zip(prefixes, (*chunks, ends), masks, strict=True):
         answers = iter(mask)
-        for path, variable in _halves(module)[0]:
+        for path, variable in halves_of(module)[0]:
             leaves = [next(answers) for _ in jax.tree.leaves(variable)]
             if any(leaves):
                 found.append((*prefix, *path))
@@ -192,7 +192,7 @@ class _Asks:
         )
 
 
-def _view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
+def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
     """What gives a rank's stage of a chunk: types of parameters and of other state, by path."""
     if isinstance(chunk, Overlaid):
         return functools.partial(_overlaid, chunk)
@@ -201,7 +201,8 @@ def _view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     params, rest = (
-        [(path, jax.tree.map(row, variable)) for path, variable in half] for half in _halves(chunk)
+        [(path, jax.tree.map(row, variable)) for path, variable in half]
+        for half in halves_of(chunk)
     )
     return lambda _: (params, rest)
 
@@ -218,7 +219,7 @@ def _overlaid(chunk: Overlaid, rank: int) -> tuple[Flat, Flat]:
     return flat(views.params, parts[0]), flat(views.rest, parts[1])
 
 
-def _halves(module: nnx.Module) -> tuple[Flat, Flat]:
+def halves_of(module: nnx.Module) -> tuple[Flat, Flat]:
     """Paths and variables of its `nnx.Param` state, and of all its other state."""
     parts: Any = nnx.split(module, nnx.Param, ...)
     return nnx.to_flat_state(as_before(parts[1])), nnx.to_flat_state(as_before(parts[2]))

@@ -225,10 +225,9 @@ class Counting(nnx.Module):
         return x * self.w[...]
 
 
-WRITES = (
-    "a pipeline runs a stage many times per step and keeps no such state; use a stateless layer "
-    "(LayerNorm for BatchNorm), or freeze it"
-)
+NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
+REMEDY = "use a stateless layer (LayerNorm for BatchNorm), or freeze it"
+WRITES = f"{NOT_KEPT}; declare it, as by Pipeline(..., state=nnx.BatchStat), {REMEDY}"
 
 
 @pytest.mark.parametrize("remat", ["stage", None])
@@ -259,7 +258,9 @@ def test_an_end_with_running_statistics(where):
 
 def test_a_stage_that_writes_to_its_weights():
     pipe = make([Counting(), Counting()])
-    assert refusal(pipe.value_and_grad, X, X) == f"a stage writes to its Param w: {WRITES}"
+    assert refusal(pipe.value_and_grad, X, X) == (
+        f"a stage writes to its Param w: {NOT_KEPT}; {REMEDY}"
+    )
 
 
 # --- mesh and options ---

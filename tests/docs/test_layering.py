@@ -42,8 +42,8 @@ PUBLIC = {
     """,
     "pipeline": """
         Calibration CalibrationError CrossEntropy DoesNotFitError ParallelConfig Pipeline Plans
-        add_loss check_sharding describe_sharding initialize local_rows make_optimizer plan
-        shard_batch shard_optimizer with_losses
+        add_loss check_sharding describe_sharding generate initialize local_rows make_optimizer plan
+        sample shard_batch shard_optimizer with_losses
     """,
 }
 

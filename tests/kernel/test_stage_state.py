@@ -180,8 +180,9 @@ NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
         (
             Counting,
             (
-                f"a stage writes to its array calls: {NOT_KEPT}; use a stateless layer (LayerNorm "
-                f"for BatchNorm), or freeze it"
+                f"a stage writes to its array calls: {NOT_KEPT}; declare it, as by "
+                f"Pipeline(..., state=nnx.BatchStat), use a stateless layer (LayerNorm for "
+                f"BatchNorm), or freeze it"
             ),
         ),
     ],

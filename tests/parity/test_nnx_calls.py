@@ -221,7 +221,10 @@ class Normed(nnx.Module):
 def test_what_is_written_within_a_call_is_refused(kind, variable):
     with pytest.raises(ValueError) as caught:
         make(models.build(kind, 2)).value_and_grad(X, T)
+    declare = (
+        "" if "Param" in variable else "declare it, as by Pipeline(..., state=nnx.BatchStat), "
+    )
     assert str(caught.value) == (
-        f"a stage writes to its {variable}: {NOT_KEPT}; use a stateless layer (LayerNorm for "
-        f"BatchNorm), or freeze it"
+        f"a stage writes to its {variable}: {NOT_KEPT}; {declare}use a stateless layer (LayerNorm "
+        f"for BatchNorm), or freeze it"
     )

@@ -1,0 +1,260 @@
+"""The flow of microbatches through the ranks, token after token, without an end in between.
+
+Letters: S ranks, K stages, V chunks, M microbatches, m = max(M, S), b rows of a microbatch on one
+data shard. In tick i rank r does what number i - r is of its items: of each token, chunk after
+chunk, of each chunk, microbatch after microbatch. So with V = 1 and M >= S no rank ever waits: when
+the last rank has chosen a microbatch's next token, the first is about to need it. A token takes
+V m ticks of all ranks, all M microbatches together.
+
+What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
+stage to the first, b tokens. Caches are refs with a place for each microbatch
+(`pipeline.rank.held`), written by what runs and by nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE, exchange, vary
+from pipeline.base.tree import Tree, at, blank
+from pipeline.decoding.sampling import sample_rows, sample_shared
+from pipeline.kernel.memory import Pool, at_most_once
+from pipeline.kernel.vocabulary import look_up, own_logits
+from pipeline.rank.local_model import LocalModel
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen, and when a row ends.
+
+    Attributes:
+      max_new_tokens: of a row.
+      top_k: how many words may be drawn, 0 for all.
+      stop: the token that ends a row, None if none does; pad: what stands behind the end.
+    """
+
+    max_new_tokens: int
+    top_k: int = 0
+    stop: int | None = None
+    pad: int = 0
+
+
+class Rows:
+    """The sequences of a data shard: what they are to say, and what they have said.
+
+    Args:
+      prompts: [M, b, P] tokens.
+      lengths: [M, b] of prompts.
+      keys: [M, b] to draw with, or None.
+      temperature: a scalar, what logits are divided by.
+      choice: how tokens are chosen.
+      axes: the mesh axes over which all varies.
+    """
+
+    def __init__(
+        self,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array | None,
+        temperature: Any,
+        choice: Choice,
+        axes: tuple[str, ...],
+    ) -> None:
+        self.prompts, self.lengths, self.keys = prompts, lengths, keys
+        self.temperature, self.choice = temperature, choice
+        M, b, _ = prompts.shape
+        out = jnp.full((M, b, choice.max_new_tokens), choice.pad, jnp.int32)
+        self.out = jax.new_ref(vary(out, axes))
+        self.done = jax.new_ref(vary(jnp.zeros((M, b), jnp.bool_), axes))
+
+    def choose(self, logits: jax.Array, microbatch: Any, position: Any, words: int) -> jax.Array:
+        """[b] the tokens behind a position: of prompts as long as they last, then of the model.
+
+        Args:
+          logits: [b, N] of that position; [b, n] if ``words`` says how many all ranks share.
+          microbatch: its index.
+          position: of what was fed.
+          words: N if ranks share the words, else 0.
+        """
+        choice, length = self.choice, at(self.lengths, microbatch)
+        index = position + 1 - length  # of a row's new tokens
+        keys = None
+        if self.keys is not None:
+            keys = jax.vmap(jax.random.fold_in)(at(self.keys, microbatch), jnp.maximum(index, 0))
+        rest = keys, self.temperature, choice.top_k
+        sampled = sample_shared(logits, *rest, words) if words else sample_rows(logits, *rest)
+        done, is_new = self.done[microbatch], index >= 0
+        new = jnp.where(done, jnp.int32(choice.pad), sampled)
+        column = jnp.arange(choice.max_new_tokens)[None] == index[:, None]
+        kept = self.out[microbatch]
+        self.out[microbatch] = jnp.where(column & ~done[:, None], new[:, None], kept)
+        ends = index >= choice.max_new_tokens - 1
+        if choice.stop is not None:
+            ends |= is_new & (sampled == choice.stop)
+        self.done[microbatch] = done | ends
+        prompts = at(self.prompts, microbatch)
+        place = jnp.minimum(position + 1, prompts.shape[1] - 1)
+        return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
+
+    def all_done(self, rank: int | None) -> jax.Array:
+        """Whether every row of every shard has ended, as one rank knows it; None: as all do."""
+        left = jnp.sum(~self.done[...]).astype(jnp.int32)
+        if rank is not None:
+            left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
+        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        return jax.lax.psum(left, axes) == 0
+
+
+class Flow:
+    """A phase of decoding, in which every call sees as many tokens of a row.
+
+    Args:
+      local: a rank's model for calls of that many tokens.
+      rows: the sequences.
+      tokens: a ref [m + 1, b], what the first rank feeds next; one place more is trash.
+      width: how many tokens a call sees.
+      start: the position of the first.
+      steps: how many calls, at most.
+    """
+
+    def __init__(
+        self, local: LocalModel, rows: Rows, tokens: Any, *, width: int, start: int, steps: int
+    ) -> None:
+        self.local, self.rows, self.tokens = local, rows, tokens
+        self.width, self.start, self.steps = width, start, steps
+        self.num_ranks = len(local.model.stages) // local.num_chunks
+        self.num_microbatches = rows.prompts.shape[0]
+        self.lanes = max(self.num_microbatches, self.num_ranks)
+        self.period = local.num_chunks * self.lanes
+        self.rank = jax.lax.axis_index(STAGE)
+        self.acts = Pool(local.wire, self.lanes, local.axes, "messages")
+        self.ring = tuple((r, (r + 1) % self.num_ranks) for r in range(self.num_ranks))
+        self.shared = local.model.tables
+
+    def run(self) -> None:
+        """All calls, or as many as it takes until every row has ended."""
+        total = self.period * self.steps + self.num_ranks - 1
+        last = None if self.shared.head >= 0 else self.num_ranks - 1
+
+        def goes_on(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return (carry[0] < total) & ~carry[1]
+
+        def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            stop = jnp.minimum(carry[0] + self.period, total)
+            jax.lax.fori_loop(carry[0], stop, self._tick, None)
+            return stop, self.rows.all_done(last)
+
+        jax.lax.while_loop(goes_on, body, (jnp.int32(0), jnp.zeros((), jnp.bool_)))
+
+    def _item(self, number: Any) -> tuple[Any, Any, Any, Any]:
+        """Of a rank's item: whether it is one, its call, its chunk and its microbatch."""
+        within = number % self.period
+        step, lane = number // self.period, within % self.lanes
+        real = (number >= 0) & (step < self.steps) & (lane < self.num_microbatches)
+        return real, step, within // self.lanes, lane
+
+    def _tick(self, i: Any, _: None) -> None:
+        local, last = self.local, self.local.num_chunks - 1
+        if self.shared.embed >= 0:
+            self._look_up(i)
+        real, step, chunk, lane = self._item(i - self.rank)
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+        b = self.rows.prompts.shape[1]
+        message = blank(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
+        for v in range(local.num_chunks):
+            work = functools.partial(self._work, v, lane, microbatch, step)
+            message = at_most_once(real & (chunk == v), work, message)
+        if self.shared.head >= 0:
+            self._head(i, message[0])
+        if self.num_ranks > 1:
+            message = exchange(message, self.ring, STAGE)
+        sent, _, of, place = self._item(i - (self.rank - 1) % self.num_ranks)
+        self.acts[place] = message[0]
+        if self.shared.head < 0:
+            here = sent & (of == last) & (self.rank == 0)
+            self.tokens[jnp.where(here, place, self.lanes)] = message[1]
+
+    def _work(self, v: int, lane: Any, microbatch: Any, step: Any) -> tuple[Tree, jax.Array]:
+        local, b = self.local, self.rows.prompts.shape[1]
+        x, token = self.acts[lane], vary(jnp.zeros(b, jnp.int32), local.axes)
+        if v == 0 and self.shared.embed < 0:
+            embed = functools.partial(self._embed, lane, microbatch, step)
+            x = at_most_once(self.rank == 0, embed, x)
+        arguments = local.stage_arguments(v, microbatch, now=True)
+        if local.writes:
+            y, after = local.stage_and_own_state(*arguments, x)
+            local.keep(v, microbatch, after)
+        else:
+            y = local.stage(*arguments, x)
+        if v == local.num_chunks - 1 and self.shared.head < 0:
+            choose = functools.partial(self._choose, y, microbatch, step)
+            token = at_most_once(self.rank == self.num_ranks - 1, choose, token)
+        return y, token
+
+    def _look_up(self, i: Any) -> None:
+        """Embed on all ranks what the first is about to need."""
+        local = self.local
+        real, step, chunk, lane = self._item(i)
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+
+        def work() -> None:
+            ids = self._fed(lane, microbatch, step)
+            if self.shared.head < 0:  # only the first rank knows them
+                ids = jax.lax.psum(jnp.where(self.rank == 0, ids, 0), STAGE)
+            x = look_up(local, local.ends_weights[self.shared.embed], ids)
+            found = jax.tree.unflatten(jax.tree.structure(local.wire), [x])
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(self.rank == 0, new, old), found, self.acts[lane]
+            )
+            self.acts[lane] = kept
+
+        at_most_once(real & (chunk == 0), work, None)
+
+    def _head(self, i: Any, y: Tree) -> None:
+        """Choose on all ranks the tokens behind what the last has just sent."""
+        local = self.local
+        real, step, chunk, lane = self._item(i - (self.num_ranks - 1))
+        microbatch = jnp.minimum(lane, self.num_microbatches - 1)
+
+        def work() -> None:
+            (last,) = jax.tree.leaves(last_of(y, self.width))
+            mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
+            h = local.features(local.ends_weights, jax.lax.psum(mine, STAGE), microbatch)
+            z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
+            position = self.start + step + self.width - 1
+            words = self.shared.head_words
+            self.tokens[lane] = self.rows.choose(z, microbatch, position, words)
+
+        at_most_once(real & (chunk == local.num_chunks - 1), work, None)
+
+    def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
+        """[b, width] what the first stage sees of a microbatch in a call."""
+        given = at(self.rows.prompts, microbatch)[:, : self.width]
+        if self.width > 1:  # a prompt's first, in one call
+            return given
+        return jnp.where(self.start + step == 0, given, self.tokens[lane][:, None])
+
+    def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
+        local, inputs = self.local, self._fed(lane, microbatch, step)
+        x = local.embed(local.ends_weights, inputs, microbatch, now=True)
+        local.keep_of_embed(inputs, microbatch)
+        return x
+
+    def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
+        """[b] the tokens behind those that a call has seen."""
+        local, logits = self.local, last_of(y, self.width)
+        if local.model.has_head:
+            logits, after = local.head_and_state(local.ends_weights, logits, microbatch)
+            local.state.held.write_ends(("head",), microbatch, after, True)
+        position = self.start + step + self.width - 1
+        return self.rows.choose(logits[:, -1], microbatch, position, 0)
+
+
+def last_of(y: Tree, width: int) -> Tree:
+    """[b, 1, ...] of [b, width, ...] leaves: heads look at one position at a time."""
+    return y if width == 1 else jax.tree.map(lambda leaf: leaf[:, -1:], y)

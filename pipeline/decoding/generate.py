@@ -1,0 +1,266 @@
+"""Generate text with a pipeline: what a user calls, and the one program that runs.
+
+Letters: S ranks, M microbatches, D data shards, N prompts of at most P tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from collectives import DATA, STAGE, vary
+from pipeline.base.tree import Tree
+from pipeline.decoding.caches import make_decoder, start_decoding
+from pipeline.decoding.flow import Choice, Flow, Rows
+from pipeline.kernel.jitted import PerPlan
+from pipeline.kernel.operands import check_arrays, make_operands
+from pipeline.kernel.runtime import rank_state, run_on_ranks
+from pipeline.model.model import Batch, Model, Weights
+from pipeline.model.unlike import Overlaid
+from pipeline.options.plan import Plan
+from pipeline.rank.activations import follow
+from pipeline.rank.groups import GroupedModel, make_local_model
+from pipeline.rank.held import Held
+from pipeline.rank.state import RankState
+from pipeline.sharding import meshes
+
+Start = Callable[[Any, int, int], None]
+
+
+def generate(
+    pipe: Any,
+    prompts: Any,
+    max_new_tokens: int,
+    *,
+    lengths: Any = None,
+    key: jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    top_k: int = 0,
+    stop: int | None = None,
+    pad: int = 0,
+    prefill: int = 1,
+    num_microbatches: int | None = None,
+    start: Start | None = None,
+    cache: nnx.filterlib.Filter = nnx.Cache,
+) -> jax.Array:
+    """Continue prompts: [N, max_new_tokens] int32, what the plain model would, token for token.
+
+    Every stage keeps the caches of its own layers, for each microbatch, and microbatches follow
+    each other through the ranks, each with its next token as soon as that is known: with M >= S no
+    rank waits. All of it is one program, which is compiled once for its shapes and options.
+
+    Args:
+      pipe: a `Pipeline` of tokens, [b, t] integers to [b, t, words] logits, whose stages are alike.
+        Embed, stages and head look at one position at a time, but for what caches bring. Of a
+        schedule with a V placement the weights are moved to a loop first, in every call.
+      prompts: [N, P] integers; N need not be a multiple of anything.
+      max_new_tokens: how many to add to each.
+      lengths: [N] of the prompts, if they are not all P long: rows are filled up on the right.
+      key: to draw tokens with; row n's i-th is drawn with fold_in(fold_in(key, n), i). Or [N] keys,
+        one for each row, folded with i. None takes the likeliest.
+      temperature: what logits are divided by before one is drawn.
+      top_k: how many of the likeliest words may be drawn; 0 for all.
+      stop: a token that ends a row. When all rows have ended, so does the call.
+      pad: what stands behind the end of a row.
+      prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
+        a time (flax's MultiHeadAttention does not); the rest one by one.
+      num_microbatches: M; by default S, or fewer where there are fewer rows.
+      start: ``start(module, rows, length)`` readies a copy of a stage, of embed or head in place;
+        by default `start_decoding`.
+      cache: a filter, what each microbatch has its own of.
+
+    Raises:
+      ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
+    """
+    _check_pipe(pipe)
+    if not _is_loop(pipe.plan):
+        pipe = pipe.replace(schedule="looped_bfs")
+    plan = pipe.plan
+    tokens, lengths = _check_prompts(prompts, lengths)
+    rows, width = tokens.shape
+    _check_numbers(max_new_tokens=max_new_tokens, prefill=prefill)
+    shortest = width if isinstance(lengths, jax.core.Tracer) else int(np.min(lengths))
+    if prefill > shortest:
+        raise ValueError(
+            f"prefill={prefill} with a prompt of {shortest} tokens: the first {prefill} tokens of "
+            f"every prompt are fed in one call; use prefill={shortest} or less"
+        )
+    if num_microbatches is None:
+        num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.data_size))
+    _check_numbers(num_microbatches=num_microbatches)
+    unit = num_microbatches * plan.data_size
+    more = -rows % unit
+    keys = _row_keys(key, rows)
+
+    def filled(x: jax.Array) -> jax.Array:
+        """With rows that nobody will see behind the last."""
+        return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
+
+    given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
+    operands = make_operands(
+        plan, pipe.chunks, pipe.ends, filled(tokens), given, None, num_microbatches=num_microbatches
+    )
+    model, weights, batch = check_arrays("generate", operands)
+    choice = Choice(max_new_tokens, top_k, stop, pad)
+    options = {"choice": choice, "prefill": prefill, "M": num_microbatches}
+    impl = None if keys is None else str(jax.random.key_impl(keys))
+    with meshes.entered(plan.mesh, plan.home):
+        found = _decode(
+            plan,
+            model,
+            meshes.untyped(weights, plan.mesh),
+            batch,
+            jnp.asarray(temperature, jnp.float32),
+            **options,
+            start=start,
+            cache=cache,
+            impl=impl,
+        )
+    found = meshes.typed(found, meshes.mesh_of_results(plan.mesh), PartitionSpec())
+    return found[:rows]
+
+
+@PerPlan
+def _decode(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    temperature: jax.Array | None = None,
+    *,
+    choice: Choice,
+    prefill: int,
+    M: int,
+    start: Start | None,
+    cache: Any,
+    impl: str | None,
+) -> jax.Array:
+    """[N, max_new_tokens] tokens."""
+
+    def body(_: Any, weights: Weights, batch: Batch, temperature: jax.Array) -> jax.Array:
+        state = rank_state(plan, model, weights, batch, M)
+        prompts, (lengths, data) = state.batch.inputs, state.batch.targets
+        keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
+        length = prompts.shape[2] + choice.max_new_tokens - 1
+        begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
+        ready = functools.partial(_begin, begin, prompts.shape[1], length)
+        decoder = make_decoder(model, state.weights, cache, ready)
+        state = dataclasses.replace(
+            state, model=decoder.model, weights=decoder.weights(state.weights)
+        )
+        rows = Rows(prompts, lengths, keys, temperature, choice, state.axes)
+        lanes = max(M, plan.schedule.num_ranks) + 1
+        tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
+        held = None
+        for width, first, steps in _phases(prefill, length):
+            held, local = _local(state, prompts[:, :, :width], held, M)
+            Flow(local, rows, tokens, width=width, start=first, steps=steps).run()
+        out = rows.out[...]
+        if not plan.shared or "head" not in plan.shared:
+            is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
+            out = jnp.where(is_last, out, jnp.zeros_like(out))
+            out = jax.lax.psum(out, STAGE)
+        return out.reshape(-1, choice.max_new_tokens)
+
+    rows = PartitionSpec(DATA) if DATA in plan.axes else PartitionSpec()
+    return run_on_ranks(plan, model, plan.forward, body, rows)(weights, batch, temperature)
+
+
+def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
+    begin(module, rows, length)
+
+
+def _phases(prefill: int, length: int) -> list[tuple[int, int, int]]:
+    """Calls of equal width: how many tokens each sees, the first position, how many calls."""
+    if prefill == 1:
+        return [(1, 0, length)]
+    return [(prefill, 0, 1), *([(1, prefill, length - prefill)] if length > prefill else [])]
+
+
+def _local(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, Any]:
+    """A rank's model for calls of one width, with caches that may hold something already."""
+    batch = Batch(inputs, (), {})
+    state, activations = follow(dataclasses.replace(state, batch=batch))
+    ways = state.model.trained.ways(want_inputs=False, backward=False)
+    local = make_local_model(state, activations, ways)
+    if isinstance(local, GroupedModel):
+        raise ValueError(
+            "generate() needs stages that are alike, in what they are and in the activations that "
+            "they take and return; these are of several kinds"
+        )
+    if held is None:
+        usages = [local.stage_usage()] * len(state.model.stages)
+        held = Held(state, usages, local.ends_usage(), M, again=False, each=True)
+    state = dataclasses.replace(state, held=held)
+    return held, make_local_model(state, activations, ways)
+
+
+def _check_pipe(pipe: Any) -> None:
+    plan = pipe.plan
+    if any(isinstance(chunk, Overlaid) for chunk in pipe.chunks):
+        raise ValueError(
+            "generate() needs stages that are alike, and these are not; make them so (what only "
+            "the first or the last has belongs to embed= or head=)"
+        )
+    others = sorted(set(plan.mesh.axis_names) - {DATA, STAGE})
+    if others:
+        raise ValueError(
+            f"generate() runs on meshes of 'stage' and 'data', and this one has "
+            f"{', '.join(map(repr, others))}; use pipe.replace(mesh=...) with one of those axes"
+        )
+
+
+def _is_loop(plan: Plan) -> bool:
+    """Whether stage k is on rank k % S, as messages in a ring need it."""
+    S = plan.schedule.num_ranks
+    return all(rank == k % S for k, rank in enumerate(plan.schedule.placement))
+
+
+def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    tokens = jnp.asarray(prompts)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
+        raise ValueError(
+            f"prompts is {tokens.dtype}{list(tokens.shape)}; give integers [N, P], at least one "
+            f"token of at least one sequence"
+        )
+    rows, width = tokens.shape
+    found = jnp.full(rows, width, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if found.shape != (rows,) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths is {found.dtype}{list(found.shape)}; give one integer for each of {rows} "
+            f"prompts"
+        )
+    if not isinstance(found, jax.core.Tracer) and not ((found >= 1) & (found <= width)).all():
+        raise ValueError(
+            f"lengths has {int(found.min())} to {int(found.max())}; a prompt has 1 to {width} "
+            f"tokens here"
+        )
+    return tokens.astype(jnp.int32), found.astype(jnp.int32)
+
+
+def _check_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+
+
+def _row_keys(key: Any, rows: int) -> jax.Array | None:
+    if key is None:
+        return None
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    if key.shape == ():
+        found: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+        return found
+    if key.shape != (rows,):
+        raise ValueError(f"key is {list(key.shape)} keys; give one, or one for each of {rows} rows")
+    keys: jax.Array = key
+    return keys

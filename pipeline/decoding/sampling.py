@@ -1,0 +1,93 @@
+"""The next token, of logits: the likeliest, or one that is drawn.
+
+Letters: N words, S ranks with n words each. Drawing is by Gumbel noise: the largest of
+logit / temperature + noise has the probabilities of a softmax. So what is drawn is a maximum, which
+ranks that share the words find together from a few numbers each.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE
+
+
+def sample(
+    logits: jax.Array, key: jax.Array | None = None, temperature: float = 1.0, top_k: int = 0
+) -> jax.Array:
+    """The next token of one sequence: [N] logits -> int32. What `generate` does for a row.
+
+    Args:
+      logits: of all words.
+      key: to draw with; None takes the likeliest.
+      temperature: what logits are divided by.
+      top_k: how many of the likeliest words may be drawn; 0 for all.
+    """
+    return _best(logits[None], None if key is None else key[None], temperature, top_k)[1][0]
+
+
+def sample_rows(
+    logits: jax.Array, keys: jax.Array | None, temperature: jax.Array | float, top_k: int
+) -> jax.Array:
+    """The same of [b, N] logits, each row with a key of its own."""
+    return _best(logits, keys, temperature, top_k)[1]
+
+
+def sample_shared(
+    logits: jax.Array,
+    keys: jax.Array | None,
+    temperature: jax.Array | float,
+    top_k: int,
+    words: int,
+) -> jax.Array:
+    """The same of [b, n] logits of this rank's words; all ranks find the same token.
+
+    Args:
+      logits: -inf behind the last word.
+      keys: [b], or None.
+      temperature: what logits are divided by.
+      top_k: how many of the likeliest words may be drawn; 0 for all.
+      words: N.
+    """
+    first = jax.lax.axis_index(STAGE) * logits.shape[-1]
+    value, token = _best(logits, keys, temperature, top_k, first=first, words=words)
+    values, tokens = (jax.lax.all_gather(x, STAGE) for x in (value, token))  # [S, b]
+    return jnp.take_along_axis(tokens, values.argmax(axis=0)[None], axis=0)[0]
+
+
+def _best(
+    logits: jax.Array,
+    keys: jax.Array | None,
+    temperature: jax.Array | float,
+    top_k: int,
+    *,
+    first: jax.Array | None = None,
+    words: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """[b] the largest number among [b, n] columns, and its word; the first of equals."""
+    z, each = logits.astype(jnp.float32), logits.shape[-1]
+    if keys is not None:
+        if top_k:
+            z = jnp.where(z >= _least(z, top_k, shared=first is not None), z, -jnp.inf)
+        z = z / temperature + jax.vmap(lambda key: _noise(key, each, first, words))(keys)
+    token = z.argmax(axis=-1).astype(jnp.int32)
+    value = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
+    return value, token if first is None else token + first.astype(jnp.int32)
+
+
+def _least(z: jax.Array, top_k: int, *, shared: bool) -> jax.Array:
+    """[b, 1] the smallest logit that may be drawn."""
+    found = jax.lax.top_k(z, min(top_k, z.shape[-1]))[0]
+    if shared:
+        found = jnp.moveaxis(jax.lax.all_gather(found, STAGE), 0, 1).reshape(z.shape[0], -1)
+        found = jax.lax.top_k(found, min(top_k, found.shape[-1]))[0]
+    return found[:, -1:]
+
+
+def _noise(key: jax.Array, each: int, first: jax.Array | None, words: int | None) -> jax.Array:
+    """Gumbel noise of a rank's words: the part of that of all words."""
+    if first is None or words is None:
+        return jax.random.gumbel(key, (each,))
+    noise = jax.random.gumbel(key, (words,))
+    return jax.lax.dynamic_slice(jnp.pad(noise, (0, each)), (first,), (each,))

@@ -1,0 +1,276 @@
+"""Text from a pipeline is that of the plain model, token for token.
+
+Letters: S ranks, V chunks, D data shards, M microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import collectives
+from pipeline import Pipeline, generate, sample
+from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
+from tests.support.grids import effort
+
+WIDTH, WORDS, NEW = 8, 13, 6
+PROMPTS = jax.random.randint(jax.random.key(1), (5, 5), 0, WORDS)
+LENGTHS = np.array([5, 3, 1, 4, 5])
+DRAWN = {"key": jax.random.key(5), "temperature": 0.7, "top_k": 4}
+
+
+class Flax(nnx.Module):
+    """flax's own attention, with its own caches."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, rngs=rngs, decode=False)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x, mask=nnx.make_causal_mask(x[..., 0], dtype=bool))
+        return x + self.dropout(jnp.tanh(self.linear(x)) * 2)
+
+
+class Own(nnx.Module):
+    """A running mean of what was seen, in a cache that takes any number of tokens at a time."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def start_decoding(self, rows, length):
+        self.sum = nnx.Cache(jnp.zeros((rows, 1, WIDTH)))
+        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        sums, count = jnp.cumsum(x, axis=1), jnp.arange(1, x.shape[1] + 1)
+        if hasattr(self, "seen"):
+            sums, count = sums + self.sum[...], count + self.seen[...]
+            self.sum[...], self.seen[...] = sums[:, -1:], count[-1]
+        mean = sums / count[None, :, None].astype(x.dtype)
+        return x + jnp.tanh(self.linear(mean)) * 2
+
+
+class Embed(nnx.Module):
+    """Words and positions, the next of which it remembers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.words = nnx.Param(rngs.params.normal((WORDS, WIDTH)))
+        self.places = nnx.Param(rngs.params.normal((32, WIDTH)))
+
+    def start_decoding(self, rows, length):
+        self.next = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, tokens):
+        place = jnp.arange(tokens.shape[1])
+        if hasattr(self, "next"):
+            place = place + self.next[...]
+            self.next[...] += tokens.shape[1]
+        return self.words[...][tokens] + self.places[...][place][None]
+
+
+class Tied(nnx.Module):
+    """A head that shares the words of an embed."""
+
+    def __init__(self, embed):
+        self.words = embed.words
+
+    def __call__(self, x):
+        return x @ self.words[...].T
+
+
+def make(kind, *, S=2, V=1, D=1, vocabulary="ends", tied=True, **options):
+    stages = [kind(nnx.Rngs(k)) for k in range(S * V)]
+    rngs = nnx.Rngs(100)
+    if vocabulary == "stage":
+        embed = VocabularyEmbedding(WORDS, WIDTH, rngs=rngs)
+        norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        shared = embed if tied else None
+        head = VocabularyHead(WORDS, WIDTH, rngs=rngs, norm=norm, tied=shared, scale=1.0)
+    else:
+        embed = Embed(rngs)
+        head = Tied(embed) if tied else nnx.Linear(WIDTH, WORDS, rngs=rngs)
+    mesh = collectives.make_mesh(stage=S, data=D)
+    options = {"embed": embed, "head": head, "mesh": mesh, "vocabulary": vocabulary} | options
+    for module in (*stages, embed, head):
+        module.eval()
+    return Pipeline(stages, 4, **options), [*stages], embed, head
+
+
+def plain(model, new=NEW, *, key=None, temperature=1.0, top_k=0, keys=None):
+    """What the model says without caches, and without a pipeline."""
+    stages, embed, head = model
+
+    @jax.jit
+    def logits(tokens):
+        return head(functools.reduce(lambda x, stage: stage(x), stages, embed(tokens)))
+
+    found = np.zeros((len(PROMPTS), new), int)
+    length = PROMPTS.shape[1] + new
+    for n, (prompt, size) in enumerate(zip(np.asarray(PROMPTS), LENGTHS, strict=True)):
+        row = [*prompt[:size]]
+        own = None if key is None else jax.random.fold_in(key, n)
+        own = own if keys is None else keys[n]
+        for i in range(new):
+            whole = jnp.asarray([row + [0] * (length - len(row))])
+            drawn = None if own is None else jax.random.fold_in(own, i)
+            token = sample(logits(whole)[0, len(row) - 1], drawn, temperature, top_k)
+            row.append(int(token))
+            found[n, i] = row[-1]
+    return found
+
+
+GRID = [
+    (kind, S, V, D, vocabulary, drawn)
+    for kind, (S, V, D), vocabulary, drawn in itertools.product(
+        (Flax, Own),
+        [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 1, 2)],
+        ("ends", "stage"),
+        (False, True),
+    )
+]
+FAST = [(Flax, 2, 2, 1, "ends", True)]
+SLOW = [
+    (Own, 1, 2, 1, "ends", False),
+    (Flax, 4, 1, 1, "stage", True),
+    (Own, 2, 1, 2, "ends", True),
+    (Own, 2, 2, 1, "stage", False),
+]
+
+
+def cases():
+    for case in GRID:
+        name = f"{case[0].__name__}-{'-'.join(map(str, case[1:]))}"
+        yield pytest.param(case, marks=effort(case, FAST, SLOW), id=name)
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_what_the_plain_model_says(case):
+    kind, S, V, D, vocabulary, drawn = case
+    pipe, *model = make(kind, S=S, V=V, D=D, vocabulary=vocabulary)
+    options = DRAWN if drawn else {}
+    wanted = plain(model, **options)
+    if drawn:
+        stop = int(np.bincount(wanted[:, :-1].ravel()).argmax())
+        options = options | {"stop": stop, "pad": WORDS}
+        ended = np.cumsum(wanted == stop, axis=1) - (wanted == stop) > 0
+        wanted = np.where(ended, WORDS, wanted)
+        assert ended.any()
+    found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **options)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("M", [1, 5])
+@pytest.mark.slow
+def test_any_number_of_microbatches_and_prompts_fed_at_once(M):
+    pipe, *model = make(Own, S=2, tied=False)
+    keys = jax.random.split(jax.random.key(3), len(PROMPTS))
+    wanted = plain(model, keys=keys)
+    given = {"lengths": LENGTHS, "key": keys, "num_microbatches": M}
+    np.testing.assert_array_equal(generate(pipe, PROMPTS, NEW, **given), wanted)
+    with pytest.raises(ValueError) as caught:
+        generate(pipe, PROMPTS, NEW, lengths=LENGTHS, prefill=2)
+    assert str(caught.value) == (
+        "prefill=2 with a prompt of 1 tokens: the first 2 tokens of every prompt are fed in one "
+        "call; use prefill=1 or less"
+    )
+    long = {"lengths": np.maximum(LENGTHS, 3), "num_microbatches": M}
+    np.testing.assert_array_equal(
+        generate(pipe, PROMPTS, NEW, prefill=3, **long), generate(pipe, PROMPTS, NEW, **long)
+    )
+
+
+@pytest.mark.slow
+def test_weights_of_another_placement_and_caches_that_leave_no_trace():
+    pipe, *model = make(Flax, S=2, V=2, schedule="zb_v")
+    before = jax.tree.structure(nnx.state(pipe))
+    found = generate(pipe, PROMPTS, 3, lengths=LENGTHS)
+    np.testing.assert_array_equal(found, plain(model, 3))
+    assert jax.tree.structure(nnx.state(pipe)) == before
+    assert not model[0][0].attention.decode
+
+
+def test_it_ends_when_all_rows_have():
+    """Else this would be two million positions of caches and of calls."""
+    pipe, *model = make(Own, S=2)
+    wanted = plain(model, 8)
+    stop = int(np.bincount(wanted[:, 1:].ravel(), minlength=WORDS).argmax())
+    rows = [n for n in range(len(PROMPTS)) if stop in wanted[n]]
+    given = np.asarray(PROMPTS)[rows], 100_000
+    found = np.asarray(generate(pipe, *given, lengths=LENGTHS[rows], stop=stop))
+    for row, n in zip(found, rows, strict=True):
+        end = [*wanted[n]].index(stop) + 1
+        np.testing.assert_array_equal(row[:end], wanted[n][:end])
+        assert not row[end:].any()
+
+
+# --- what is refused ---
+
+
+class Blind(nnx.Module):
+    def __call__(self, x):
+        return x
+
+
+class Growing(nnx.Module):
+    def start_decoding(self, rows, length):
+        self.more = nnx.Param(jnp.zeros(2))
+
+    def __call__(self, x):
+        return x
+
+
+def refusal(*given, **options):
+    with pytest.raises(ValueError) as caught:
+        generate(*given, **options)
+    return str(caught.value)
+
+
+def test_models_that_cannot_decode():
+    mesh = collectives.make_mesh(stage=2)
+    pipe = Pipeline([Blind(), Blind()], 2, embed=lambda x: x, mesh=mesh)
+    assert refusal(pipe, PROMPTS, 2) == (
+        "no part of the model has a cache (<class 'flax.nnx.variablelib.Cache'>) when it starts to "
+        "decode, and without one a stage sees a token and nothing before it; use "
+        "nnx.MultiHeadAttention, give the modules that need one a method start_decoding(rows, "
+        "length) that makes nnx.Cache variables, or pass start="
+    )
+    pipe = Pipeline([Growing(), Growing()], 2, mesh=mesh)
+    assert refusal(pipe, PROMPTS, 2) == (
+        "a stage has other parameters when it starts to decode (more); make caches, which are no "
+        "nnx.Param"
+    )
+    unlike = Pipeline([Flax(nnx.Rngs(0)), Own(nnx.Rngs(1))], 2, embed=Embed(nnx.Rngs(2)), mesh=mesh)
+    assert refusal(unlike, PROMPTS, 2) == (
+        "generate() needs stages that are alike, and these are not; make them so (what only the "
+        "first or the last has belongs to embed= or head=)"
+    )
+    wide = Pipeline([Blind(), Blind()], 2, mesh=collectives.make_mesh(stage=2, tensor=2))
+    assert refusal(wide, PROMPTS, 2) == (
+        "generate() runs on meshes of 'stage' and 'data', and this one has 'tensor'; use "
+        "pipe.replace(mesh=...) with one of those axes"
+    )
+
+
+def test_prompts_that_are_none():
+    pipe, *_ = make(Own)
+    assert refusal(pipe, PROMPTS.astype(jnp.float32), 2) == (
+        "prompts is float32[5, 5]; give integers [N, P], at least one token of at least one "
+        "sequence"
+    )
+    assert refusal(pipe, PROMPTS, 2, lengths=[1, 2]) == (
+        "lengths is int32[2]; give one integer for each of 5 prompts"
+    )
+    assert refusal(pipe, PROMPTS, 2, lengths=[0, 1, 2, 3, 9]) == (
+        "lengths has 0 to 9; a prompt has 1 to 5 tokens here"
+    )
+    assert refusal(pipe, PROMPTS, 0) == "max_new_tokens=0: must be an integer >= 1"
+    assert refusal(pipe, PROMPTS, 2, key=jax.random.split(jax.random.key(0), 2)) == (
+        "key is [2] keys; give one, or one for each of 5 rows"
+    )
