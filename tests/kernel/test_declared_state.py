@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import collectives
-from pipeline import CrossEntropy, Pipeline, make_optimizer
+from pipeline import CrossEntropy, Pipeline, add_loss, make_optimizer
 from pipeline.vocabulary import VocabularyHead
 from schedules import Action, from_orders
 from tests.support import models
@@ -387,3 +387,23 @@ def test_an_end_that_ranks_share():
         "vocabulary='stage' all ranks share head: let only stages have state, or use "
         "vocabulary='ends'"
     )
+
+
+class Balanced(Router):
+    """Also adds a loss where it routes."""
+
+    def __call__(self, x):
+        return add_loss(super().__call__(x), 0.1 * jnp.mean((x @ self.gate[...]) ** 2))
+
+
+@pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.slow)])
+def test_beside_losses_that_are_added(remat):
+    pipe = make(models.build(Balanced, 2), state=Seen, remat=remat)
+    loss, _ = pipe.value_and_grad(X, T)
+    counts = [np.asarray(stage.counts[...]) for stage in pipe.stages()]
+    assert [of.sum() for of in counts] == [ROWS, ROWS]
+    np.testing.assert_allclose(pipe.loss(X, T), loss, rtol=1e-5)
+    for stage, before in zip(pipe.stages(), counts, strict=True):
+        np.testing.assert_array_equal(stage.counts[...], 2 * before)
+    plain = make(models.build(Router, 2), state=Seen)
+    assert float(loss - plain.loss(X, T)) > 1e-3
