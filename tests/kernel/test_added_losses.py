@@ -117,6 +117,23 @@ def test_other_ways_to_a_loss_agree():
 
 
 @pytest.mark.slow
+def test_a_shared_vocabulary_and_a_further_axis():
+    embed = VocabularyEmbedding(WORDS, WIDTH, rngs=nnx.Rngs(0))
+    head = VocabularyHead(WORDS, WIDTH, rngs=nnx.Rngs(1))
+    options = {"embed": embed, "head": head, "loss_fn": CrossEntropy()}
+    found = []
+    for mode, sizes in (("ends", (1, 1)), ("stage", (2, 1)), ("ends", (2, 2))):
+        mesh = make_mesh(stage=sizes[0], tensor=sizes[1])
+        pipe = Pipeline(models.build(Adding, 2), 2, mesh=mesh, vocabulary=mode, **options)
+        loss, grads = pipe.value_and_grad(X, T)
+        np.testing.assert_allclose(pipe.loss(X, T), float(loss), rtol=1e-6)
+        found.append((float(loss), models.by_stage(pipe, grads)))
+    for loss, grads in found[1:]:
+        np.testing.assert_allclose(loss, found[0][0], rtol=1e-6)
+        assert models.distance(grads, found[0][1]) < 1e-5
+
+
+@pytest.mark.slow
 def test_float16_is_scaled_before():
     pipe, (want, *_), _ = both(alike(Adding, 2), 2, 2, 1, counted, compute_dtype=jnp.float16)
     loss, grads = pipe.value_and_grad(X, T, loss_scale=SCALE)
