@@ -82,7 +82,7 @@ def generate(
     """
     _check_pipe(pipe)
     if not _is_loop(pipe.plan):
-        pipe = pipe.replace(schedule="looped_bfs")
+        pipe = pipe.replace(schedule=None, pattern=None)  # the default is one
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
