@@ -43,7 +43,7 @@ from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import generate
 from pipeline.training.records import Progress
 from pipeline.training.step import NotFiniteError, Step
-from pipeline.training.trainer import Trainer, mean_loss
+from pipeline.training.trainer import Trainer, means
 from plain import Plain
 from schedules import ScheduleError
 from schedules.drawing.draw import save_timeline
@@ -229,7 +229,7 @@ def evaluate(
     batches = gpt_run.held_out(count=HELD_OUT_BATCHES, **sizes)
     tokens, targets = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     levels = {
-        "held-out": mean_loss(trainer.step, batches),
+        "held-out": means(trainer.step, batches)[0],
         "bigram": baselines.bigram(text.train, tokens, targets),
         "unigram": baselines.unigram(text.train, targets),
     }

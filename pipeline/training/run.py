@@ -27,7 +27,7 @@ from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import generate
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import NotFiniteError, Step
-from pipeline.training.trainer import Trainer, mean_loss
+from pipeline.training.trainer import Trainer, means
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs"}
 EXITS = {"SIGINT": 130, "SIGTERM": 143}
@@ -174,7 +174,7 @@ def evaluate(config: Config) -> float:
     config.check_functions()
     model = restored(config, ema=config.evaluation.ema)
     optimizer = nnx.Optimizer(model, optax.identity(), wrt=getattr(model, "wrt", nnx.Param))
-    return mean_loss(Step(model, optimizer, donate=False), _held_out(config, model))
+    return means(Step(model, optimizer, donate=False), _held_out(config, model))[0]
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:

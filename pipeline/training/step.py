@@ -39,6 +39,7 @@ class Metrics(NamedTuple):
       updates: how many updates there were, with this one.
       skipped: how many were left out because something was not finite.
       in_a_row: how many were left out last, one after another.
+      aux: with ``has_aux``, the metrics of the model's loss, of all calls together; else None.
     """
 
     loss: jax.Array
@@ -48,6 +49,7 @@ class Metrics(NamedTuple):
     updates: jax.Array
     skipped: jax.Array
     in_a_row: jax.Array
+    aux: Tree = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class Step:
       accumulate: how many calls one update takes together.
       loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
         differentiated; gradients are divided by it before anything sees them.
+      has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
+        it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
+        (integers) are added up, all else is the mean by their weights.
       donate: whether arrays of model, optimizer and mean are given away to their new values.
 
     Attributes:
@@ -130,13 +135,14 @@ class Step:
         ema: float | None = None,
         accumulate: int = 1,
         loss_scale: float | DynamicScale | None = None,
+        has_aux: bool = False,
         donate: bool = True,
     ) -> None:
         _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
-        _check_model(model, scaled=loss_scale is not None)
+        _check_model(model, scaled=loss_scale is not None, has_aux=has_aux)
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
-        self.scaling = loss_scale
+        self.scaling, self.has_aux = loss_scale, has_aux
         self._variables = _variables((model, optimizer))
         _settle(self._variables, copied=donate)
         self._graph, state = nnx.split((model, optimizer))
@@ -184,21 +190,22 @@ class Step:
             sums, self._sums, self._called = self._sums, None, 0
             return self._run_fused(batch, sums, weight)
         if self._sums is None:
-            self._sums = self._zeros()
+            self._sums = self._zeros(batch)
         leaves, self._sums = self._ended(
             self._added(self._leaves(), self._sums, self._carry, batch, weight)
         )
         self._write(leaves)
         return None
 
-    def fwd_bwd(
-        self, inputs: Tree, targets: Tree, *, extras: Extras = None
-    ) -> tuple[jax.Array, Tree]:
-        """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``."""
+    def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
+        """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
+
+        With ``has_aux``, ``((loss, metrics), gradients)``.
+        """
         batch = inputs, targets, extras
-        leaves, loss, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
+        leaves, loss, aux, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
         self._write(leaves)
-        return loss, grads
+        return ((loss, aux) if self.has_aux else loss), grads
 
     def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
         """Clip, update, average: what follows `fwd_bwd` in a step. The gradients are given away.
@@ -213,8 +220,11 @@ class Step:
 
     def eval_step(
         self, inputs: Tree, targets: Tree, *, extras: Extras = None, ema: bool = False
-    ) -> jax.Array:
-        """The mean loss, forward only; with ``ema`` that of the mean of the weights."""
+    ) -> Any:
+        """The mean loss, forward only; with ``ema`` that of the mean of the weights.
+
+        With ``has_aux``, ``(loss, metrics)``.
+        """
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
         mean = self.ema if ema else None
@@ -268,7 +278,7 @@ class Step:
             return f"of the weights {bad} is not finite"
         scale = None if self.scaling is None else self._carry["scale"]
         batch = inputs, targets, extras
-        loss, grads = _gradients(self.model, self.optimizer.wrt, batch, scale)
+        loss, _, grads = self._gradients(self.model, batch, scale)
         said = []
         if bad := self._bad(grads):
             said.append(f"of the gradients {bad} is not finite")
@@ -277,7 +287,7 @@ class Step:
         for watching in (jax.debug_nans, jax.debug_infs):
             try:
                 with watching(True):
-                    _gradients(self.model, wrt, batch, scale)
+                    self._gradients(self.model, batch, scale)
             except FloatingPointError as error:
                 said.append(str(error))
                 break
@@ -333,15 +343,19 @@ class Step:
 
         return jax.jit(copied, out_shardings=_shardings(weights))(weights)
 
-    def _zeros(self) -> Tree:
-        """Sums of nothing: gradients in float32 or wider, loss and weight."""
+    def _zeros(self, batch: Tree) -> Tree:
+        """Sums of nothing: gradients in float32 or wider, loss, metrics and weight."""
         weights = nnx.state(self.model, self.optimizer.wrt)
 
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), tree)
 
         grads = jax.jit(zeros, out_shardings=_shardings(weights))(weights)
-        return grads, self._replicated((jnp.zeros(()), jnp.zeros(())))
+        aux: Tree = None
+        if self.has_aux:
+            _, _, like, _ = jax.eval_shape(self._take, self._leaves(), self._carry, batch)
+            aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return grads, *self._replicated((jnp.zeros(()), aux, jnp.zeros(())))
 
     # --- what is compiled
 
@@ -358,46 +372,69 @@ class Step:
             )
         return jax.tree.leaves(state)
 
-    def _loss_and_grads(self, model: Any, carry: Any, batch: Tree) -> tuple[Any, Tree]:
+    def _gradients(self, model: Any, batch: Tree, scale: Any) -> tuple[jax.Array, Tree, Tree]:
+        """The loss, metrics if there are any, and the loss's gradients times the scale."""
+        inputs, targets, extras = batch
+        options = _as_option(extras)
+        if hasattr(model, "value_and_grad"):
+            options |= {} if scale is None else {"loss_scale": scale}
+            options |= {"has_aux": True} if self.has_aux else {}
+            found, grads = model.value_and_grad(inputs, targets, **options)
+            loss, aux = found if self.has_aux else (found, None)
+            return loss, aux, grads
+
+        def scaled(model: Any) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+            found = model.loss(inputs, targets, **options)
+            loss, aux = found if self.has_aux else (found, None)
+            return (loss if scale is None else loss * scale.astype(loss.dtype)), (loss, aux)
+
+        take = nnx.value_and_grad(
+            scaled, argnums=nnx.DiffState(0, self.optimizer.wrt), has_aux=True
+        )
+        (_, (loss, aux)), grads = take(model)
+        return loss, aux, grads
+
+    def _loss_and_grads(self, model: Any, carry: Any, batch: Tree) -> tuple[Any, Tree, Tree]:
         """Of one call, unscaled."""
         scale = None if self.scaling is None else carry["scale"]
-        loss, grads = _gradients(model, self.optimizer.wrt, batch, scale)
+        loss, aux, grads = self._gradients(model, batch, scale)
         if scale is None:
-            return loss.astype(jnp.float32), grads
+            return loss.astype(jnp.float32), aux, grads
 
         def unscaled(g: jax.Array) -> jax.Array:
             return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
 
-        return loss.astype(jnp.float32), jax.tree.map(unscaled, grads)
+        return loss.astype(jnp.float32), aux, jax.tree.map(unscaled, grads)
 
     def _train(
         self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> Any:
         model, optimizer = self._merged(leaves)
-        loss, grads = self._loss_and_grads(model, carry, batch)
+        loss, aux, grads = self._loss_and_grads(model, carry, batch)
         if sums is not None:
             like = grads
-            grads, (loss, total) = _plus(sums, loss, grads, weight)
+            grads, loss, aux, total = _plus(sums, loss, aux, grads, weight)
             total = jnp.where(total > 0, total, 1.0)
             loss = loss / total
+            aux = jax.tree.map(lambda x: x if is_count(x) else x / total.astype(x.dtype), aux)
             grads = jax.tree.map(
                 lambda g, w: (g / total.astype(g.dtype)).astype(w.dtype), grads, like
             )
-        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss)
+        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss, aux)
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
-        sums = _plus(sums, *self._loss_and_grads(model, carry, batch), weight)
-        return self._split(model, optimizer), sums
+        loss, aux, grads = self._loss_and_grads(model, carry, batch)
+        return self._split(model, optimizer), _plus(sums, loss, aux, grads, weight)
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)
-        loss, grads = self._loss_and_grads(model, carry, batch)
-        return self._split(model, optimizer), loss, grads
+        loss, aux, grads = self._loss_and_grads(model, carry, batch)
+        return self._split(model, optimizer), loss, aux, grads
 
     def _update_alone(self, leaves: Any, mean: Tree, carry: Any, grads: Tree, loss: Any) -> Any:
         model, optimizer = self._merged(leaves)
-        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss)
+        return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss, None)
 
     def _updated_by(
         self,
@@ -408,6 +445,7 @@ class Step:
         carry: dict[str, Any],
         grads: Tree,
         loss: Any,
+        aux: Tree,
     ) -> tuple[Any, Tree, Any, Metrics]:
         """Clip, update, average, unless something is not finite; count, and scale anew."""
         norm = global_norm(grads)
@@ -439,16 +477,20 @@ class Step:
         }
         if isinstance(self._everywhere, NamedSharding):
             carry = jax.lax.with_sharding_constraint(carry, self._everywhere)
-        counts = (carry[name] for name in ("updates", "skipped", "in_a_row"))
-        return leaves, mean, carry, Metrics(loss, norm, finite, scale, *counts)
+        updates, skipped, in_a_row = (carry[n] for n in ("updates", "skipped", "in_a_row"))
+        found = Metrics(loss, norm, finite, scale, updates, skipped, in_a_row, aux)
+        return leaves, mean, carry, found
 
-    def _evaluate(self, of_mean: bool, leaves: Any, mean: Tree, batch: Tree) -> jax.Array:
+    def _evaluate(self, of_mean: bool, leaves: Any, mean: Tree, batch: Tree) -> Any:
         model, _ = self._merged(leaves)
         if of_mean:
             weights = nnx.state(model, self.optimizer.wrt)
             nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
         inputs, targets, extras = batch
-        return model.loss(inputs, targets, **_as_option(extras))
+        options = _as_option(extras)
+        if self.has_aux and hasattr(model, "value_and_grad"):
+            options["has_aux"] = True
+        return model.loss(inputs, targets, **options)
 
 
 def global_norm(tree: Tree) -> jax.Array:
@@ -457,36 +499,24 @@ def global_norm(tree: Tree) -> jax.Array:
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
 
 
-def _gradients(model: Any, wrt: Any, batch: Tree, scale: Any) -> tuple[jax.Array, Tree]:
-    """The loss, and its gradients times the scale."""
-    inputs, targets, extras = batch
-    options = _as_option(extras)
-    if hasattr(model, "value_and_grad"):
-        if scale is not None:
-            options["loss_scale"] = scale
-        return model.value_and_grad(inputs, targets, **options)
-
-    def scaled(model: Any) -> tuple[jax.Array, jax.Array]:
-        loss = model.loss(inputs, targets, **options)
-        return (loss if scale is None else loss * scale.astype(loss.dtype)), loss
-
-    take = nnx.value_and_grad(scaled, argnums=nnx.DiffState(0, wrt), has_aux=True)
-    (_, loss), grads = take(model)
-    return loss, grads
-
-
 def _as_option(extras: Extras) -> dict[str, Any]:
     return {} if extras is None else {"extras": extras}
 
 
-def _plus(sums: Tree, loss: Any, grads: Tree, weight: Any) -> Tree:
+def _plus(sums: Tree, loss: Any, aux: Tree, grads: Tree, weight: Any) -> Tree:
     """Sums with those of one more call."""
-    total, (losses, weights) = sums
+    total, losses, others, weights = sums
 
     def plus(t: jax.Array, g: jax.Array) -> jax.Array:
         return t + g.astype(t.dtype) * weight.astype(t.dtype)
 
-    return jax.tree.map(plus, total, grads), (losses + loss * weight, weights + weight)
+    others = jax.tree.map(lambda t, x: t + x if is_count(x) else plus(t, x), others, aux)
+    return jax.tree.map(plus, total, grads), losses + loss * weight, others, weights + weight
+
+
+def is_count(x: Any) -> bool:
+    """Whether a metric is a count, of which sums are taken and no means."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
@@ -549,19 +579,20 @@ def _name(path: Any) -> str:
     return text
 
 
-def _check_model(model: Any, *, scaled: bool) -> None:
+def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
     methods = [name for name in ("value_and_grad", "loss") if hasattr(model, name)]
     if not methods:
         raise ValueError(
             f"a {type(model).__name__} cannot be trained: it has neither value_and_grad(inputs, "
             f"targets) nor loss(inputs, targets); give a Pipeline, or add one of them"
         )
-    if scaled and "value_and_grad" in methods:
+    asked = {"loss_scale": scaled, "has_aux": has_aux}
+    for name in [name for name, wanted in asked.items() if wanted and "value_and_grad" in methods]:
         known: Callable[..., Any] = model.value_and_grad
-        if "loss_scale" not in inspect.signature(known).parameters:
+        if name not in inspect.signature(known).parameters:
             raise ValueError(
-                f"loss_scale= needs {type(model).__name__}.value_and_grad(..., loss_scale=), which "
-                f"it has not; add it, or leave value_and_grad out and give the model a loss"
+                f"{name}= needs {type(model).__name__}.value_and_grad(..., {name}=), which it has "
+                f"not; add it, or leave value_and_grad out and give the model a loss"
             )
 
 

@@ -9,7 +9,9 @@ The host is one step ahead of the devices: a step's numbers are read while the n
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from flax import nnx
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
 from pipeline.training.records import Record, Recorder
-from pipeline.training.step import DynamicScale, Metrics, NotFiniteError, Step
+from pipeline.training.step import DynamicScale, Metrics, NotFiniteError, Step, is_count
 
 Hook = Callable[["Trainer", Record], None]
 
@@ -211,9 +213,10 @@ class Trainer:
         if self._evaluation is None:
             raise ValueError("evaluate() has nothing to evaluate on; give evaluation=")
         batches = self._evaluation() if callable(self._evaluation) else self._evaluation
-        self.eval_loss = mean_loss(self.step, batches, ema=self._eval_ema)
+        self.eval_loss, metrics = means(self.step, batches, ema=self._eval_ema)
         self.evaluated = self.done
-        self._tell({"step": self.done, "eval_loss": self.eval_loss})
+        record: dict[str, Any] = {"step": self.done, "eval_loss": self.eval_loss}
+        self._tell(record if metrics is None else record | {"eval_metrics": metrics})
         return self.eval_loss
 
     def save(self) -> None:
@@ -301,6 +304,8 @@ class Trainer:
             "predicted": list(split),
             "tokens_per_second": running.tokens / seconds,
         }
+        if self.step.has_aux:
+            record["metrics"] = jax.tree.map(lambda x: x.item(), metrics.aux)
         if self.step.scaling is not None:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:
@@ -338,21 +343,31 @@ class Trainer:
             self.evaluate()
 
 
-def mean_loss(step: Step, batches: Iterable[Any], *, ema: bool = False) -> float:
-    """The mean loss over all batches, each by its weight; with ``ema`` that of the mean weights.
+def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
+    """The mean loss over all batches, each by its weight, and metrics; None if there are none.
+
+    With ``ema`` they are those of the mean weights. Counts among metrics are added up.
 
     Raises:
       ValueError: there is no batch, or nothing counts.
     """
-    total: Any = 0.0
+    total: Any = None
     weight = 0.0
     for item in batches:
         batch = as_batch(item)
-        loss = step.eval_step(batch.inputs, batch.targets, extras=batch.extras, ema=ema)
-        total, weight = total + loss * batch.counts, weight + batch.counts
+        found = step.eval_step(batch.inputs, batch.targets, extras=batch.extras, ema=ema)
+        own = jax.tree.map(functools.partial(_weighed, batch.counts), found)
+        total = own if total is None else jax.tree.map(operator.add, total, own)
+        weight += batch.counts
     if not weight:
         raise ValueError("the evaluation has no batch in which anything counts")
-    return float(total) / weight
+    total = jax.device_get(total)
+    mean = jax.tree.map(lambda x: int(x) if is_count(x) else float(x) / weight, total)
+    return mean if step.has_aux else (mean, None)
+
+
+def _weighed(weight: float, x: jax.Array) -> jax.Array:
+    return x if is_count(x) else x * weight
 
 
 def _is_ready(array: Any) -> bool:

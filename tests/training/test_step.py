@@ -18,6 +18,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.training.step import DynamicScale, Step
+from pipeline.training.trainer import means
 from tests.support import models
 from tests.support.models import Block, Readout
 from tests.support.tensor_stages import Parallel
@@ -49,7 +50,8 @@ def chain(kind: Any = Block) -> Chain:
 def pipeline(kind: Any = Block, sizes: dict | None = None, **options: Any) -> Pipeline:
     stages, head = parts(kind)
     mesh = make_mesh(**({"stage": 2} if sizes is None else sizes))
-    return Pipeline(stages, M, mesh=mesh, head=head, loss_fn=models.cross_entropy, **options)
+    options = {"loss_fn": models.cross_entropy} | options
+    return Pipeline(stages, M, mesh=mesh, head=head, **options)
 
 
 def batch(n: int, rows: int = ROWS) -> tuple[jax.Array, jax.Array]:
@@ -141,6 +143,48 @@ def test_calls_count_by_their_weight():
     assert step.pending == 1
     step(x[3:], t[3:], weight=5)
     assert models.distance(nnx.state(model, nnx.Param), weights) < 1e-5
+
+
+def accuracy(y, t):
+    """A loss with metrics: a mean, a pair and a count."""
+    right = (y.argmax(-1) == t).sum()
+    metrics = {"mean": y.mean(), "right": (right, t.size), "rows": jnp.int32(y.shape[0])}
+    return models.cross_entropy(y, t), metrics
+
+
+class Measured(nnx.Module):
+    """The same without a pipeline."""
+
+    def __init__(self):
+        self.chain = chain()
+
+    def loss(self, inputs, targets):
+        y = models.compose(self.chain.stages, None, self.chain.head, inputs)
+        loss, metrics = accuracy(y, targets)
+        right, count = metrics["right"]
+        return loss, metrics | {"right": right / count}
+
+
+def test_metrics_of_a_loss_come_with_the_step():
+    tx = optax.sgd(0.1)
+    pipe = pipeline(loss_fn=accuracy)
+    plain = Measured()
+    steps = {
+        "pipe": Step(pipe, make_optimizer(pipe, tx), has_aux=True, accumulate=2),
+        "plain": Step(plain, nnx.Optimizer(plain, tx, wrt=nnx.Param), has_aux=True, accumulate=2),
+    }
+    found = {}
+    for name, step in steps.items():
+        assert step(*batch(0), weight=1) is None
+        found[name] = step(*batch(1), weight=3).aux, *step.eval_step(*batch(2))
+        assert found[name][0]["rows"] == 2 * ROWS
+        mean, metrics = means(step, [batch(2), batch(3)])
+        assert metrics["rows"] == 2 * ROWS
+        found[name] += mean, metrics
+        (loss, aux), _ = step.fwd_bwd(*batch(4))
+        found[name] += loss, aux
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(close, found["pipe"], found["plain"])
 
 
 # --- float16, and what is not finite ---
