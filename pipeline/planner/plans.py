@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from pipeline.planner.costs import Estimate, mfu
 from pipeline.planner.layout import Job, Layout, layers_of_stages
 from pipeline.planner.memory import usable
+from pipeline.sharding.placement import DataParallel
 
 GB = 10**9
 COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
@@ -92,10 +94,11 @@ class Plans:
         return "\n".join(lines)
 
     def write(self, path: str | os.PathLike[str], estimate: Estimate | None = None) -> Path:
-        """Write a layout as TOML that `pipeline.ParallelConfig` reads; returns where.
+        """Write a layout as TOML that a run's configuration reads; returns where.
 
-        ``ParallelConfig.from_dict(tomllib.load(file))``. What `Pipeline` itself is to be told, and
-        that no configuration holds, stands in comments.
+        ``python -m pipeline train --config run.toml --config plan.toml``: the tables [parallel], of
+        which ``ParallelConfig.from_dict(tomllib.load(file)["parallel"])`` is the mesh, and
+        [pipeline]. What is the model's own affair stands in comments.
 
         Args:
           path: of the file.
@@ -110,7 +113,7 @@ class Plans:
 def configuration(job: Job, chosen: Estimate) -> str:
     """TOML of a layout."""
     layout = chosen.layout
-    values: Mapping[str, int | str] = {
+    parallel: Mapping[str, int | str] = {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
@@ -123,39 +126,53 @@ def configuration(job: Job, chosen: Estimate) -> str:
     }
     lines = [
         f"# {job.chip.name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
-        *(
-            f"{name} = " + (f'"{value}"' if isinstance(value, str) else f"{value}")
-            for name, value in values.items()
-        ),
         *(f"# {line}" for line in _beside(job, layout)),
+        "[parallel]",
+        *_assigned(parallel),
+        "",
+        "[pipeline]",
+        *_assigned(_options(layout)),
     ]
     return "\n".join(lines) + "\n"
 
 
+def _assigned(values: Mapping[str, int | str]) -> list[str]:
+    return [
+        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
+        for name, value in values.items()
+    ]
+
+
+def _options(layout: Layout) -> Mapping[str, int | str]:
+    """What `Pipeline` is told beside the mesh."""
+    is_known = layout.data_parallel in get_args(DataParallel)
+    options = {"data_parallel": layout.data_parallel} if is_known else {}
+    if layout.data_parallel == "fsdp":
+        options["gather"] = "action"
+    if layout.schedule is None:
+        return options
+    remat = "stage" if layout.remat == "stage" else "none"
+    return options | {
+        "schedule": layout.schedule,
+        "remat": remat,
+        "vocabulary": layout.vocabulary,
+    }
+
+
 def _beside(job: Job, layout: Layout) -> list[str]:
-    """What a configuration does not hold."""
-    blocks = "each block under jax.checkpoint (remat_blocks=True), remat=None"
+    """What a configuration does not hold: how the model is made, and where chips stand."""
+    blocks = "each block under jax.checkpoint (remat_blocks=True)"
     slices = f"slices: {layout.data_slices} along data, {layout.stage_slices} along stage"
     if layout.schedule is None:
-        again = "nothing is computed again" if layout.remat is None else blocks.partition(",")[0]
+        again = "nothing is computed again" if layout.remat is None else blocks
         sharding = {
             "fsdp": "weights over data (FSDP), gathered block by block",
             "hsdp": "weights over the data shards of a slice (HSDP)",
         }.get(layout.data_parallel, f'data_parallel="{layout.data_parallel}"')
         lines = ["no pipeline: plain jit", sharding, again]
     else:
-        gather = ', gather="action"' if layout.data_parallel == "fsdp" else ""
-        remat = blocks if layout.remat == "block" else f"remat={_quoted(layout.remat)}"
-        lines = [
-            (
-                f'Pipeline: schedule="{layout.schedule}", {layout.chunks} stages on a rank, '
-                f"of {_counts(job, layout)} layers"
-            ),
-            (
-                f'Pipeline: data_parallel="{layout.data_parallel}"{gather}, '
-                f'vocabulary="{layout.vocabulary}", {remat}'
-            ),
-        ]
+        lines = [f"{layout.chunks} stages on a rank, of {_counts(job, layout)} layers"]
+        lines += [blocks] if layout.remat == "block" else []
     return [*lines, slices] if job.slices > 1 else lines
 
 
@@ -166,10 +183,6 @@ def _counts(job: Job, layout: Layout) -> str:
         return f"{most}"
     first, last = counts.count(fewest) // 2, counts.count(fewest) - counts.count(fewest) // 2
     return f"{most}, the first {first} and the last {last} stages of {fewest},"
-
-
-def _quoted(word: str | None) -> str:
-    return "None" if word is None else f'"{word}"'
 
 
 def short(layout: Layout) -> str:

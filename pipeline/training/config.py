@@ -8,8 +8,8 @@
     [optimizer]   name and arguments out of optax, learning_rate or schedule, clip, ema, ...
     [run]         steps, folder, checkpoint_interval, ...
 
-Of several files the later win, key by key. One whose keys are all fields of `ParallelConfig`, as
-``python -m pipeline plan --out FILE`` writes it, is the table [parallel].
+Of several files the later win, key by key: ``python -m pipeline plan --out FILE`` writes [parallel]
+and [pipeline].
 """
 
 from __future__ import annotations
@@ -300,12 +300,9 @@ def rates() -> Mapping[str, Callable[..., Any]]:
 
 def _file(path: Path) -> Table:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunConfigError(f"{path} is no TOML: {error}") from error
-    known = {one.name for one in fields(ParallelConfig)}
-    is_plan = table and set(table) <= known and not isinstance(table.get("data"), dict)
-    return {"parallel": table} if is_plan else table
 
 
 def _setting(text: str) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import ParallelConfig, cli, plan
+from pipeline import cli, plan
 from pipeline.training.config import Config, RunConfigError, rates, rules
 from pipeline.training.step import DynamicScale
 
@@ -79,6 +79,7 @@ def test_what_plan_writes_is_read(tmp_path):
     assert config.parallel.world_size == 8
     assert config.parallel.param_dtype == "bfloat16"
     assert config.parallel.batch_size == 8
+    assert config.pipeline.data_parallel in ("zero1", "fsdp")
 
 
 def test_what_an_optimizer_is_made_of():
@@ -313,15 +314,3 @@ def test_what_the_command_does_not_take(arguments, text, capsys):
         cli.main(arguments)
     assert caught.value.code == 2
     assert capsys.readouterr().err == text
-
-
-def test_a_plan_alone_is_the_table_of_axes(tmp_path):
-    path = tmp_path / "plan.toml"
-    path.write_text("stage = 2\ndata = 2\nnum_microbatches = 4\n")
-    with pytest.raises(RunConfigError) as caught:
-        Config.from_files([path])
-    assert caught.value.faults == ("[model] is missing", "[data] is missing", "[run] is missing")
-    wanted = ParallelConfig(stage=2, data=2, num_microbatches=4)
-    run = tmp_path / "run.toml"
-    run.write_text('[model]\nfunction = "a:b"\n[data]\nfunction = "a:b"\n[run]\nsteps = 1\n')
-    assert Config.from_files([path, run]).parallel == wanted
