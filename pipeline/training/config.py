@@ -165,6 +165,7 @@ class Run:
       keep: how many checkpoints remain.
       best: whether the one of the least or the greatest held-out loss remains too.
       stop_after: updates in a row that are not finite, after which the run ends.
+      stuck_after: seconds that an update may take before the process ends with a message.
       tensorboard: whether event files are written too.
       flops_per_token: of the model; by default counted.
       chip: of the planner's table, whose peak is that of MFU; by default the device's own.
@@ -176,6 +177,7 @@ class Run:
     keep: int = 3
     best: Literal["min", "max"] | None = None
     stop_after: int = 20
+    stuck_after: float | None = None
     tensorboard: bool = False
     flops_per_token: float | None = None
     chip: str | None = None
@@ -436,6 +438,7 @@ def _sizes(config: Config) -> list[str]:
         "optimizer.learning_rate": optimizer.learning_rate,
         "optimizer.loss_scale": None if optimizer.loss_scale == "dynamic" else optimizer.loss_scale,
         "run.flops_per_token": run.flops_per_token,
+        "run.stuck_after": run.stuck_after,
     }
     faults += [
         f"{name}={value}: must be a finite number > 0"

@@ -212,6 +212,10 @@ class Watchdog:
         self._step, self._at = step, time.monotonic()
         self._beats += 1
 
+    def rest(self) -> None:
+        """Say that no step is under way, as in an evaluation."""
+        self._step = None
+
     def __enter__(self) -> Self:
         self._at = time.monotonic()
         self._thread.start()
@@ -241,7 +245,7 @@ class Watchdog:
 
     def _state(self) -> str:
         if self._step is None:
-            return "before its first step"
+            return "in no step"
         return f"for {time.monotonic() - self._at:.0f} s in step {self._step}"
 
     def _report(self, look: float) -> None:

@@ -109,6 +109,7 @@ def make_trainer(
         checkpoint_interval=run.checkpoint_interval if checkpoints is not None else 0,
         recorders=recorders,
         stop_after=run.stop_after,
+        stuck_after=run.stuck_after,
         flops_per_token=run.flops_per_token,
         peak_flops=None if run.chip is None else CHIPS[run.chip].flops,
         **options,

@@ -9,6 +9,7 @@ The host is one step ahead of the devices: a step's numbers are read while the n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -20,8 +21,10 @@ from typing import Any, Protocol, cast
 import jax
 from flax import nnx
 
+from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
+from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
 from pipeline.training.step import DynamicScale, Metrics, NotFiniteError, Step, is_count
 
@@ -85,6 +88,8 @@ class Trainer:
       hooks: called with the trainer and the record of a step, as soon as it is known.
       stop: asked before each step; what is true ends the run, after a checkpoint.
       stop_after: updates in a row that are not finite, after which the run ends.
+      stuck_after: seconds that a step may take before the process ends with a message
+        (`pipeline.training.faults.Watchdog`); None waits for ever.
       flops_per_token: of the model; by default counted (`timing.flops_per_token`).
       peak_flops: operations a second of a device; by default those of the planner's table.
 
@@ -113,6 +118,7 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         stop: Callable[[], object] | None = None,
         stop_after: int = 20,
+        stuck_after: float | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
@@ -124,6 +130,11 @@ class Trainer:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: must be a whole number >= {least}")
+        if stuck_after is not None and not 0 < stuck_after < math.inf:
+            raise ValueError(
+                f"stuck_after={stuck_after!r}: must be a number of seconds > 0, or None to wait "
+                f"for ever"
+            )
         if eval_interval and evaluation is None:
             raise ValueError(
                 f"eval_interval={eval_interval}: there is no evaluation=; give batches"
@@ -140,6 +151,8 @@ class Trainer:
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
         self._recorders = tuple(recorders) if jax.process_index() == 0 else ()
         self._hooks, self._stop, self._stop_after = tuple(hooks), stop, stop_after
+        self._stuck_after = stuck_after
+        self._watchdog = self._new_watchdog()
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
@@ -183,26 +196,46 @@ class Trainer:
           NotFiniteError: too many updates in a row were not finite.
           ValueError: the data ended, or gave no batch.
         """
+        self._watchdog = self._new_watchdog()
+        with self._watchdog or contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> bool:
         running: _Running | None = None
         self._ended = time.perf_counter()
         while self.done < self.steps:
             if self._stop is not None and self._stop():
                 self._read(running)
+                self._rest()
                 self.save()
                 return False
+            if self._watchdog is not None:
+                self._watchdog.beat(self.done + 1)
             running = self._next(running)
             if self._is_due(self._eval_interval) or self._is_due(self._checkpoint_interval):
                 self._read(running)
                 running = None
+                self._rest()
                 self._evaluate_if_due()
                 if self._is_due(self._checkpoint_interval):
                     self.save()
                 self._ended = time.perf_counter()
         self._read(running)
+        self._rest()
         if self._evaluation is not None and self.evaluated != self.done:
             self.evaluate()
         self.save()
         return True
+
+    def _new_watchdog(self) -> Watchdog | None:
+        if self._stuck_after is None:
+            return None
+        model = self.step.model
+        return Watchdog(self._stuck_after, model.mesh if isinstance(model, Pipeline) else None)
+
+    def _rest(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.rest()
 
     def evaluate(self) -> float:
         """The mean loss over all batches of the evaluation, each by its weight.

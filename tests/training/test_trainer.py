@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.training import timing
+from pipeline.training import faults, timing
 from pipeline.training.batches import Batch
 from pipeline.training.records import JsonLines, Progress, TensorBoard
 from pipeline.training.step import DynamicScale, NotFiniteError, Step
@@ -263,6 +264,28 @@ def test_a_run_ends_when_too_many_are_not_finite():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(trainer.step.model)))
 
 
+def test_an_update_that_takes_too_long_ends_the_process(monkeypatch, capfd):
+    ended: list[int] = []
+    monkeypatch.setattr(faults.os, "_exit", ended.append)
+
+    class Slow(Numbered):
+        def __next__(self):
+            if self.at == 2:
+                time.sleep(1.5)
+            return super().__next__()
+
+    def evaluation():
+        time.sleep(1.5)
+        return [next(Numbered())]
+
+    given = {"steps": 3, "stuck_after": 0.6, "evaluation": evaluation, "eval_interval": 2}
+    Trainer(make_step(plain=True), Numbered(), **given).run()
+    assert not ended, capfd.readouterr().err
+    Trainer(make_step(plain=True), Slow(), **given).run()
+    assert ended == [70]
+    assert "process 0 of 1 is stuck: for " in capfd.readouterr().err
+
+
 # --- recorders ---
 
 
@@ -370,6 +393,10 @@ def test_operations_are_counted_by_matrices():
     ("options", "text"),
     [
         ({"steps": 0}, "steps=0: must be a whole number >= 1"),
+        (
+            {"stuck_after": 0},
+            "stuck_after=0: must be a number of seconds > 0, or None to wait for ever",
+        ),
         (
             {"eval_interval": 2},
             "eval_interval=2: there is no evaluation=; give batches",
