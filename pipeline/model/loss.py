@@ -5,7 +5,7 @@ Letters: M microbatches, D data shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ def take_loss(
     """
     result = loss_fn(outputs, targets)
     loss, given = result, None
-    if _is_with_aux(result) and (has_aux or not _is_scalar(result[1])):
+    if _is_with_aux(result) and _may_be_metrics(result[1], has_aux):
         loss, given = result
     if has_aux and (given is None or _is_one_metric(given)):
         raise ValueError(
@@ -243,6 +243,13 @@ def _is_with_aux(result: Any) -> bool:
     """Whether a loss returned two things, the second of which may be metrics."""
     is_two = isinstance(result, (tuple, list)) and len(result) == 2
     return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
+
+
+def _may_be_metrics(given: Any, has_aux: bool | None) -> bool:
+    """Whether the second thing is not the weight of a sum, nor what should have been one."""
+    return (
+        bool(has_aux) or isinstance(given, Mapping) or (has_aux is None and not _is_scalar(given))
+    )
 
 
 def _is_one_metric(given: Any) -> bool:

@@ -486,10 +486,11 @@ def test_no_loss(method):
         (lambda y, t: jnp.sum(y > t), "int32[]"),
         (lambda y, t: jnp.all(y > t), "bool[]"),
         (lambda y, t: None, "a value of type NoneType"),
-        (lambda y, t: {"loss": y.sum()}, "a value of type dict"),
+        (lambda y, t: {"loss": y.sum()}, "{'loss': float32[]}"),
         (lambda y, t: (y.sum(), 1.0, 2.0), "(float32[], float32[], float32[])"),
         (lambda y, t: (y.sum(-1), jnp.ones(2)), "(float32[2], float32[2])"),
-        (lambda y, t: (y.sum(), {"n": 2}), "(float32[], a value of type dict)"),
+        (lambda y, t: (y.sum(), "2"), "(float32[], a value of type str)"),
+        (lambda y, t: (y.sum(), jnp.ones(2)), "(float32[], float32[2])"),
         (lambda y, t: (jnp.sum(y > t), 2.0), "(int32[], float32[])"),
     ],
 )
