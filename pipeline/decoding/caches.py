@@ -5,19 +5,25 @@ Letters: V chunks, b rows of a microbatch on one data shard.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from collectives import STAGE
 from pipeline.base.tree import Tree, zeros
 from pipeline.model.model import Declared, Model, Weights
+from pipeline.model.overlay import Leaf, Spot, View, overlay
 from pipeline.model.stage import Definition, Seat
+from pipeline.model.unlike import Views
+from pipeline.rank.state import RankState
 
 Start = Callable[..., None]  # (module, rows, length)
+Cells = tuple[int, ...]  # numbers of leaves
+Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first
 METHOD = "start_decoding"
 
 
@@ -29,7 +35,8 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
     variables of type `nnx.Cache`.
 
     Args:
-      module: a stage, embed or head.
+      module: a stage, embed or head. Where all such methods belong to classes that say
+        ``prefills = True``, prompts come several tokens at a time.
       rows: how many sequences it will see at once.
       length: how many tokens of each.
       dtype: of the caches of flax's attention; by default that in which it computes.
@@ -44,6 +51,28 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
             getattr(part, METHOD)(rows, length)
 
 
+def keeps_caches(pipe: Any) -> bool:
+    """Whether a stage of a pipeline has something that `start_decoding` gives a cache."""
+    return any(_own_caches(chunk) for chunk in pipe.chunks)
+
+
+def takes_many(pipe: Any) -> bool:
+    """Whether all that has a cache takes several tokens in one call: it says ``prefills = True``.
+
+    (flax's `MultiHeadAttention` does not.)
+    """
+    parts = *pipe.chunks, pipe.embed, pipe.head
+    found = [module for part in parts for module in _own_caches(part)]
+    return all(getattr(module, "prefills", False) for module in found)
+
+
+def _own_caches(part: Any) -> list[nnx.Module]:
+    if not isinstance(part, nnx.Module):
+        return []
+    modules = (module for _, module in nnx.iter_graph(part) if isinstance(module, nnx.Module))
+    return [m for m in modules if isinstance(m, nnx.MultiHeadAttention) or hasattr(m, METHOD)]
+
+
 @dataclass(frozen=True, eq=False)
 class Decoder:
     """A model whose parts have caches.
@@ -54,27 +83,24 @@ class Decoder:
     """
 
     model: Model
-    starts: tuple[Callable[[Tree, Tree], Tree], ...]
+    starts: tuple[Begin, ...]
 
     def weights(self, weights: Weights) -> Weights:
         """A rank's weights, with caches as they are at first."""
         *chunks, ends = self.starts
-        rests = zip(chunks, weights.chunks, weights.chunks_rest, strict=True)
-        return dataclasses.replace(
+        rests = zip(chunks, weights.chunks_rest, strict=True)
+        return replace(
             weights,
-            chunks_rest=tuple(start(params, rest) for start, params, rest in rests),
-            ends_rest=ends(weights.ends, weights.ends_rest),
+            chunks_rest=tuple(start(rest) for start, rest in rests),
+            ends_rest=ends(weights.ends_rest),
         )
 
 
-def make_decoder(
-    model: Model, weights: Weights, cache: Any, start: Callable[[Any], None]
-) -> Decoder:
+def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> Decoder:
     """The model with caches.
 
     Args:
-      model: of stages that are alike.
-      weights: a rank's.
+      state: what a rank holds.
       cache: a filter, what belongs to one microbatch.
       start: readies a module in place.
 
@@ -82,32 +108,101 @@ def make_decoder(
       ValueError: a part makes parameters, or there is nothing that a filter finds.
     """
     is_cache = nnx.filterlib.to_predicate(cache)
-    definitions: dict[int, Definition] = {seat.chunk: seat.definition for seat in model.stages}
-    found = [
-        _ready(definitions[v], weights.chunks[v], weights.chunks_rest[v], is_cache, start)
-        for v in range(len(definitions))
-    ]
+    model, weights = state.model, state.weights
+    parts: list[tuple[list[Seat], Cells, Begin]] = []
+    for v, rest in enumerate(weights.chunks_rest):
+        own = [seat for seat in model.stages if seat.chunk == v]
+        if own[0].views is None:
+            one = _ready(own[0].definition, weights.chunks[v], rest, is_cache, start)
+            parts.append(
+                ([replace(seat, definition=one.definition) for seat in own], one.cells, one.begin)
+            )
+        else:
+            parts.append(_ready_unlike(state, own, is_cache, start))
     ends = _ready(model.ends, weights.ends, weights.ends_rest, is_cache, start)
-    cells = [cells for _, cells, _ in (*found, ends)]
-    if not any(cells):
+    if not any((*(cells for _, cells, _ in parts), ends.cells)):
         raise ValueError(
             f"no part of the model has a cache ({cache!r}) when it starts to decode, and without "
             f"one a stage sees a token and nothing before it; use nnx.MultiHeadAttention, give the "
             f"modules that need one a method start_decoding(rows, length) that makes nnx.Cache "
             f"variables, or pass start="
         )
-    seats = tuple(Seat(found[seat.chunk][0], seat.rank, seat.chunk, None) for seat in model.stages)
+    found = {(seat.rank, seat.chunk): seat for of, _, _ in parts for seat in of}
+    stages = tuple(found[seat.rank, seat.chunk] for seat in model.stages)
     declared = Declared(
-        tuple(seat.definition.state for seat in seats), ends[0].state, tuple(cells[:-1]), cells[-1]
+        tuple(seat.definition.state for seat in stages),
+        ends.definition.state,
+        tuple(cells for _, cells, _ in parts),
+        ends.cells,
     )
-    decoding = dataclasses.replace(model, stages=seats, ends=ends[0], declared=declared)
-    return Decoder(decoding, tuple(start for _, _, start in (*found, ends)))
+    decoding = replace(model, stages=stages, ends=ends.definition, declared=declared)
+    return Decoder(decoding, (*(begin for _, _, begin in parts), ends.begin))
+
+
+def _ready_unlike(
+    state: RankState, seats: Sequence[Seat], is_cache: Any, start: Callable[[Any], None]
+) -> tuple[list[Seat], Cells, Begin]:
+    """The same of a chunk whose stages share cells: to those come cells of what is new."""
+    v = seats[0].chunk
+    cells = jax.tree.leaves(state.weights.chunks_rest[v])
+    ready, lists, known = [], [], []
+    for seat in seats:
+        views: Any = seat.views
+        params = jax.eval_shape(lambda views=views: views.params.tree(state.chunks[v]))
+        rest = views.rest.tree(cells)
+        one = _ready(seat.definition, params, rest, is_cache, start)
+        spots = jax.tree.unflatten(views.rest.treedef, range(len(views.rest.spots)))
+        old = dict(nnx.to_flat_state(spots))
+        now: dict[Any, Any] = {}  # of each leaf its old spot, or what it is
+        n = 0
+        for path, variable in nnx.to_flat_state(one.types):
+            kept = path in old and path not in one.definition.state
+            places = jax.tree.leaves(old[path]) if kept else []
+            for m, leaf in enumerate(jax.tree.leaves(variable)):
+                name = *map(str, path), str(m)
+                group = n in one.cells, leaf.dtype
+                now[n] = views.rest.spots[places[m]] if kept else Leaf(group, name, leaf.shape)
+                n += 1
+        ready.append(one)
+        known.append(now)
+        lists.append([leaf for leaf in now.values() if isinstance(leaf, Leaf)])
+    made, spots_of = overlay(lists)
+    moved = []
+    for seat, one, now, added in zip(seats, ready, known, spots_of, strict=True):
+        more = iter(replace(spot, cell=spot.cell + len(cells)) for spot in added)
+        spots = tuple(spot if isinstance(spot, Spot) else next(more) for spot in now.values())
+        views = replace(cast("Views", seat.views), rest=View(jax.tree.structure(one.types), spots))
+        moved.append(replace(seat, definition=one.definition, views=views))
+
+    def begin(rest: Tree) -> Tree:
+        had = jax.tree.leaves(rest)
+        now = [jnp.zeros(cell.shape, cell.group[1]) for cell in made]
+        rank = jax.lax.axis_index(STAGE)
+        for seat, one, old in zip(moved, ready, seats, strict=True):
+            views: Any = seat.views
+            own = one.begin(cast("Any", old.views).rest.tree(had))
+            filled = views.rest.fill([*had, *map(jnp.zeros_like, now)], own)[len(had) :]
+            mine = rank == seat.rank
+            now = [jnp.where(mine, x, y) for x, y in zip(filled, now, strict=True)]
+        return nnx.State({n: nnx.Variable(x) for n, x in enumerate([*had, *now])})
+
+    caches = (n + len(cells) for n, cell in enumerate(made) if cell.group[0])
+    return moved, tuple(caches), begin
+
+
+class _Ready(NamedTuple):
+    """A module's definition with caches, their leaves, its other state, and what makes that."""
+
+    definition: Definition
+    cells: Cells
+    begin: Begin
+    types: Tree
 
 
 def _ready(
     definition: Definition, params: Tree, rest: Tree, is_cache: Any, start: Callable[[Any], None]
-) -> tuple[Definition, tuple[int, ...], Callable[[Tree, Tree], Tree]]:
-    """A module's definition with caches, their leaves, and what makes its other state."""
+) -> _Ready:
+    """A module with caches."""
     seen: list[Any] = []
 
     def run(params: Tree, rest: Tree) -> tuple[Tree, Tree]:
@@ -139,11 +234,15 @@ def _ready(
             cells += range(n, n + count)
         n += count
 
-    def begin(params: Tree, rest: Tree) -> Tree:
-        empty = jax.tree.map(zeros, (params, rest))  # on which nothing that is new depends
+    params_types, rest_types = jax.eval_shape(lambda: (params, rest))
+
+    def begin(rest: Tree) -> Tree:
+        # On these nothing that is new depends.
+        empty = jax.tree.map(zeros, (params_types, rest_types))
         had = dict(nnx.to_flat_state(rest))
         now = nnx.to_flat_state(run(*empty)[1])
         known = [(path, new if path in paths else had.get(path, new)) for path, new in now]
         return nnx.from_flat_state(known)
 
-    return Definition(seen[0], definition.label, frozenset(paths)), tuple(cells), begin
+    ready = Definition(seen[0], definition.label, frozenset(paths))
+    return _Ready(ready, tuple(cells), begin, types[1])

@@ -14,11 +14,13 @@ stage to the first, b tokens. Caches are refs with a place for each microbatch
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from collectives import STAGE, exchange, vary
 from pipeline.base.tree import Tree, at, blank
@@ -110,11 +112,26 @@ class Rows:
         return jax.lax.psum(left, axes) == 0
 
 
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Stages of one chunk that are one computation.
+
+    Attributes:
+      local: a rank's model with such a stage, for calls of some width.
+      chunk: theirs.
+      ranks: where they are.
+    """
+
+    local: LocalModel
+    chunk: int
+    ranks: tuple[int, ...]
+
+
 class Flow:
     """A phase of decoding, in which every call sees as many tokens of a row.
 
     Args:
-      local: a rank's model for calls of that many tokens.
+      kinds: all stages, for calls of that many tokens.
       rows: the sequences.
       tokens: a ref [m + 1, b], what the first rank feeds next; one place more is trash.
       width: how many tokens a call sees.
@@ -123,9 +140,10 @@ class Flow:
     """
 
     def __init__(
-        self, local: LocalModel, rows: Rows, tokens: Any, *, width: int, start: int, steps: int
+        self, kinds: Sequence[Kind], rows: Rows, tokens: Any, *, width: int, start: int, steps: int
     ) -> None:
-        self.local, self.rows, self.tokens = local, rows, tokens
+        self.kinds, self.rows, self.tokens = kinds, rows, tokens
+        self.local = local = kinds[0].local  # in all but its stage like those of other kinds
         self.width, self.start, self.steps = width, start, steps
         self.num_ranks = len(local.model.stages) // local.num_chunks
         self.num_microbatches = rows.prompts.shape[0]
@@ -166,9 +184,12 @@ class Flow:
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
         b = self.rows.prompts.shape[1]
         message = blank(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
-        for v in range(local.num_chunks):
-            work = functools.partial(self._work, v, lane, microbatch, step)
-            message = at_most_once(real & (chunk == v), work, message)
+        for kind in self.kinds:
+            work = functools.partial(self._work, kind, lane, microbatch, step)
+            wanted = real & (chunk == kind.chunk)
+            if len(kind.ranks) < self.num_ranks:
+                wanted &= jnp.asarray(np.isin(np.arange(self.num_ranks), kind.ranks))[self.rank]
+            message = at_most_once(wanted, work, message)
         if self.shared.head >= 0:
             self._head(i, message[0])
         if self.num_ranks > 1:
@@ -179,10 +200,10 @@ class Flow:
             here = sent & (of == last) & (self.rank == 0)
             self.tokens[jnp.where(here, place, self.lanes)] = message[1]
 
-    def _work(self, v: int, lane: Any, microbatch: Any, step: Any) -> tuple[Tree, jax.Array]:
-        local, b = self.local, self.rows.prompts.shape[1]
+    def _work(self, kind: Kind, lane: Any, microbatch: Any, step: Any) -> tuple[Tree, jax.Array]:
+        local, v, b = kind.local, kind.chunk, self.rows.prompts.shape[1]
         x, token = self.acts[lane], vary(jnp.zeros(b, jnp.int32), local.axes)
-        if v == 0 and self.shared.embed < 0:
+        if v == 0 and 0 in kind.ranks and self.shared.embed < 0:
             embed = functools.partial(self._embed, lane, microbatch, step)
             x = at_most_once(self.rank == 0, embed, x)
         arguments = local.stage_arguments(v, microbatch, now=True)
@@ -191,7 +212,8 @@ class Flow:
             local.keep(v, microbatch, after)
         else:
             y = local.stage(*arguments, x)
-        if v == local.num_chunks - 1 and self.shared.head < 0:
+        is_last = v == local.num_chunks - 1 and self.num_ranks - 1 in kind.ranks
+        if is_last and self.shared.head < 0:
             choose = functools.partial(self._choose, y, microbatch, step)
             token = at_most_once(self.rank == self.num_ranks - 1, choose, token)
         return y, token
@@ -226,7 +248,7 @@ class Flow:
             mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
             h = local.features(local.ends_weights, jax.lax.psum(mine, STAGE), microbatch)
             z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
-            position = self.start + step + self.width - 1
+            position = self._first(step) + self.width - 1
             words = self.shared.head_words
             self.tokens[lane] = self.rows.choose(z, microbatch, position, words)
 
@@ -234,10 +256,14 @@ class Flow:
 
     def _fed(self, lane: Any, microbatch: Any, step: Any) -> jax.Array:
         """[b, width] what the first stage sees of a microbatch in a call."""
-        given = at(self.rows.prompts, microbatch)[:, : self.width]
-        if self.width > 1:  # a prompt's first, in one call
-            return given
-        return jnp.where(self.start + step == 0, given, self.tokens[lane][:, None])
+        prompts, first = at(self.rows.prompts, microbatch), self._first(step)
+        if self.width > 1:  # all of them are of prompts
+            return jax.lax.dynamic_slice_in_dim(prompts, first, self.width, axis=1)
+        return jnp.where(first == 0, prompts[:, :1], self.tokens[lane][:, None])
+
+    def _first(self, step: Any) -> Any:
+        """The position of the first token that a call sees."""
+        return self.start + step * self.width
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
         local, inputs = self.local, self._fed(lane, microbatch, step)
@@ -251,7 +277,7 @@ class Flow:
         if local.model.has_head:
             logits, after = local.head_and_state(local.ends_weights, logits, microbatch)
             local.state.held.write_ends(("head",), microbatch, after, True)
-        position = self.start + step + self.width - 1
+        position = self._first(step) + self.width - 1
         return self.rows.choose(logits[:, -1], microbatch, position, 0)
 
 

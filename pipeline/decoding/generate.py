@@ -5,9 +5,9 @@ Letters: S ranks, M microbatches, D data shards, N prompts of at most P tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,22 +17,22 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from collectives import DATA, STAGE, vary
-from pipeline.base.tree import Tree
-from pipeline.decoding.caches import make_decoder, start_decoding
-from pipeline.decoding.flow import Choice, Flow, Rows
+from pipeline.base.tree import Tree, signature
+from pipeline.decoding.caches import make_decoder, start_decoding, takes_many
+from pipeline.decoding.flow import Choice, Flow, Kind, Rows
 from pipeline.kernel.jitted import PerPlan
 from pipeline.kernel.operands import check_arrays, make_operands
 from pipeline.kernel.runtime import rank_state, run_on_ranks
 from pipeline.model.model import Batch, Model, Weights
-from pipeline.model.unlike import Overlaid
 from pipeline.options.plan import Plan
 from pipeline.rank.activations import follow
-from pipeline.rank.groups import GroupedModel, make_local_model
 from pipeline.rank.held import Held
+from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
 from pipeline.sharding import meshes
 
 Start = Callable[[Any, int, int], None]
+MOST_AT_ONCE = 256  # tokens of a prompt in one call, for scores are as many times all positions
 
 
 def generate(
@@ -46,7 +46,7 @@ def generate(
     top_k: int = 0,
     stop: int | None = None,
     pad: int = 0,
-    prefill: int = 1,
+    prefill: int | None = None,
     num_microbatches: int | None = None,
     start: Start | None = None,
     cache: nnx.filterlib.Filter = nnx.Cache,
@@ -71,7 +71,8 @@ def generate(
       stop: a token that ends a row. When all rows have ended, so does the call.
       pad: what stands behind the end of a row.
       prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
-        a time (flax's MultiHeadAttention does not); the rest one by one.
+        a time (flax's MultiHeadAttention does not); the rest one by one. By default the shortest
+        prompt in calls of up to 256 where all caches say that they take it (``prefills = True``).
       num_microbatches: M; by default S, or fewer where there are fewer rows.
       start: ``start(module, rows, length)`` readies a copy of a stage, of embed or head in place;
         by default `start_decoding`.
@@ -86,13 +87,8 @@ def generate(
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
-    _check_numbers(max_new_tokens=max_new_tokens, prefill=prefill)
-    shortest = width if isinstance(lengths, jax.core.Tracer) else int(np.min(lengths))
-    if prefill > shortest:
-        raise ValueError(
-            f"prefill={prefill} with a prompt of {shortest} tokens: the first {prefill} tokens of "
-            f"every prompt are fed in one call; use prefill={shortest} or less"
-        )
+    _check_numbers(max_new_tokens=max_new_tokens)
+    prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.data_size))
     _check_numbers(num_microbatches=num_microbatches)
@@ -110,7 +106,7 @@ def generate(
     )
     model, weights, batch = check_arrays("generate", operands)
     choice = Choice(max_new_tokens, top_k, stop, pad)
-    options = {"choice": choice, "prefill": prefill, "M": num_microbatches}
+    options = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}
     impl = None if keys is None else str(jax.random.key_impl(keys))
     with meshes.entered(plan.mesh, plan.home):
         found = _decode(
@@ -137,7 +133,7 @@ def _decode(
     temperature: jax.Array | None = None,
     *,
     choice: Choice,
-    prefill: int,
+    prefilled: tuple[int, int],
     M: int,
     start: Start | None,
     cache: Any,
@@ -152,17 +148,15 @@ def _decode(
         length = prompts.shape[2] + choice.max_new_tokens - 1
         begin = start or functools.partial(start_decoding, dtype=plan.compute_dtype)
         ready = functools.partial(_begin, begin, prompts.shape[1], length)
-        decoder = make_decoder(model, state.weights, cache, ready)
-        state = dataclasses.replace(
-            state, model=decoder.model, weights=decoder.weights(state.weights)
-        )
+        decoder = make_decoder(state, cache, ready)
+        state = replace(state, model=decoder.model, weights=decoder.weights(state.weights))
         rows = Rows(prompts, lengths, keys, temperature, choice, state.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
         tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
         held = None
-        for width, first, steps in _phases(prefill, length):
-            held, local = _local(state, prompts[:, :, :width], held, M)
-            Flow(local, rows, tokens, width=width, start=first, steps=steps).run()
+        for width, first, steps in _phases(*prefilled, length):
+            held, kinds = _kinds(state, prompts[:, :, :width], held, M)
+            Flow(kinds, rows, tokens, width=width, start=first, steps=steps).run()
         out = rows.out[...]
         if not plan.shared or "head" not in plan.shared:
             is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
@@ -178,38 +172,79 @@ def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
     begin(module, rows, length)
 
 
-def _phases(prefill: int, length: int) -> list[tuple[int, int, int]]:
+def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]:
     """Calls of equal width: how many tokens each sees, the first position, how many calls."""
     if prefill == 1:
         return [(1, 0, length)]
-    return [(prefill, 0, 1), *([(1, prefill, length - prefill)] if length > prefill else [])]
+    done = prefill * calls
+    return [(prefill, 0, calls), *([(1, done, length - done)] if length > done else [])]
 
 
-def _local(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, Any]:
+def _prefilled(
+    prefill: int | None, lengths: jax.Array, width: int, *, able: bool
+) -> tuple[int, int]:
+    """How many tokens are fed in a call, and how many calls of so many there are.
+
+    Args:
+      prefill: what was asked for.
+      lengths: [N] of prompts.
+      width: of the longest.
+      able: whether caches take several tokens.
+    """
+    is_known = not isinstance(lengths, jax.core.Tracer)
+    shortest = int(np.min(lengths)) if is_known else width
+    if prefill is not None:
+        _check_numbers(prefill=prefill)
+        if prefill > shortest:
+            raise ValueError(
+                f"prefill={prefill} with a prompt of {shortest} tokens: the first {prefill} tokens "
+                f"of every prompt are fed in one call; use prefill={shortest} or less"
+            )
+        return prefill, 1
+    if not able or not is_known:
+        return 1, 1
+    if shortest < width:  # few programs for many lengths
+        shortest = 1 << (shortest.bit_length() - 1)
+    calls = -(-shortest // MOST_AT_ONCE)
+    return shortest // calls, calls
+
+
+def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, list[Kind]]:
     """A rank's model for calls of one width, with caches that may hold something already."""
     batch = Batch(inputs, (), {})
-    state, activations = follow(dataclasses.replace(state, batch=batch))
-    ways = state.model.trained.ways(want_inputs=False, backward=False)
-    local = make_local_model(state, activations, ways)
-    if isinstance(local, GroupedModel):
+    state, activations = follow(replace(state, batch=batch))
+    x, *others = activations.types
+    if any(signature(y) != signature(x) for y in others):
         raise ValueError(
-            "generate() needs stages that are alike, in what they are and in the activations that "
-            "they take and return; these are of several kinds"
+            "generate() needs stages that are alike in the activations that they take and return, "
+            "and these are not; make them so (what only the first or the last has belongs to "
+            "embed= or head=)"
         )
+    seats = state.model.stages
+    ways = state.model.trained.ways(want_inputs=False, backward=False)
+    members: dict[Any, list[int]] = {}
+    for k, seat in enumerate(seats):
+        members.setdefault((seat.chunk, state.code(seat)), []).append(k)
+
+    def make(state: RankState) -> list[tuple[list[int], LocalModel]]:
+        return [
+            (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x))
+            for own in members.values()
+        ]
+
     if held is None:
-        usages = [local.stage_usage()] * len(state.model.stages)
-        held = Held(state, usages, local.ends_usage(), M, again=False, each=True)
-    state = dataclasses.replace(state, held=held)
-    return held, make_local_model(state, activations, ways)
+        made = make(state)
+        usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
+        usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
+        held = Held(state, usages, made[0][1].ends_usage(), M, again=False, each=True)
+    kinds = []
+    for own, local in make(replace(state, held=held)):
+        kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
+    return held, kinds
 
 
 def _check_pipe(pipe: Any) -> None:
     plan = pipe.plan
-    if any(isinstance(chunk, Overlaid) for chunk in pipe.chunks):
-        raise ValueError(
-            "generate() needs stages that are alike, and these are not; make them so (what only "
-            "the first or the last has belongs to embed= or head=)"
-        )
     others = sorted(set(plan.mesh.axis_names) - {DATA, STAGE})
     if others:
         raise ValueError(

@@ -26,11 +26,22 @@ class DecoderAttention(nnx.Module):
       config: of the decoder.
       layer: which of its layers this is.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: of the parameters; activations: of what is kept of keys and values, by default that.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, *, dtype: Any) -> None:
-        c, heads = config.head_dim, config.heads
+    prefills = True
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any = None,
+    ) -> None:
+        c, heads, self.kv_heads = config.head_dim, config.heads, config.kv_heads
+        self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
         self.qkv = FusedQKV(
             config.width, heads, config.kv_heads, c, rngs, bias=config.qkv_bias, dtype=dtype
         )
@@ -54,23 +65,32 @@ class DecoderAttention(nnx.Module):
         self.rope, self.window = config.rope_of(layer), config.window(layer)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
 
+    def start_decoding(self, rows: int, length: int) -> None:
+        """Have room for the keys and values of that many sequences of that many positions."""
+        shape = rows, length, self.kv_heads, self.qkv.head_dim
+        self.keys = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
+        self.values = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
+        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Attend.
+        """Attend; to what it remembers too, once it was told to (`start_decoding`).
 
         Args:
-          x: `[b, t, d]`.
-          positions: `[b, t]`, by default 0..t-1. They turn queries and keys; what a position may
-            read is decided by its place in the sequence.
+          x: `[b, t, d]`, of a decoder the positions that follow those it has seen.
+          positions: `[b, t]`, by default 0..t-1, or behind those seen. They turn queries and keys;
+            what a position may read is decided by its place in the sequence.
         """
+        first = self.seen[...] if hasattr(self, "seen") else None
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
                 positions = jnp.arange(q.shape[1])[None]
+                positions = positions if first is None else positions + first
             turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
             q, k = rotate(q, *turns), rotate(k, *turns)
-        y = self._read(q, k, v)
+        y = self._read(q, k, v) if first is None else self._remember(q, k, v, first)
         return self.out(y.reshape(*y.shape[:2], -1))
 
     def _read(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -80,7 +100,25 @@ class DecoderAttention(nnx.Module):
         window = None if self.window is None or self.window >= t else self.window
         if window is None and self.softcap is None:
             return attend(q if scale == usual else q * jnp.asarray(scale / usual, q.dtype), k, v)
-        return _read(q, k, v, scale, window, self.softcap)
+        return _read(q, k, v, scale, _places(t), window, self.softcap)
+
+    def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
+        """Attention to these positions and to those before, which are kept."""
+        for cache, new in ((self.keys, k), (self.values, v)):
+            cache[...] = jax.lax.dynamic_update_slice(
+                cache[...], new.astype(self.kept_dtype), (0, first, 0, 0)
+            )
+        t, length = q.shape[1], self.keys.shape[1]
+        self.seen[...] = first + t
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        keys, values = self.keys[...], self.values[...]
+        window = None if self.window is None or self.window >= length else self.window
+        places = first + jnp.arange(t)
+        return _read(q, keys, values, scale, (places, jnp.arange(length)), window, self.softcap)
+
+
+def _places(t: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.arange(t), jnp.arange(t)
 
 
 def _read(
@@ -88,6 +126,7 @@ def _read(
     k: jax.Array,
     v: jax.Array,
     scale: float,
+    places: tuple[jax.Array, jax.Array],
     window: int | None,
     softcap: float | None,
 ) -> jax.Array:
@@ -95,9 +134,10 @@ def _read(
 
     Args:
       q: queries, `[b, t, heads, c]`.
-      k: keys, `[b, t, k, c]`.
+      k: keys, `[b, s, k, c]`.
       v: values, the same.
       scale: of scores.
+      places: in the sequence, [t] of queries and [s] of keys.
       window: how many positions a query sees; None for all before it.
       softcap: of scores, if any.
     """
@@ -107,7 +147,7 @@ def _read(
     scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    back = jnp.arange(t)[:, None] - jnp.arange(t)[None]
+    back = places[0][:, None] - places[1][None]
     seen = (back >= 0) if window is None else (back >= 0) & (back < window)
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, HIDDEN), axis=-1)
     return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)

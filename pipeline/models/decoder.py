@@ -63,12 +63,21 @@ class Block(nnx.Module):
       config: of the decoder.
       layer: which of its layers this is.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: of the parameters; activations: of activations, by default that.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs, *, dtype: Any) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any = None,
+    ) -> None:
         self.attention_norm = _norm(config, dtype)
-        self.attention = DecoderAttention(config, layer, rngs, dtype=dtype)
+        types = {"dtype": dtype, "activations": activations}
+        self.attention = DecoderAttention(config, layer, rngs, **types)
         self.mlp_norm = _norm(config, dtype)
         self.mlp: Any
         if config.gated:
@@ -132,6 +141,18 @@ class Embedding(VocabularyEmbedding):
         learned = config.rope is None
         self.positions = nnx.Param(init(rngs.params(), shape, dtype)) if learned else None
 
+    prefills = True
+
+    def start_decoding(self, _: int, length: int) -> None:
+        """Remember how many positions it has seen, if it has learned positions.
+
+        Raises:
+          ValueError: sequences longer than those.
+        """
+        if self.positions is not None:
+            self._check_length(length, self.positions.shape[0])
+            self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Look the words up.
 
@@ -144,12 +165,19 @@ class Embedding(VocabularyEmbedding):
         if self.positions is None:
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
-        if t > learned.shape[0]:
-            raise ValueError(
-                f"a sequence of {t} tokens: this model has learned {learned.shape[0]} positions; "
-                f"give it no more"
-            )
+        self._check_length(t, learned.shape[0])
+        if hasattr(self, "seen"):
+            first = self.seen[...]
+            self.seen[...] = first + t
+            return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
         return x + learned[:t].astype(x.dtype)[None]
+
+    def _check_length(self, t: int, learned: int) -> None:
+        if t > learned:
+            raise ValueError(
+                f"a sequence of {t} tokens: this model has learned {learned} positions; give it no "
+                f"more"
+            )
 
 
 class Head(VocabularyHead):
@@ -224,7 +252,8 @@ def build(
         )
 
     def make(rngs: nnx.Rngs) -> Parts:
-        blocks = [Block(config, n, rngs, dtype=dtype) for n in range(config.layers)]
+        types = {"dtype": dtype, "activations": activations}
+        blocks = [Block(config, n, rngs, **types) for n in range(config.layers)]
         firsts = [sum(counts[:k]) for k in range(len(counts))]
         stages = [Stage(blocks[n : n + c]) for n, c in zip(firsts, counts, strict=True)]
         if vocabulary == "stage":

@@ -186,6 +186,21 @@ def test_any_number_of_microbatches_and_prompts_fed_at_once(M):
     )
 
 
+@pytest.mark.parametrize("V", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stages_that_are_not_alike(V):
+    """Caches of other names and sizes share storage, and each rank runs its own stage."""
+    stages: list[nnx.Module] = [Flax(nnx.Rngs(0)), Own(nnx.Rngs(1))]
+    stages += [Own(nnx.Rngs(2)), nnx.Sequential(Own(nnx.Rngs(3)), Own(nnx.Rngs(4)))] * (V - 1)
+    embed = Embed(nnx.Rngs(5))
+    head = Tied(embed)
+    for module in (*stages, embed):
+        module.eval()
+    mesh = collectives.make_mesh(stage=2)
+    pipe = Pipeline(stages, 2, embed=embed, head=head, mesh=mesh)
+    found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **DRAWN)
+    np.testing.assert_array_equal(found, plain((stages, embed, head), **DRAWN))
+
+
 @pytest.mark.slow
 def test_weights_of_another_placement_and_caches_that_leave_no_trace():
     pipe, *model = make(Flax, S=2, V=2, schedule="zb_v")
@@ -246,10 +261,12 @@ def test_models_that_cannot_decode():
         "a stage has other parameters when it starts to decode (more); make caches, which are no "
         "nnx.Param"
     )
-    unlike = Pipeline([Flax(nnx.Rngs(0)), Own(nnx.Rngs(1))], 2, embed=Embed(nnx.Rngs(2)), mesh=mesh)
+    stages = [Own(nnx.Rngs(0)), nnx.Linear(WIDTH, 2 * WIDTH, rngs=nnx.Rngs(1))]
+    unlike = Pipeline(stages, 2, embed=Embed(nnx.Rngs(2)), mesh=mesh)
     assert refusal(unlike, PROMPTS, 2) == (
-        "generate() needs stages that are alike, and these are not; make them so (what only the "
-        "first or the last has belongs to embed= or head=)"
+        "generate() needs stages that are alike in the activations that they take and return, and "
+        "these are not; make them so (what only the first or the last has belongs to embed= or "
+        "head=)"
     )
     wide = Pipeline([Blind(), Blind()], 2, mesh=collectives.make_mesh(stage=2, tensor=2))
     assert refusal(wide, PROMPTS, 2) == (
