@@ -44,6 +44,8 @@ class Linear(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each added to the residual stream: [b, t, d] -> [b, t, d]."""
 
+    prefills = True  # its caches take any number of tokens in one call
+
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         d = sizes.width
         quiet = (2 * sizes.layers) ** -0.5  # the sum of all branches stays near its input

@@ -40,7 +40,7 @@ from pipeline import Pipeline
 from pipeline import make_optimizer as of_layers
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.faults import stop_on_signals
-from pipeline.training.generation import generate
+from pipeline.training.generation import continue_prompt
 from pipeline.training.records import Progress
 from pipeline.training.step import NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
@@ -237,8 +237,10 @@ def evaluate(
     for name, level in levels.items():
         console.print(f"  {'this model' if name == 'held-out' else name:<10} {level:.4f}")
 
-    how = {"temperature": 0.8, "seed": options.seed, "context": options.context}
-    written = generate(model, PROMPT, length=SAMPLE_BYTES, **how)
+    how: dict[str, Any] = {"temperature": 0.8, "seed": options.seed}
+    if isinstance(model, Plain):  # the stages of a pipeline remember as far as they have learned to
+        how["context"] = options.context
+    written = continue_prompt(model, PROMPT, length=SAMPLE_BYTES, **how)
     console.rule("a sample")
     console.print(bytes(written).decode(errors="replace"))
     console.rule()

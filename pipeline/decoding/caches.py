@@ -52,8 +52,11 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
 
 
 def keeps_caches(pipe: Any) -> bool:
-    """Whether a stage of a pipeline has something that `start_decoding` gives a cache."""
-    return any(_own_caches(chunk) for chunk in pipe.chunks)
+    """Whether a model says of itself that it decodes: some module has a method `start_decoding`.
+
+    flax's attention alone is no such word: positions that an embed adds may lack a cache.
+    """
+    return any(hasattr(module, METHOD) for module in _own_caches(pipe))
 
 
 def takes_many(pipe: Any) -> bool:
@@ -61,15 +64,13 @@ def takes_many(pipe: Any) -> bool:
 
     (flax's `MultiHeadAttention` does not.)
     """
-    parts = *pipe.chunks, pipe.embed, pipe.head
-    found = [module for part in parts for module in _own_caches(part)]
-    return all(getattr(module, "prefills", False) for module in found)
+    return all(getattr(module, "prefills", False) for module in _own_caches(pipe))
 
 
-def _own_caches(part: Any) -> list[nnx.Module]:
-    if not isinstance(part, nnx.Module):
-        return []
-    modules = (module for _, module in nnx.iter_graph(part) if isinstance(module, nnx.Module))
+def _own_caches(pipe: Any) -> list[nnx.Module]:
+    """What `start_decoding` gives caches."""
+    parts = [part for part in (*pipe.chunks, pipe.embed, pipe.head) if isinstance(part, nnx.Module)]
+    modules = (module for part in parts for _, module in nnx.iter_graph(part))
     return [m for m in modules if isinstance(m, nnx.MultiHeadAttention) or hasattr(m, METHOD)]
 
 

@@ -1,7 +1,4 @@
-"""Tokens from a trained model, each by running the whole model again over what is there.
-
-One function, so that an engine that keeps keys and values can take its place.
-"""
+"""A prompt continued: by caches where the model keeps them, else by all of it for every token."""
 
 from __future__ import annotations
 
@@ -13,24 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from collectives import DATA, STAGE
+from pipeline.decoding.caches import keeps_caches
+from pipeline.decoding.generate import generate
+from pipeline.decoding.sampling import sample
 from pipeline.pipeline import Pipeline
 
 
-class _Chain(nnx.Module):
-    """Embed, stages and head one after another."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self.stages = nnx.List(pipe.stages())
-        self.embed, self.head = pipe.embed, pipe.head
-
-    def __call__(self, tokens: jax.Array) -> Any:
-        x: Any = tokens if self.embed is None else self.embed(tokens)
-        for stage in self.stages:
-            x = stage(x)
-        return x if self.head is None else self.head(x)
-
-
-def generate(
+def continue_prompt(
     model: Any,
     prompt: Sequence[int],
     *,
@@ -39,7 +26,11 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[int]:
-    """Continue a prompt, on one device: a single row cannot fill a pipeline.
+    """Continue a prompt; both ways draw the same tokens.
+
+    A pipeline with a module that has a method ``start_decoding`` does it by `pipeline.generate`,
+    unless its mesh has axes on which that does not run, or the text outgrows the context. Any other
+    model runs on one device, over all that is there for each token.
 
     Args:
       model: a causal decoder that takes [1, t] tokens and returns [1, t, N] logits, as a pipeline
@@ -58,24 +49,61 @@ def generate(
     """
     if not len(prompt) or length < 1 or temperature < 0 or (context is not None and context < 1):
         raise ValueError(
-            f"generate(prompt of {len(prompt)} tokens, length={length}, context={context}, "
+            f"continue_prompt(prompt of {len(prompt)} tokens, length={length}, context={context}, "
             f"temperature={temperature}): give a token or more to begin with, a length and a "
             f"context >= 1, and a temperature >= 0"
         )
-    window = min(context or len(prompt) + length, len(prompt) + length)
+    text = [int(token) for token in prompt]
+    key = None if temperature == 0 else jax.random.key(seed)
+    fits = context is None or len(text) + length <= context + 1  # the last token is not fed
+    if fits and remembers(model):
+        given = np.asarray([text], np.int32)
+        found = generate(model, given, length, key=key, temperature=temperature or 1.0)
+        return text + np.asarray(found)[0].tolist()
+    return _recomputed(model, text, length, context, temperature, key)
+
+
+def remembers(model: Any) -> bool:
+    """Whether a model is a pipeline whose text `pipeline.generate` can make."""
+    if not isinstance(model, Pipeline):
+        return False
+    return set(model.plan.mesh.axis_names) <= {DATA, STAGE} and keeps_caches(model)
+
+
+class _Chain(nnx.Module):
+    """Embed, stages and head one after another."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.stages = nnx.List(pipe.stages())
+        self.embed, self.head = pipe.embed, pipe.head
+
+    def __call__(self, tokens: jax.Array) -> Any:
+        x: Any = tokens if self.embed is None else self.embed(tokens)
+        for stage in self.stages:
+            x = stage(x)
+        return x if self.head is None else self.head(x)
+
+
+def _recomputed(
+    model: Any,
+    text: list[int],
+    length: int,
+    context: int | None,
+    temperature: float,
+    key: jax.Array | None,
+) -> list[int]:
+    """The same without caches, on one device: a single row cannot fill a pipeline."""
+    window = min(context or len(text) + length, len(text) + length)
     plain = _Chain(model) if isinstance(model, Pipeline) else model
     graph, weights = nnx.split(plain)
     weights = jax.device_put(weights, jax.devices()[0])
+    own = None if key is None else jax.random.fold_in(key, 0)  # of the first row
 
     @jax.jit
     def draw(weights: Any, tokens: jax.Array, position: jax.Array, step: jax.Array) -> jax.Array:
         logits = nnx.merge(graph, weights)(tokens)[0, position].astype(jnp.float32)
-        if temperature == 0:
-            return jnp.argmax(logits)
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        return jax.random.categorical(key, logits / temperature)
+        return sample(logits, None if own is None else jax.random.fold_in(own, step), temperature)
 
-    text = [int(token) for token in prompt]
     for step in range(length):
         # What stands right of a position cannot change it, so zeros fill a window not yet full.
         seen = text[-window:]

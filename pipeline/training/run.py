@@ -24,7 +24,7 @@ from pipeline.training.batches import masked, padded
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.config import Config, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
-from pipeline.training.generation import generate
+from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
@@ -228,7 +228,7 @@ def continued(config: Config, prompt: Prompt) -> str:
     tokens = words.encode(prompt.text)
     if not tokens:
         raise RunConfigError("--prompt is empty: give a token or more to begin with")
-    found = generate(
+    found = continue_prompt(
         restored(config),
         tokens,
         length=prompt.length,

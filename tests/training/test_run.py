@@ -9,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
-from pipeline import cli
-from pipeline.training import run
+import pipeline
+from collectives import make_mesh
+from pipeline import Pipeline, cli
+from pipeline.models import DecoderConfig, build
+from pipeline.training import generation, run
 from pipeline.training.config import Config
-from pipeline.training.generation import generate
+from pipeline.training.generation import continue_prompt
 from pipeline.training.trainer import Trainer
 from tests.training import runnable
 from tests.training.plain import standard_promotion  # noqa: F401  a fixture
@@ -153,21 +157,46 @@ def test_a_continuation_is_that_of_the_whole_model():
     text = [97, 98]
     for _ in range(4):
         text.append(int(np.argmax(np.asarray(logits(np.array([text])))[0, -1])))
-    from collectives import make_mesh
-    from pipeline import Pipeline
-
     stages = made.pop("stages")
     pipe = Pipeline(stages, 2, mesh=make_mesh(stage=2), **made)
-    assert generate(pipe, [97, 98], length=4, temperature=0) == text
-    assert generate(pipe, [97, 98], length=4, temperature=0, context=1) == text  # of one byte each
-    drawn = generate(pipe, [97], length=8, seed=1)
-    assert drawn == generate(pipe, [97], length=8, seed=1)
-    with pytest.raises(ValueError, match="generate") as caught:
-        generate(pipe, [], length=1)
+    assert continue_prompt(pipe, [97, 98], length=4, temperature=0) == text
+    assert (
+        continue_prompt(pipe, [97, 98], length=4, temperature=0, context=1) == text
+    )  # of one byte each
+    drawn = continue_prompt(pipe, [97], length=8, seed=1)
+    assert drawn == continue_prompt(pipe, [97], length=8, seed=1)
+    with pytest.raises(ValueError, match="continue_prompt") as caught:
+        continue_prompt(pipe, [], length=1)
     assert str(caught.value) == (
-        "generate(prompt of 0 tokens, length=1, context=None, temperature=1.0): give a token or "
-        "more to begin with, a length and a context >= 1, and a temperature >= 0"
+        "continue_prompt(prompt of 0 tokens, length=1, context=None, temperature=1.0): give a "
+        "token or more to begin with, a length and a context >= 1, and a temperature >= 0"
     )
+
+
+def test_a_model_with_caches_continues_by_them(monkeypatch):
+    """And it draws what all of the model draws that has seen as much."""
+    sizes = {"vocabulary": 20, "width": 8, "layers": 2, "heads": 2, "kv_heads": 1}
+    config = DecoderConfig(**sizes, head_dim=4, hidden=8, positions=12, rope=None)
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0))
+    pipe = Pipeline(stages, 2, embed=embed, head=head, mesh=make_mesh(stage=2))
+    by_caches = []
+
+    def generate(*given, **options):
+        by_caches.append(given)
+        return pipeline.generate(*given, **options)
+
+    monkeypatch.setattr(generation, "generate", generate)
+    how = {"length": 8, "seed": 3}
+    found = continue_prompt(pipe, [1, 2, 3, 4], **how)
+    assert len(by_caches) == 1
+    assert continue_prompt(pipe, [1, 2, 3, 4], context=11, **how) == found
+    assert len(by_caches) == 2
+    longer = continue_prompt(pipe, [1, 2, 3, 4], context=10, **how)  # the first is out of sight
+    assert longer[:-1] == found[:-1]
+    assert len(by_caches) == 2
+    monkeypatch.setattr(generation, "remembers", lambda _: False)
+    assert continue_prompt(pipe, [1, 2, 3, 4], **how) == found
+    assert len(by_caches) == 2
 
 
 def test_a_model_of_another_kind(path, capsys):
