@@ -1,6 +1,7 @@
 """Configurations of runs: TOML files and flags, checked whole before a device is touched.
 
-    [model]       function = "package.module:function", arguments = {...}: parts of a `Pipeline`
+    [model]       function = "package.module:function", arguments = {...}: parts of a `Pipeline`;
+                  or weights = "folder": a checkpoint, as `pipeline.weights.load` reads it
     [data]        likewise: batches; pad = true fills ragged ones up
     [evaluation]  likewise: batches; interval, ema
     [parallel]    the fields of `pipeline.ParallelConfig`: mesh, microbatches, dtypes
@@ -30,10 +31,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import optax
 
 from pipeline.config import ConfigError, ParallelConfig
+from pipeline.models.config import as_float
 from pipeline.planner.chips import CHIPS
 from pipeline.training.step import DynamicScale
 
 Table = dict[str, Any]
+READER = "pipeline.weights:parts"  # of checkpoints; a function as any other
 
 
 class RunConfigError(ValueError):
@@ -64,6 +67,30 @@ class Source:
     def call(self) -> Any:
         """What the function returns."""
         return load(self.function)(**self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained: what a function makes, or the decoder of a checkpoint.
+
+    Attributes:
+      function: "package.module:function", and arguments: by name.
+      weights: in place of it, a folder of the Hugging Face layout; num_stages (by default the ranks
+        of the pipeline), layout, dtype, activations: as of `pipeline.weights.parts`, which reads it.
+    """
+
+    function: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    num_stages: int | None = None
+    layout: str | None = None
+    dtype: str | None = None
+    activations: str | None = None
+
+    def reading(self) -> Table:
+        """What is said of how a checkpoint is read."""
+        names = ("num_stages", "layout", "dtype", "activations")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +221,7 @@ class Config:
       RunConfigError: a ValueError that lists all that is wrong.
     """
 
-    model: Source
+    model: Model
     data: Data
     run: Run
     evaluation: Evaluation | None = None
@@ -235,6 +262,17 @@ class Config:
         found = asdict(self)
         return found | {"parallel": None if self.parallel is None else self.parallel.to_dict()}
 
+    @property
+    def source(self) -> Source:
+        """The function that makes the model, and what it is called with."""
+        own = self.model
+        if own.function is not None:
+            return Source(function=own.function, arguments=own.arguments)
+        given = {"folder": own.weights, "vocabulary": self.pipeline.vocabulary} | own.reading()
+        if own.layout is None and own.num_stages is None and self.parallel is not None:
+            given["num_stages"] = self.parallel.stage
+        return Source(function=READER, arguments=given)
+
     def check_functions(self) -> None:
         """Import what is named, and compare its arguments; nothing is called.
 
@@ -242,8 +280,8 @@ class Config:
           RunConfigError: a function that is not there, or that does not take its arguments.
         """
         faults: list[str] = []
-        for name in ("model", "data", "evaluation"):
-            source = getattr(self, name)
+        sources = {"model": self.source, "data": self.data, "evaluation": self.evaluation}
+        for name, source in sources.items():
             if source is None:
                 continue
             try:
@@ -456,7 +494,43 @@ def _sizes(config: Config) -> list[str]:
 
 def _contradictions(config: Config) -> list[str]:
     """Options that are fine by themselves but not together."""
-    return [*_of_optimizer(config), *_of_run(config)]
+    return [*_of_model(config), *_of_optimizer(config), *_of_run(config)]
+
+
+def _of_model(config: Config) -> list[str]:
+    own, faults = config.model, []
+    read = own.reading()
+    if (own.function is None) == (own.weights is None):
+        faults.append(
+            "model.function and model.weights: give one of the two, the import path of what makes "
+            "a model or the folder of a checkpoint"
+        )
+    elif own.weights is None:
+        faults += [
+            f"model.{name}={value!r}: is for model.weights; without it the function decides"
+            for name, value in read.items()
+        ]
+    else:
+        if own.arguments:
+            faults.append("model.arguments with model.weights: there is no function to take them")
+        if config.parallel is None:
+            faults.append("model.weights without [parallel]: a pipeline needs parallel.stage")
+        if own.num_stages is not None and own.layout is not None:
+            faults.append(
+                f"model.num_stages={own.num_stages} and model.layout={own.layout!r}: the layout "
+                f"says how many stages there are; give one of the two"
+            )
+        elif own.num_stages is not None and own.num_stages < 1:
+            faults.append(f"model.num_stages={own.num_stages}: must be at least 1")
+        for name in (one for one in ("dtype", "activations") if one in read):
+            try:
+                as_float(read[name])
+            except ValueError:
+                faults.append(
+                    f"model.{name}={read[name]!r}: must be a float type, such as 'bfloat16' or "
+                    f"'float32'"
+                )
+    return faults
 
 
 def _of_optimizer(config: Config) -> list[str]:

@@ -29,7 +29,7 @@ from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
 from pipeline.training.step import NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
 
-PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs"}
+PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
 EXITS = {"SIGINT": 130, "SIGTERM": 143}
 NOT_FINITE = 1
 
@@ -51,9 +51,10 @@ def make_model(config: Config) -> Any:
 
     Raises:
       RunConfigError: the function returned something else.
-      ValueError: as `Pipeline`.
+      ValueError: as `Pipeline`, and what the function raises.
     """
-    made, name = config.model.call(), config.model.function
+    source = config.source
+    made, name = source.call(), source.function
     if config.parallel is None:
         if isinstance(made, nnx.Module):
             return made
@@ -70,9 +71,12 @@ def make_model(config: Config) -> Any:
         )
     if config.data.pad:
         made = made | {"loss_fn": masked(made["loss_fn"])}
-    stages = made.pop("stages")
+    rest = {key: value for key, value in made.items() if key not in ("stages", "read")}
     options = config.parallel.pipeline_options() | config.pipeline.options()
-    return Pipeline(stages, **options, **made)
+    pipe = Pipeline(made["stages"], **options, **rest)
+    if "read" in made:
+        made["read"](pipe)
+    return pipe
 
 
 def make_trainer(

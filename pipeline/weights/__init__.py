@@ -2,14 +2,14 @@
 
 What lives here reads and writes the Hugging Face layout, safetensors with a config.json, by slices
 that a device holds. What never does is a model (`pipeline.models`) or a step; and nobody imports
-this room but the command line.
+this room but the command line. (Runs of a configuration name `parts` as any function of a user's.)
 """
 
 from pipeline.weights.families import FAMILIES
 from pipeline.weights.family import Family
 from pipeline.weights.inspect import inspect
 from pipeline.weights.layout import parse_layout, read_layout, write_layout
-from pipeline.weights.load import load, read_into
+from pipeline.weights.load import load, parts, read_into
 from pipeline.weights.native import export_stages, import_stages
 from pipeline.weights.patterns import Row, row
 from pipeline.weights.save import Layer, named_layers, save
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "named_layers",
     "parse_layout",
+    "parts",
     "read_into",
     "read_layout",
     "row",

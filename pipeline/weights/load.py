@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,10 +21,11 @@ from jax.sharding import Mesh
 from collectives import STAGE
 from pipeline.layerwise.layout import Mark
 from pipeline.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
-from pipeline.models import build, split_layers
+from pipeline.models import build, next_token_loss, split_layers
 from pipeline.models.config import as_float
 from pipeline.pipeline import Pipeline
 from pipeline.sharding.distribute import distribute
+from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Config, Family
@@ -82,6 +83,47 @@ def load(
       ValueError: files that are missing, cut short or mislabelled, a family that is not known, a
         config that this decoder has not, tensors of other sizes; or as `Pipeline`.
     """
+    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
+    made = parts(
+        folder,
+        num_stages=num_stages,
+        layout=layout,
+        mesh=mesh,
+        dtype=dtype,
+        activations=activations,
+        family=family,
+        **shared,
+    )
+    stages, read = made.pop("stages"), made.pop("read")
+    pipe = Pipeline(stages, num_microbatches, mesh=mesh, **made | {"loss_fn": None} | options)
+    read(pipe)
+    return pipe
+
+
+def parts(
+    folder: str | Path,
+    *,
+    num_stages: int | None = None,
+    layout: str | None = None,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    activations: Any = None,
+    vocabulary: Literal["ends", "stage"] = "ends",
+    family: str | Family | None = None,
+) -> dict[str, Any]:
+    """What a `Pipeline` of a checkpoint is made of, all of it types, and what reads the weights.
+
+    Args:
+      folder, num_stages, layout, mesh, dtype, activations, family: as of `load`.
+      vocabulary: as of `Pipeline`.
+
+    Returns:
+      stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
+      that fills it.
+
+    Raises:
+      ValueError: as `load`.
+    """
     checkpoint = open_checkpoint(folder)
     family = choose_family(family, checkpoint.config, f"{checkpoint.folder}/config.json")
     if family.config is None:
@@ -92,11 +134,16 @@ def load(
     config = family.config(checkpoint.config)
     counts = count_blocks(config.layers, num_stages, layout, mesh)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
-    shared = {"vocabulary": options["vocabulary"]} if "vocabulary" in options else {}
-    stages, embed, head = build(config, counts, dtype=stored, activations=activations, **shared)
-    pipe = Pipeline(stages, num_microbatches, embed=embed, head=head, mesh=mesh, **options)
-    _read(pipe, checkpoint, family)
-    return pipe
+    own = stored if activations is None else as_float(activations)
+    stages, embed, head = build(
+        config, counts, dtype=stored, activations=own, vocabulary=vocabulary
+    )
+    loss_fn: Any = CrossEntropy() if vocabulary == "stage" else next_token_loss
+
+    def read(pipe: Pipeline) -> None:
+        _read(pipe, checkpoint, family)
+
+    return {"stages": stages, "embed": embed, "head": head, "loss_fn": loss_fn, "read": read}
 
 
 def read_into(
@@ -122,6 +169,18 @@ def read_into(
     """
     checkpoint = open_checkpoint(folder, config)
     _read(pipe, checkpoint, choose_family(family, checkpoint.config, f"{folder}/config.json"))
+
+
+def check_readable(folder: str | Path) -> None:
+    """Check that `load` knows a checkpoint; of its weights only headers are read.
+
+    Raises:
+      ValueError: as `load`, but for tensors.
+    """
+    checkpoint = open_checkpoint(folder)
+    family = choose_family(None, checkpoint.config, f"{checkpoint.folder}/config.json")
+    if family.config is not None:
+        family.config(checkpoint.config)
 
 
 def choose_family(family: str | Family | None, config: Config, where: str) -> Family:

@@ -202,6 +202,72 @@ def test_a_fault_is_named(table, fault):
     assert str(caught.value) == f"the configuration has 1 fault\n- {fault}"
 
 
+@pytest.mark.parametrize(
+    ("model", "faults"),
+    [
+        (
+            {},
+            (
+                (
+                    "model.function and model.weights: give one of the two, the import path of what "
+                    "makes a model or the folder of a checkpoint"
+                ),
+            ),
+        ),
+        (
+            {"function": "a:b", "layout": "EtL"},
+            (
+                "model.layout='EtL': is for model.weights; without it the function decides",
+                (
+                    "parallel.num_microbatches is missing, or batch_size and microbatch_size, from "
+                    "which it follows"
+                ),
+            ),
+        ),
+        (
+            {"weights": "x", "arguments": {"a": 1}, "num_stages": 2, "layout": "Et|tL"},
+            (
+                "model.arguments with model.weights: there is no function to take them",
+                (
+                    "model.num_stages=2 and model.layout='Et|tL': the layout says how many stages "
+                    "there are; give one of the two"
+                ),
+            ),
+        ),
+        (
+            {"weights": "x", "num_stages": 0, "dtype": "int8", "activations": "float31"},
+            (
+                "model.num_stages=0: must be at least 1",
+                "model.dtype='int8': must be a float type, such as 'bfloat16' or 'float32'",
+                (
+                    "model.activations='float31': must be a float type, such as 'bfloat16' or "
+                    "'float32'"
+                ),
+            ),
+        ),
+    ],
+)
+def test_models_that_are_not_said_well(model, faults):
+    parallel = {"stage": 2} | ({} if "function" in model else {"num_microbatches": 2})
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict(over({"parallel": parallel}) | {"model": model})
+    assert caught.value.faults == faults
+
+
+def test_checkpoints_that_cannot_be_read(tmp_path):
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict(LEAST | {"model": {"weights": "x"}})
+    assert caught.value.faults == (
+        "model.weights without [parallel]: a pipeline needs parallel.stage",
+    )
+    table = over({"parallel": PARALLEL}) | {"model": {"weights": str(tmp_path)}}
+    config = Config.from_dict(table)
+    config.check_functions()
+    with pytest.raises(ValueError) as wrong:
+        config.source.call()
+    assert str(wrong.value) == f"{tmp_path}/config.json is missing"
+
+
 def test_all_faults_are_named_at_once():
     with pytest.raises(RunConfigError) as caught:
         Config.from_dict({"run": {"steps": "x", "keeps": 1}, "model": 3})

@@ -18,9 +18,10 @@ from pipeline.models import DecoderConfig, build
 from pipeline.training import generation, run
 from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, mean_loss
 from tests.training import runnable
 from tests.training.plain import standard_promotion  # noqa: F401  a fixture
+from tests.weights import tiny
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -117,6 +118,48 @@ def test_a_run_is_stopped_goes_on_is_evaluated_and_writes(path, monkeypatch, cap
     text = capsys.readouterr().out
     assert text.startswith("abc")
     assert len(text) == len("abc") + 5 + 1
+
+
+def words() -> list:
+    """Ragged batches of the words of a tiny checkpoint."""
+    rows = [np.random.default_rng(n).integers(0, tiny.WORDS, (4 - n % 2, 9)) for n in range(4)]
+    return [(x[:, :-1].astype(np.int32), x[:, 1:].astype(np.int32)) for x in rows]
+
+
+@pytest.mark.parametrize("vocabulary", ["ends", pytest.param("stage", marks=pytest.mark.slow)])
+def test_a_run_that_starts_from_a_checkpoint(vocabulary, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = tiny.CONFIGS["llama"]
+    tensors = tiny.tensors_of(config)
+    tiny.write(tmp_path / "given", config, tensors)
+    table = {
+        "model": {"weights": "given", "num_stages": 2},
+        "data": {"function": "tests.training.test_run:words", "pad": True},
+        "evaluation": {"function": "tests.training.test_run:words"},
+        "parallel": {"stage": 2, "num_microbatches": 2},
+        "pipeline": {"vocabulary": vocabulary},
+        "run": {"steps": 3},
+    }
+    losses = []
+    for x, y in words():
+        z = tiny.logits(config, tensors, x)
+        z = z - z.max(-1, keepdims=True)
+        picked = np.take_along_axis(z, y[..., None], -1)[..., 0]
+        losses += [*(np.log(np.exp(z).sum(-1)) - picked).ravel()]
+    made = Config.from_dict(table)
+    made.check_functions()
+    trainer = run.make_trainer(made)
+    assert mean_loss(trainer.step, run._held_out(made, trainer.step.model)) == pytest.approx(
+        float(np.mean(losses)), abs=1e-4
+    )
+    if vocabulary == "ends":
+        return
+    assert run.train(made, resume=False, how="") == 0
+    capsys.readouterr()
+    assert run.evaluate(made) < float(np.mean(losses))
+    tokens = [1, 2, 3]
+    model = run.restored(made)
+    assert len(continue_prompt(model, tokens, length=5, temperature=0)) == 8
 
 
 def test_a_configuration_without_a_pipeline(path):
