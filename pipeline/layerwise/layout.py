@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipeline.base.variables import metadata, raw, remade
+from pipeline.base.variables import kind_text, metadata, raw, remade
 from pipeline.sharding.distribute import distribute
 from pipeline.sharding.placement import LAYERS
 
@@ -90,7 +90,7 @@ def check_layout(
       variables: of stages, with their paths.
 
     Raises:
-      ValueError: they lie as another pipeline has them.
+      ValueError: they lie as another pipeline has them, or are not of layers.
     """
     own, S = layout_name(stages_of), len(stages_of)
     marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
@@ -99,6 +99,13 @@ def check_layout(
         said, shape = metadata(variable).get(LAYERS, own), getattr(raw(variable), "shape", (S,))
         if said != own:
             found.add(said)
+        if shape == ():  # what is stored for layers has an axis of ranks
+            raise ValueError(
+                f"{what} has a variable of type {kind_text(variable)} at "
+                f"{'.'.join(map(str, path))}, a scalar where there is one for each of {S} ranks: "
+                f"it was added after the pipeline was made; change stages before that (adapters "
+                f"are put on each stage, and not on a pipeline)"
+            )
         if shape[:1] != (S,):
             found.add(f"an array {shape} at {'.'.join(map(str, path))}")
     if found:

@@ -1,0 +1,79 @@
+"""A small model with and without a pipeline, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline
+
+WORDS, WIDTH, ROWS, LAYERS = 16, 8, 8, 4
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nnx.gelu(self.linear(self.norm(x)))
+
+
+class Adapted(Block):
+    """A block with an adapter of flax's own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.linear = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=rngs)
+
+
+class Plain(nnx.Module):
+    """The model without a pipeline."""
+
+    def __init__(self, block: Callable[[nnx.Rngs], nnx.Module] = Block) -> None:
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=nnx.Rngs(100))
+        self.blocks = nnx.List([block(nnx.Rngs(k)) for k in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(101))
+
+    def __call__(self, words: jax.Array) -> jax.Array:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def cross_entropy(logits: jax.Array, words: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
+
+
+def pipelined(plain: Plain, *, data: int = 1, stage: int = LAYERS, **options: Any) -> Pipeline:
+    """The same model, cut into a stage for each block."""
+    options = {"loss_fn": cross_entropy, "mesh": make_mesh(data=data, stage=stage), **options}
+    return Pipeline(list(plain.blocks), 4, embed=plain.embed, head=plain.head, **options)
+
+
+def batches(count: int) -> Iterator[dict[str, np.ndarray]]:
+    for n in range(count):
+        words = np.random.default_rng(n).integers(WORDS, size=ROWS, dtype=np.int32)
+        yield {"words": words, "targets": words * 3 % WORDS}
+
+
+def assert_equal_losses(found: list[float], wanted: list[float], *, count: int) -> None:
+    """To 1e-5, and that they fell."""
+    assert len(found) == len(wanted) == count
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert wanted[-1] < wanted[0]
+
+
+@pytest.fixture
+def lenient() -> Iterator[None]:
+    """Others promote ranks and dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
