@@ -694,7 +694,8 @@ class Pipeline(nnx.Module):
     def _keep(self, plan: Plan, model: Model, kept: runtime.Kept) -> None:
         """Take over the state that a step has written, if it has written any."""
         if plan.traces.written.get((model.stages, model.ends)):
-            kept = meshes.typed(kept, self.plan.home, model.state_specs)
+            specs = jax.tree.leaves(model.state_specs)
+            kept = meshes.typed(kept, self.plan.home, specs)
             chunks, ends = kept
             keep_state([*self.chunks, self.ends], model.declared, [*chunks, ends])
 

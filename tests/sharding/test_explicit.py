@@ -170,6 +170,36 @@ def test_replaced_under_set_mesh():
         assert {jax.typeof(g).sharding.spec[0] for g in jax.tree.leaves(grads)} == {"stage"}
 
 
+class Counting(nnx.Module):
+    """A stage that keeps a mean of what it has seen, and counts."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(models.WIDTH))
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+        self.calls[...] += 1
+        return x + self.linear(x)
+
+
+def test_declared_state_under_set_mesh():
+    def written(mesh):
+        pipe = Pipeline(
+            models.build(Counting, 2), M, mesh=mesh, loss_fn=models.squares, state=nnx.BatchStat
+        )
+        pipe.value_and_grad(*batch())
+        return pipe, [nnx.as_pure(nnx.state(s, nnx.BatchStat)) for s in pipe.stages()]
+
+    with jax.set_mesh(explicit(stage=2)):
+        pipe, found = written(None)
+        kept = nnx.state(pipe, nnx.BatchStat)
+    assert {jax.typeof(x).sharding.spec[0] for x in jax.tree.leaves(kept)} == {"stage"}
+    assert [int(stage["calls"]) for stage in found] == [M, M]
+    assert_close(found, written(automatic(stage=2))[1])
+
+
 def test_another_mesh_in_force_is_refused():
     pipe = build(make_mesh(stage=4))
     with jax.set_mesh(explicit(stage=4)), pytest.raises(ValueError) as caught:
