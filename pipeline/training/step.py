@@ -148,6 +148,7 @@ class Step:
         self._graph, state = nnx.split((model, optimizer))
         self._tree: Any = jax.tree.structure(state)
         self._may_change = [not isinstance(v, nnx.RngState) for v in self._variables]
+        self._is_state = [not isinstance(v, nnx.RngState | nnx.Param) for v in self._variables]
         self._everywhere = optimizer.step.get_value().sharding
         # Virtual CPU devices share few threads, on which two programs with collectives in flight
         # may wait for each other for ever: there a call returns when its program has ended.
@@ -412,7 +413,7 @@ class Step:
         model, optimizer = self._merged(leaves)
         loss, aux, grads = self._loss_and_grads(model, carry, batch)
         if sums is not None:
-            like = grads
+            leaves, like = self._left(leaves, model, optimizer, loss, grads), grads
             grads, loss, aux, total = _plus(sums, loss, aux, grads, weight)
             total = jnp.where(total > 0, total, 1.0)
             loss = loss / total
@@ -425,12 +426,30 @@ class Step:
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
         loss, aux, grads = self._loss_and_grads(model, carry, batch)
-        return self._split(model, optimizer), _plus(sums, loss, aux, grads, weight)
+        left = self._left(leaves, model, optimizer, loss, grads)
+        return left, _plus(sums, loss, aux, grads, weight)
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)
         loss, aux, grads = self._loss_and_grads(model, carry, batch)
-        return self._split(model, optimizer), loss, aux, grads
+        return self._left(leaves, model, optimizer, loss, grads), loss, aux, grads
+
+    def _left(
+        self, before: Sequence[Any], model: Any, optimizer: Any, loss: Any, grads: Tree
+    ) -> list[Any]:
+        """What a call without an update leaves: its state only if loss and gradients are finite."""
+        after = self._split(model, optimizer)
+        written = [
+            state and new is not old
+            for new, old, state in zip(after, before, self._is_state, strict=True)
+        ]
+        if not any(written):
+            return after
+        finite = jnp.isfinite(global_norm(grads)) & jnp.isfinite(loss)
+        return [
+            jnp.where(finite, new, old) if is_written else new
+            for new, old, is_written in zip(after, before, written, strict=True)
+        ]
 
     def _update_alone(self, leaves: Any, mean: Tree, carry: Any, grads: Tree, loss: Any) -> Any:
         model, optimizer = self._merged(leaves)

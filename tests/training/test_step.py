@@ -216,6 +216,47 @@ def test_float16_recovers_from_an_overflow_that_is_put_in():
     np.testing.assert_allclose(float(metrics.loss), wanted, rtol=2e-2)
 
 
+class Counting(nnx.Module):
+    """A stage that keeps the mean of what it has seen, and counts its calls."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params.normal((1, models.WIDTH)))
+        self.mean = nnx.BatchStat(jnp.zeros(models.WIDTH))
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.mean[...] += x.mean(0)
+        self.calls[...] += 1
+        return x * self.w
+
+
+def test_a_call_that_is_not_finite_leaves_no_state():
+    def run(rows, *, accumulate):
+        pipe = Pipeline(
+            models.build(Counting, 2),
+            M,
+            mesh=make_mesh(stage=2),
+            loss_fn=models.squares,
+            state=nnx.BatchStat,
+        )
+        step = Step(pipe, make_optimizer(pipe, optax.sgd(1e-2)), accumulate=accumulate)
+        for x in rows:
+            if accumulate == 1:  # in parts
+                loss, grads = step.fwd_bwd(x, x)
+                metrics = step.update(grads, loss=loss)
+            else:
+                metrics = step(x, x)
+        return [nnx.as_pure(nnx.state(s, nnx.BatchStat)) for s in pipe.stages()], metrics
+
+    x = models.rows(ROWS)
+    bad = x.at[0, 0].set(jnp.nan)
+    left, metrics = run([x, bad, x], accumulate=3)
+    assert (bool(metrics.finite), int(metrics.skipped)) == (False, 1)
+    assert [int(stage["calls"]) for stage in left] == [2 * M, 2 * M]
+    equal(left, run([x, x], accumulate=2)[0])
+    equal(run([x, bad], accumulate=1)[0], run([x], accumulate=1)[0])
+
+
 @slow
 def test_a_loss_scale_leaves_the_update_as_it_is():
     losses, weights, _ = by_hand(chain, map(batch, range(3)), RULES["adamw"]())
