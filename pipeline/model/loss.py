@@ -247,9 +247,9 @@ def _is_with_aux(result: Any) -> bool:
 
 def _may_be_metrics(given: Any, has_aux: bool | None) -> bool:
     """Whether the second thing is not the weight of a sum, nor what should have been one."""
-    return (
-        bool(has_aux) or isinstance(given, Mapping) or (has_aux is None and not _is_scalar(given))
-    )
+    if has_aux is None:  # there may be some, and nobody wants them
+        return not _is_scalar(given)
+    return has_aux or isinstance(given, Mapping)
 
 
 def _is_one_metric(given: Any) -> bool:
