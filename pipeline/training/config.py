@@ -75,8 +75,8 @@ class Model:
 
     Attributes:
       function: "package.module:function", and arguments: by name.
-      weights: in place of it, a folder of the Hugging Face layout; num_stages (by default the ranks
-        of the pipeline), layout, dtype, activations: as of `pipeline.weights.parts`, which reads it.
+      weights: in place of it, a folder of the Hugging Face layout, for `pipeline.weights.parts`;
+        num_stages (by default the ranks of the pipeline), layout, dtype, activations: as there.
     """
 
     function: str | None = None
@@ -268,7 +268,10 @@ class Config:
         own = self.model
         if own.function is not None:
             return Source(function=own.function, arguments=own.arguments)
-        given = {"folder": own.weights, "vocabulary": self.pipeline.vocabulary} | own.reading()
+        given: Table = {
+            "folder": own.weights,
+            "vocabulary": self.pipeline.vocabulary,
+        } | own.reading()
         if own.layout is None and own.num_stages is None and self.parallel is not None:
             given["num_stages"] = self.parallel.stage
         return Source(function=READER, arguments=given)

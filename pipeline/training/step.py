@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from pipeline.base.placeholders import Placeholder
+
 Tree = Any
 Extras = dict[str, Any] | None
 
@@ -557,6 +559,8 @@ def _variables(node: Any) -> list[nnx.Variable[Any]]:
     """The variables of models in the order of the leaves of their state."""
     found = nnx.state(node)
     variables = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    # Stages that are not alike stand beside their storage without values.
+    variables = [variable for variable in variables if not isinstance(variable, Placeholder)]
     leaves = jax.tree.leaves(found)
     values = [v.get_raw_value() for v in variables]
     if len(values) != len(leaves) or any(a is not b for a, b in zip(values, leaves, strict=True)):

@@ -114,8 +114,14 @@ def parts(
     """What a `Pipeline` of a checkpoint is made of, all of it types, and what reads the weights.
 
     Args:
-      folder, num_stages, layout, mesh, dtype, activations, family: as of `load`.
+      folder: of the checkpoint.
+      num_stages: as of `load`, as are layout, mesh, dtype, activations and family.
+      layout: which layers each stage has.
+      mesh: of the pipeline.
+      dtype: of the weights.
+      activations: of activations.
       vocabulary: as of `Pipeline`.
+      family: its names.
 
     Returns:
       stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline

@@ -209,8 +209,8 @@ def test_a_fault_is_named(table, fault):
             {},
             (
                 (
-                    "model.function and model.weights: give one of the two, the import path of what "
-                    "makes a model or the folder of a checkpoint"
+                    "model.function and model.weights: give one of the two, the import path of "
+                    "what makes a model or the folder of a checkpoint"
                 ),
             ),
         ),
