@@ -100,7 +100,7 @@ class DecoderAttention(nnx.Module):
         window = None if self.window is None or self.window >= t else self.window
         if window is None and self.softcap is None:
             return attend(q if scale == usual else q * jnp.asarray(scale / usual, q.dtype), k, v)
-        return _read(q, k, v, scale, _places(t), window, self.softcap)
+        return _read(q, k, v, scale, window, self.softcap)
 
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         """Attention to these positions and to those before, which are kept."""
@@ -113,12 +113,7 @@ class DecoderAttention(nnx.Module):
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         keys, values = self.keys[...], self.values[...]
         window = None if self.window is None or self.window >= length else self.window
-        places = first + jnp.arange(t)
-        return _read(q, keys, values, scale, (places, jnp.arange(length)), window, self.softcap)
-
-
-def _places(t: int) -> tuple[jax.Array, jax.Array]:
-    return jnp.arange(t), jnp.arange(t)
+        return _read(q, keys, values, scale, window, self.softcap, first)
 
 
 def _read(
@@ -126,9 +121,9 @@ def _read(
     k: jax.Array,
     v: jax.Array,
     scale: float,
-    places: tuple[jax.Array, jax.Array],
     window: int | None,
     softcap: float | None,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """The formula, in float32, returned in the dtype of q.
 
@@ -137,9 +132,9 @@ def _read(
       k: keys, `[b, s, k, c]`.
       v: values, the same.
       scale: of scores.
-      places: in the sequence, [t] of queries and [s] of keys.
       window: how many positions a query sees; None for all before it.
       softcap: of scores, if any.
+      first: where the first query is among the keys; None where there are as many of both.
     """
     b, t, _, c = q.shape
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -147,7 +142,8 @@ def _read(
     scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    back = places[0][:, None] - places[1][None]
+    places = jnp.arange(t) if first is None else first + jnp.arange(t)
+    back = places[:, None] - jnp.arange(k.shape[1])[None]
     seen = (back >= 0) if window is None else (back >= 0) & (back < window)
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, HIDDEN), axis=-1)
     return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
