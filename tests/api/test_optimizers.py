@@ -363,6 +363,17 @@ def test_a_state_of_another_placement_is_refused():
     )
 
 
+def test_a_scalar_that_was_added_to_a_pipeline_is_named():
+    """As wrappers of models do, which put random streams into every module."""
+    pipe = pipeline(K)
+    pipe.chunks[0].up.rngs = nnx.Rngs(0)
+    assert refusal(pipe.loss, *batch()) == (
+        f"the pipeline has a variable of type RngCount at 0.up.rngs.default.count, a scalar where "
+        f"there is one for each of {K} ranks: it was added after the pipeline was made; change "
+        f"stages before that (adapters are put on each stage, and not on a pipeline)"
+    )
+
+
 # --- what is trained in part ---
 
 

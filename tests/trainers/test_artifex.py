@@ -72,6 +72,7 @@ def train(model: nnx.Module, folder: Any, tx: Any = None, **options: Any) -> tup
 
 def test_losses_are_those_of_the_plain_model(tmp_path):
     losses, last = train(Plain(), tmp_path)
+    assert losses[-1] < losses[0]
     for options in ({}, {"loss_fn": by_outputs}):
         found, found_last = train(pipelined(Plain(), data=2), tmp_path, **options)
         assert_equal_losses(found, losses, count=10)

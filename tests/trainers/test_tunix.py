@@ -93,6 +93,7 @@ def train(model, steps=12, *, data=None, within=None, **options):
     data = data or list(batches(steps * (options.get("accumulate") or 1)))
     with within or contextlib.nullcontext():
         trainer.train(data, data[:2])
+    assert steps < 4 or seen.evaluated[-1] < seen.evaluated[0]
     return seen.losses + seen.evaluated
 
 
@@ -143,8 +144,20 @@ def test_its_checkpoints_of_another_placement(tmp_path):
     """Refused by orbax, by the name of the mark; those of adapters alone have no mark."""
     options = {"stage": 2, "schedule": "zb_v"}, {"stage": 2, "schedule": "interleaved_1f1b"}
     train(pipelined(Plain(), **options[0]), 2, folder=tmp_path / "full")
-    with pytest.raises(ValueError, match="(?s)do not match.*layout.*v_2x2"):
+    with pytest.raises(ValueError, match=r"(?s)do not match.*layout.*v_2x2"):
         make(pipelined(Plain(), **options[1]), steps=4, folder=tmp_path / "full")
+
+    def adapters(pipe):
+        return jax.tree.leaves(nnx.as_pure(pipe.to_layers(nnx.state(pipe, nnx.LoRAParam))))
+
+    pipe, same, other = (
+        pipelined(Plain(Adapted), wrt=nnx.LoRAParam, **options[n]) for n in (0, 0, 1)
+    )
+    train(pipe, 2, folder=tmp_path / "lora")
+    for found, is_equal in ((same, True), (other, False)):
+        make(found, steps=4, folder=tmp_path / "lora")
+        pairs = zip(adapters(pipe), adapters(found), strict=True)
+        assert all(np.array_equal(*pair) for pair in pairs) == is_equal
 
 
 def test_state_after_a_restore(tmp_path):
@@ -300,6 +313,7 @@ def test_its_own_loss_and_its_own_decoder(lora):
         trainer, seen = peft.PeftTrainer(model, optax.adamw(1e-2), config), Seen()
         trainer.with_training_hooks(seen)
         trainer.train(list(texts(10)), list(texts(2)))
+        assert seen.evaluated[-1] < seen.evaluated[0]
         return seen.losses + seen.evaluated
 
     losses = run(make_qwen3(lora)[0])
