@@ -36,6 +36,7 @@ from pipeline.base.tree import (
     shape_text,
     times,
 )
+from pipeline.jaxpr.forwarded import forwarded
 
 T = TypeVar("T")
 
@@ -108,7 +109,9 @@ def _inject_forward(x: Any, value: Any, share: Any, probe: Any) -> Any:
 
 def _inject_backward(kept: Any, ct: Any) -> Any:
     value, share, probe = kept
-    return ct, share.astype(value.dtype), jnp.zeros_like(share), value.astype(probe.dtype)
+    # A number that a stage adds is a literal in what JAX traces, and comes back as one.
+    added = jax.lax.convert_element_type(value, probe.dtype)
+    return ct, share.astype(value.dtype), jnp.zeros_like(share), added
 
 
 _inject.defvjp(_inject_forward, _inject_backward)
@@ -171,20 +174,55 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
 
     Args:
       f: of trees of arrays, positional; what it reads from elsewhere has no gradient (JAX says so
-        if it should). An nnx module is such a tree if it draws no random numbers; or give the
-        state of `nnx.split`.
+        if it should). An nnx module is such a tree if it draws no random numbers and writes no
+        state; or give the state of `nnx.split`, and return what is left of it.
+
+    Raises:
+      ValueError: ``f`` writes to a module among its arguments.
     """
 
     def call(*arguments: Any) -> tuple[Any, jax.Array]:
         floats, others = partition(arguments)
 
         def run(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+            given = combine(arguments, floats, others)
+            before = jax.tree.leaves(given)
             with adding_losses(Adding(jnp.ones((), real()), probe)):
-                return f(*combine(arguments, floats, others))
+                found = f(*given)
+            after = jax.tree.leaves(given)
+            if [*map(id, after)] != [*map(id, before)]:
+                _check_nothing_is_written(f, arguments)
+            return found
 
         return _with_losses(run, floats, others)
 
     return call
+
+
+def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
+    """Refuse what a module among the arguments keeps: the caller's module never sees it.
+
+    `nnx.remat` and `nnx.scan` hand back new values for all variables, most of them the same.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+
+    names: list[str] = []
+
+    def left(*leaves: Any) -> list[Any]:
+        given = jax.tree.unflatten(treedef, leaves)
+        with adding_losses(Adding(jnp.ones((), real()), jnp.zeros((), real()))):
+            f(*given)
+        found = jax.tree_util.tree_leaves_with_path(given)
+        names[:] = [jax.tree_util.keystr(path) for path, _ in found]
+        return [x for _, x in found]
+
+    kept = forwarded(jax.make_jaxpr(left)(*leaves).jaxpr)
+    for n, name in enumerate(names):
+        if kept[n] != n:
+            raise ValueError(
+                f"with_losses(f), and f writes to arguments{name}, which the caller's module never "
+                f"sees; let f take the state of nnx.split and return what nnx.state then has"
+            )
 
 
 def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:

@@ -242,6 +242,32 @@ def test_with_losses_is_exact_whatever_is_done_with_them(factor):
     assert models.distance(a, b) < 1e-5
 
 
+class Writing(nnx.Module):
+    """A layer that adds a number, and may count its calls."""
+
+    def __init__(self, *, counts):
+        self.w, self.calls = nnx.Param(jnp.ones(3)), nnx.BatchStat(jnp.zeros(()))
+        self.counts = counts
+
+    def __call__(self, x):
+        if self.counts:
+            self.calls[...] += 1
+        return add_loss(x * self.w, 1.0)
+
+
+@pytest.mark.parametrize("call", [Writing.__call__, nnx.remat(Writing.__call__)])
+def test_with_losses_loses_no_state(call):
+    x = jnp.arange(3.0)
+    y, added = with_losses(call)(Writing(counts=False), x)
+    assert (y.tolist(), float(added)) == ([0, 1, 2], 1.0)
+    with pytest.raises(ValueError, match="writes to") as caught:
+        with_losses(call)(Writing(counts=True), x)
+    assert str(caught.value) == (
+        "with_losses(f), and f writes to arguments[0].calls.value, which the caller's module never "
+        "sees; let f take the state of nnx.split and return what nnx.state then has"
+    )
+
+
 def test_a_plain_call_has_the_gradients_of_the_sum():
     a = jax.grad(lambda *p: jnp.sum(values(*p)[0]["x"] ** 2), argnums=(0, 1))(*POINT)
     b = jax.grad(lambda *p: sum(bare(*p)), argnums=(0, 1))(*POINT)
