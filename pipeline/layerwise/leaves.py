@@ -51,6 +51,8 @@ class Cell:
     def __init__(self, value: Any, put: Put) -> None:
         self._type: type[Any] = type(value)
         self._home, self._put = getattr(value, "sharding", None), put
+        # Such an array goes where the others of a program lie; one that was put does not.
+        self._is_free = isinstance(value, jax.Array) and not value.committed
         self.is_key = hasattr(value, "dtype") and is_key(value)
         self._impl = jax.random.key_impl(value) if self.is_key else None
         numbers = jax.random.key_data(value) if self.is_key else value
@@ -74,9 +76,11 @@ class Cell:
     def store(self) -> None:
         """Put the array where it came from."""
         value = self.value
+        if self._is_free:
+            value = jax.device_put(np.asarray(value.addressable_data(0)))
         if self.is_key:
             value = jax.random.wrap_key_data(value, impl=self._impl)
-        if self._home is not None:
+        if self._home is not None and not self._is_free:
             value = jax.device_put(value, self._home)
         elif issubclass(self._type, bool | int | float):
             value = self._type(value.item())

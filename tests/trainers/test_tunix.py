@@ -18,6 +18,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, shard_optimizer
+from pipeline.training.checkpoints import Checkpoints
 from tests.trainers.models import (
     ROWS,
     WIDTH,
@@ -158,6 +159,35 @@ def test_its_checkpoints_of_another_placement(tmp_path):
         make(found, steps=4, folder=tmp_path / "lora")
         pairs = zip(adapters(pipe), adapters(found), strict=True)
         assert all(np.array_equal(*pair) for pair in pairs) == is_equal
+
+
+class Saving(Seen):
+    """Keeps checkpoints in layer order."""
+
+    def __init__(self, checkpoints):
+        super().__init__()
+        self.checkpoints = checkpoints
+
+    def on_train_end(self, train_ctx):
+        self.checkpoints.save(train_ctx.train_steps, train_ctx.model, train_ctx.optimizer)
+
+
+@pytest.mark.parametrize("block", [None, Adapted], ids=["full", "lora"])
+def test_checkpoints_in_layer_order(block, tmp_path):
+    """From a hook: they go on in another placement."""
+    blocks, wrt = ([block], nnx.LoRAParam) if block else ([], nnx.Param)
+    whole, data = train(Plain(*blocks))[6:12], list(batches(12))
+    with Checkpoints(tmp_path) as checkpoints:
+        pipe = pipelined(Plain(*blocks), wrt=wrt, stage=2, schedule="zb_v")
+        trainer = make(pipe, steps=6, tx=shard_optimizer(optax.adamw(1e-2), pipe))
+        trainer.with_training_hooks(Saving(checkpoints))
+        trainer.train(data)
+        pipe, seen = pipelined(Plain(*blocks), wrt=wrt, stage=4), Seen()
+        trainer = make(pipe, steps=6, tx=shard_optimizer(optax.adamw(1e-2), pipe))
+        trainer.with_training_hooks(seen)
+        assert checkpoints.restore(trainer.model, trainer.optimizer) == 6
+        trainer.train(data[6:])
+    assert_equal_losses(seen.losses, whole, count=6)
 
 
 def test_state_after_a_restore(tmp_path):

@@ -133,16 +133,20 @@ def test_an_optimizer_that_knows_nothing_of_layers(tmp_path: Path) -> None:
         pipe = Pipeline(stages, 2, mesh=make_mesh(stage=S), loss_fn=mean_square)
         return pipe, (make_optimizer(pipe, TX) if S == 2 else nnx.Optimizer(pipe, TX, wrt=pipe.wrt))
 
-    (one, of_one), (two, of_two) = make(0, 4), make(10, 2)
+    (one, of_one), (two, of_two), (three, of_three) = make(0, 4), make(10, 2), make(20, 4)
     moments = jax.random.normal(jax.random.key(0), (4, WIDTH, 2 * WIDTH))
     held = of_one.opt_state[0].mu["chunks"][0]["up"]
     held.set_value(jax.device_put(moments, held.get_value().sharding))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, one, of_one)
         checkpoints.restore(two, of_two)
+        checkpoints.restore(three, of_three)
     layers = two.to_layers(nnx.as_pure(of_two.opt_state[0].mu))
     found = np.stack([layers["stages"][k]["up"] for k in range(4)])
     np.testing.assert_array_equal(found, moments)
+    # Nobody had chosen a device for its count: a jitted step still takes it beside the weights.
+    step, up = of_three.step.get_value(), three.chunks[0].up.get_value()
+    assert jax.jit(lambda *given: given)(step, up)[0].sharding.device_set == up.sharding.device_set
 
 
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:
