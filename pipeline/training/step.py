@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.base.placeholders import Placeholder
 
@@ -226,6 +226,7 @@ class Step:
     ) -> Any:
         """The mean loss, forward only; with ``ema`` that of the mean of the weights.
 
+        Modules are as after ``model.eval()``: none drops, a batch norm reads its statistics.
         With ``has_aux``, ``(loss, metrics)``.
         """
         if ema and self.ema is None:
@@ -504,6 +505,7 @@ class Step:
 
     def _evaluate(self, of_mean: bool, leaves: Any, mean: Tree, batch: Tree) -> Any:
         model, _ = self._merged(leaves)
+        model.eval()
         if of_mean:
             weights = nnx.state(model, self.optimizer.wrt)
             nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
@@ -570,16 +572,20 @@ def _variables(node: Any) -> list[nnx.Variable[Any]]:
     return variables
 
 
-def _settle(variables: Iterable[nnx.Variable[Any]], *, copied: bool) -> None:
+def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
     """Have each variable's array stay where it lies, and perhaps be one that nobody else holds.
 
     An array that jax may still move is of another type to a compiled step than one that a
-    checkpoint, or the step before, has put there.
+    checkpoint, or the step before, has put there. Numbers that nobody has put on the mesh on which
+    others lie, such as the count of an `nnx.Optimizer`, go on all of it.
     """
-    for variable in variables:
-        value = variable.get_raw_value()
-        placed = jax.device_put(jnp.copy(value) if copied else value, value.sharding)
-        variable.set_raw_value(placed)
+    values = [variable.get_raw_value() for variable in variables]
+    meshes = [v.sharding.mesh for v in values if isinstance(v.sharding, NamedSharding)]
+    for variable, value in zip(variables, values, strict=True):
+        place = value.sharding
+        if meshes and not value.committed and not isinstance(place, NamedSharding):
+            place = NamedSharding(meshes[0], PartitionSpec())
+        variable.set_raw_value(jax.device_put(jnp.copy(value) if copied else value, place))
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -133,6 +133,21 @@ def test_parts_are_the_whole():
     np.testing.assert_allclose(mean, plain.loss(*batch(9)), rtol=1e-5)
 
 
+def test_flax_s_own_optimizer_of_a_pipeline():
+    """Its count lies on one device, the weights on the mesh."""
+    found = []
+    for make in (
+        make_optimizer,
+        lambda pipe, tx: nnx.Optimizer(pipe, tx, wrt=nnx.Param),
+    ):
+        pipe = pipeline()
+        step = Step(pipe, make(pipe, optax.adam(1e-2)))
+        compiled = compiles()
+        found.append([float(step(*batch(0)).loss) for _ in range(3)])
+        assert compiles() - compiled == 1
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 def test_calls_count_by_their_weight():
     """Three rows and five, each call a mean: together the mean over eight."""
     (_,), weights, _ = by_hand(chain, [batch(0)], optax.sgd(0.1))
@@ -255,6 +270,35 @@ def test_a_call_that_is_not_finite_leaves_no_state():
     assert [int(stage["calls"]) for stage in left] == [2 * M, 2 * M]
     equal(left, run([x, x], accumulate=2)[0])
     equal(run([x, bad], accumulate=1)[0], run([x], accumulate=1)[0])
+
+
+class Dropping(Counting):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.drop(x))
+
+
+def test_an_evaluation_drops_nothing():
+    x = models.rows(ROWS)
+    for model in (
+        Chain(models.build(Dropping, 2), None, models.squares),
+        Pipeline(
+            models.build(Dropping, 2),
+            M,
+            mesh=make_mesh(stage=2),
+            loss_fn=models.squares,
+            state=nnx.BatchStat,
+        ),
+    ):
+        step = Step(model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param))
+        found = step.eval_step(x, x)
+        trained, _ = step.fwd_bwd(x, x)
+        model.eval()
+        np.testing.assert_allclose(found, model.loss(x, x), rtol=1e-6)
+        assert abs(trained - found) > 1e-2
 
 
 @slow
