@@ -115,6 +115,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
         self._plan = nnx.static(plan)
+        self._ranks = len(model.schedule.stages_of)
         types = is_abstract(nnx.state(model))
         self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
 
@@ -122,8 +123,14 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         """Update the pipeline's parameters and this state, as `nnx.Optimizer.update` does.
 
         Raises:
-          ValueError: the state is that of a pipeline with another placement.
+          ValueError: the state is that of a pipeline with another placement or other ranks.
         """
+        if (ranks := len(model.schedule.stages_of)) != self._ranks:
+            raise ValueError(
+                f"the optimizer was made for a pipeline of {self._ranks} ranks, and this one has "
+                f"{ranks}; make another with make_optimizer(pipe, tx), whose state a checkpoint "
+                f"carries over (docs/checkpoints.md)"
+            )
         flat = nnx.to_flat_state(nnx.state(self))
         held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
         check_layout("the optimizer", model.schedule.stages_of, self.layout, held)

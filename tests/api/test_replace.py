@@ -7,11 +7,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline
+from pipeline import Pipeline, make_optimizer
 from pipeline.base.tree import as_numbers
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
@@ -168,6 +169,21 @@ def test_what_stays_is_not_copied_and_what_users_added_is_kept() -> None:
     loss = other.replace(loss_fn=models.squares, head=None).loss(x, x)
     wanted = models.squares(models.compose(other.stages(), None, None, x), x)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+
+
+def test_an_optimizer_is_that_of_so_many_ranks() -> None:
+    def build(ranks: int) -> Pipeline:
+        stages = models.build(models.Block, 2)
+        return Pipeline(stages, 2, mesh=make_mesh(stage=ranks), loss_fn=models.squares)
+
+    optimizer, other = make_optimizer(build(2), optax.sgd(0.1)), build(1)
+    grads = nnx.state(other, nnx.Param)
+    with pytest.raises(ValueError, match="ranks") as caught:
+        optimizer.update(other, grads)
+    assert str(caught.value) == (
+        "the optimizer was made for a pipeline of 2 ranks, and this one has 1; make another with "
+        "make_optimizer(pipe, tx), whose state a checkpoint carries over (docs/checkpoints.md)"
+    )
 
 
 def test_options_are_not_assigned() -> None:
