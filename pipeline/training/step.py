@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.base.placeholders import Placeholder
+from pipeline.base.tree import shape_text
 
 Tree = Any
 Extras = dict[str, Any] | None
@@ -183,8 +185,12 @@ class Step:
           extras: likewise; None gives the model none.
           weight: what this call counts beside the others of its update, such as its number of
             tokens: the update is that of the mean over all of them. By default all count alike.
+
+        Raises:
+          ValueError: a weight that is no number >= 0.
         """
         batch = inputs, targets, extras
+        _check_weight(weight)
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
         weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
@@ -623,6 +629,23 @@ def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
                 f"{name}= needs {type(model).__name__}.value_and_grad(..., {name}=), which it has "
                 f"not; add it, or leave value_and_grad out and give the model a loss"
             )
+
+
+def _check_weight(weight: Any) -> None:
+    """Of an array on a device the shape alone: nothing waits for its value."""
+    if weight is None:
+        return
+    if isinstance(weight, jax.Array):
+        fits = weight.shape == ()
+    else:
+        array = np.asarray(weight)
+        fits = array.shape == () and array.dtype.kind in "uif" and 0 <= float(array) < math.inf
+    if not fits:
+        given = shape_text(weight) if isinstance(weight, jax.Array) else repr(weight)
+        raise ValueError(
+            f"weight={given}: must be one finite number >= 0, what this call counts beside the "
+            f"others"
+        )
 
 
 def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:

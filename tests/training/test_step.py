@@ -406,6 +406,25 @@ def test_an_option_that_cannot_be(options, text):
     assert str(caught.value) == text
 
 
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [
+        (-1, "weight=-1"),
+        (float("nan"), "weight=nan"),
+        (np.ones(2), "weight=array([1., 1.])"),
+        (jnp.ones(2), "weight=float32[2]"),
+    ],
+)
+def test_a_weight_that_cannot_be(weight, text):
+    model = chain()
+    step = Step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), accumulate=2)
+    with pytest.raises(ValueError, match="weight") as caught:
+        step(*batch(0), weight=weight)
+    assert str(caught.value) == (
+        f"{text}: must be one finite number >= 0, what this call counts beside the others"
+    )
+
+
 def test_a_model_that_cannot_be_trained():
     class Own(Chain):
         def value_and_grad(self, inputs, targets):
