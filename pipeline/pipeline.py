@@ -337,9 +337,10 @@ class Pipeline(nnx.Module):
         plan = self._plan_of(num_microbatches)
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
-        with self._step("logprobs", operands) as given, differentiable.refusing_twice(what):
-            run = functools.partial(runtime.infer, take_loss=False, logprobs=True)
-            found, kept = watched(run, plan, *given)
+        with self._step("logprobs", operands) as (model, *arrays):
+            infer = functools.partial(runtime.infer, take_loss=False, logprobs=True)
+            run = functools.partial(watched, infer, plan, model)
+            found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
         specs = meshes.outputs_specs(mesh, found, (inputs, extras), shared=False)

@@ -194,6 +194,20 @@ def refusing_twice(what: str) -> Iterator[None]:
         raise ValueError(what) from error
 
 
+def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A kernel that says ``what`` where it is differentiated, also where it holds no refs."""
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> Any:
+        return run(*operands)
+
+    def forward(*_: Any) -> Any:
+        raise ValueError(what)
+
+    call.defvjp(forward, forward)
+    return call
+
+
 def _wants_inputs(weights: Any, batch: Any) -> bool:
     """Whether inputs are differentiated.
 
