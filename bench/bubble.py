@@ -25,7 +25,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -33,11 +32,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import bench  # (sets XLA_FLAGS, before jax is imported)
 from bench import step
 from bench.measure import Timer, in_turns, seconds, table
 from bench.pinned import Pinned
-from bench.waiting import FORWARD, Halves
+from bench.waiting import FORWARD, Halves, elsewhere
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -157,26 +155,6 @@ def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
     taken = in_turns(timers, rounds)
     found = [_measured(point, [3 * FORWARD], times) for point, times in taken.items()]
     return [replace(point, waits=True) for point in found]
-
-
-def elsewhere(points: Sequence[Point], rounds: int) -> list[Point]:
-    """`measure_waiting` in a process that has a device for every rank.
-
-    Raises:
-      RuntimeError: it failed.
-    """
-    devices = f"{bench.COUNT}={max(point.ranks for point in points)}"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.bubble", "--waiting", str(rounds)],
-        env=os.environ | {"XLA_FLAGS": devices},
-        input=json.dumps([asdict(point) for point in points]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the process whose stages wait ended with {done.returncode}")
-    return [Point(**one) for one in json.loads(done.stdout)]
 
 
 def _measured(point: Point, each: Sequence[float], times: Sequence[float]) -> Point:
@@ -374,7 +352,10 @@ def with_steps(points: Sequence[Point], cores: int, options: argparse.Namespace)
     computing = [one for one in wanted if one.ranks <= free and blocks % one.chunks == 0]
     waiting = [one for one in wanted if one.ranks > free]
     found = measure(computing, options.rounds) if computing else []
-    found += elsewhere(waiting, options.rounds) if waiting else []
+    if waiting:
+        devices = max(point.ranks for point in waiting)
+        there = elsewhere("bench.bubble", waiting, devices, options.rounds)
+        found += [Point(**one) for one in there]
     timed = dict(zip([*computing, *waiting], found, strict=True))
     return [timed.get(point, point) for point in points]
 

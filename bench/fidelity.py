@@ -19,14 +19,12 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import bench  # (sets XLA_FLAGS, before jax is imported)
 from bench import waiting
 from bench.cases import Layers, mean_square
 from bench.clock import predict
@@ -346,22 +344,6 @@ def run(some: Sequence[Config], rounds: int) -> list[Step]:
     return steps
 
 
-def elsewhere(some: Sequence[Config], rounds: int) -> list[Step]:
-    """`run` of what waits, in a process that has a device for every rank."""
-    devices = f"{bench.COUNT}={max(config.ranks for config in some)}"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.fidelity", "--waiting", str(rounds)],
-        env=os.environ | {"XLA_FLAGS": devices},
-        input=json.dumps([asdict(config) for config in some]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ContradictionError("stages that wait: the reason is above")
-    return [Step(**(one | {"config": Config(**one["config"])})) for one in json.loads(done.stdout)]
-
-
 # --- text
 
 
@@ -425,8 +407,11 @@ def main() -> None:
         here = [config for config in some if config.model not in WAITING]
         there = [config for config in some if config.model in WAITING]
         steps = run(here, options.rounds) if here else []
-        steps += elsewhere(there, options.rounds) if there else []
-    except (CalibrationError, ContradictionError, ScheduleError) as error:
+        if there:
+            devices = max(config.ranks for config in there)
+            found = waiting.elsewhere("bench.fidelity", there, devices, options.rounds)
+            steps += [Step(**(one | {"config": Config(**one["config"])})) for one in found]
+    except (CalibrationError, RuntimeError, ScheduleError) as error:
         sys.exit(f"no comparison: {error}")
     said = conclusion(steps)
     where = (

@@ -22,18 +22,16 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import bench  # (sets XLA_FLAGS, before jax is imported)
 from bench.cases import Layers, mean_square
 from bench.measure import Timer, in_turns, seconds, table
 from bench.pinned import call
-from bench.waiting import waited
+from bench.waiting import elsewhere, waited
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -384,22 +382,6 @@ def run(some: Sequence[Problem], rounds: int) -> list[Answer]:
     return found
 
 
-def elsewhere(some: Sequence[Problem], rounds: int) -> list[Answer]:
-    """`run` in a process that has a device for each rank."""
-    devices = f"{bench.COUNT}={max(one.devices for one in some)}"
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.plan", "--waiting", str(rounds)],
-        env=os.environ | {"XLA_FLAGS": devices},
-        input=json.dumps([asdict(one) for one in some]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ContradictionError("blocks that wait: the reason is above")
-    return [Answer(**one) for one in json.loads(done.stdout)]
-
-
 def conclusion(answers: Sequence[Answer]) -> str:
     """What a reader should know."""
     good = [one for one in answers if one.ratio <= WANTED]
@@ -455,8 +437,12 @@ def main() -> None:
             return
         here = [one for one in some if one.kind != "waits"]
         there = [one for one in some if one.kind == "waits"]
-        answers = run(here, options.rounds) + (elsewhere(there, options.rounds) if there else [])
-    except (CalibrationError, ContradictionError) as error:
+        answers = run(here, options.rounds)
+        if there:
+            devices = max(one.devices for one in there)
+            found = elsewhere("bench.plan", there, devices, options.rounds)
+            answers += [Answer(**one) for one in found]
+    except (CalibrationError, RuntimeError) as error:
         sys.exit(f"no comparison: {error}")
     said = conclusion(answers)
     where = (

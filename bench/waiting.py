@@ -5,10 +5,16 @@ What is left of a step is its timetable: who waits for whom, and what messages t
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+import bench  # (sets XLA_FLAGS, before jax is imported)
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -18,6 +24,28 @@ from flax import nnx
 from collectives import vary, varying_axes
 
 FORWARD, BACKWARD = 0.010, 0.020  # seconds
+
+
+def elsewhere(module: str, given: Sequence[Any], devices: int, rounds: int) -> list[dict[str, Any]]:
+    """What ``python -m MODULE --waiting ROUNDS`` makes of records, in a process of so many devices.
+
+    It reads them as JSON, a list of their fields, and writes what it found likewise.
+
+    Raises:
+      RuntimeError: it failed; it has said why.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--waiting", str(rounds)],
+        env=os.environ | {"XLA_FLAGS": f"{bench.COUNT}={devices}"},
+        input=json.dumps([asdict(one) for one in given]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"stages that wait, in {module}: the reason is above")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
 
 
 def _pause(x: jax.Array, duration: float) -> jax.Array:
