@@ -193,7 +193,9 @@ def pad(batch: Batch, rows: int) -> Batch:
     Raises:
       ValueError: it has more rows, or none.
     """
-    if not 0 < batch.rows <= rows:
+    if not batch.rows:
+        raise ValueError("a batch of 0 rows has none to be copied; leave it out")
+    if batch.rows > rows:
         raise ValueError(
             f"a batch of {batch.rows} rows cannot be padded to {rows}; give 1 to {rows}"
         )

@@ -152,6 +152,8 @@ def train(config: Config, *, resume: bool, how: str) -> int:
         trainer = make_trainer(config, checkpoints=checkpoints, recorders=recorders, stop=stop)
         if resume and (found := trainer.resume()) is not None:
             _say(f"going on after update {found}, from {checkpoints.folder}")
+        elif resume:
+            _say(f"nothing to resume in {checkpoints.folder}: starting with update 1")
         try:
             ended = trainer.run()
         except NotFiniteError as error:

@@ -392,6 +392,11 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
         own = jax.tree.map(functools.partial(_weighed, batch.counts), found)
         total = own if total is None else jax.tree.map(operator.add, total, own)
         weight += batch.counts
+    if total is None:
+        raise ValueError(
+            "the evaluation gave no batch; give a list, or what can be gone through each time: an "
+            "iterator ends with the first evaluation"
+        )
     if not weight:
         raise ValueError("the evaluation has no batch in which anything counts")
     total = jax.device_get(total)

@@ -301,6 +301,10 @@ def test_a_source_without_a_position():
             "a batch of 5 rows cannot be padded to 4; give 1 to 4",
         ),
         (
+            lambda: pad(Batch(models.rows(5)[:0], ()), 4),
+            "a batch of 0 rows has none to be copied; leave it out",
+        ),
+        (
             lambda: padded([], 4, rows=6),
             (
                 "padded(multiple=4, rows=6): rows must be a multiple of multiple, which is at "

@@ -86,8 +86,11 @@ def stopped_after(step: int, monkeypatch: pytest.MonkeyPatch, number: int) -> No
 def test_a_run_is_stopped_goes_on_is_evaluated_and_writes(path, monkeypatch, capsys):
     whole = path.parent / "whole.toml"
     whole.write_text(path.read_text())
-    assert cli.main(["train", "--config", str(whole), "--set", "run.folder=whole"]) == 0
-    printed = capsys.readouterr().out
+    fresh = ["train", "--config", str(whole), "--set", "run.folder=whole", "--resume"]
+    assert cli.main(fresh) == 0
+    printed, said = capsys.readouterr()
+    assert "nothing to resume in " in said
+    assert "whole/checkpoints: starting with update 1\n" in said
     wanted = [json.loads(x) for x in (path.parent / "whole/log.jsonl").read_text().splitlines()]
 
     with monkeypatch.context() as patch:
