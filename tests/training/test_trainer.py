@@ -271,14 +271,14 @@ def test_an_update_that_takes_too_long_ends_the_process(monkeypatch, capfd):
     class Slow(Numbered):
         def __next__(self):
             if self.at == 2:
-                time.sleep(1.5)
+                time.sleep(1)
             return super().__next__()
 
     def evaluation():
-        time.sleep(1.5)
+        time.sleep(1)
         return [next(Numbered())]
 
-    given = {"steps": 3, "stuck_after": 0.6, "evaluation": evaluation, "eval_interval": 2}
+    given = {"steps": 3, "stuck_after": 0.5, "evaluation": evaluation}
     Trainer(make_step(plain=True), Numbered(), **given).run()
     assert not ended, capfd.readouterr().err
     Trainer(make_step(plain=True), Slow(), **given).run()
