@@ -106,6 +106,8 @@ def train(
             if not is_mean and (scale is not None or local.state.adds):
                 known = _share_known_before(local, plan)
         local = _writing(local, activations, plan, ways, training=True)
+        if known is not None and not is_mean:
+            _check_outputs_are_final(local)
         share: Any = 1.0 if known is None else known
         if scale is not None:
             share = scale.astype(real()) * share
@@ -255,6 +257,21 @@ def _share_known_before(local: LocalModel, plan: Plan) -> Any:
         return _share_of_outputs(local, plan) if local.state.adds else None
     data = tuple(axis for axis in plan.axes if axis != STAGE)
     return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+
+
+def _check_outputs_are_final(local: LocalModel) -> None:
+    """Check that a share known before the step is that of the step.
+
+    Raises:
+      ValueError: it is `_share_of_outputs`, of forward actions on state as it was, and the step
+        writes state.
+    """
+    if local.state.held is not None and local.weight_of_targets() is None:
+        raise ValueError(
+            "stages call add_loss and write declared state, and loss_fn's weight follows from "
+            "their outputs, of which a step then knows too late: let the weight follow from "
+            "targets, as the number of those that count"
+        )
 
 
 def _share_of_outputs(local: LocalModel, plan: Plan) -> Any:

@@ -110,9 +110,9 @@ def plain_step(model, x, t, hook=None, *, microbatches=M):
     return total, grads
 
 
-def make(stages, *, S=2, data=1, state=nnx.BatchStat, **options):
+def make(stages, *, S=2, data=1, state=nnx.BatchStat, loss_fn=models.squares, **options):
     mesh = collectives.make_mesh(stage=S, data=data)
-    return Pipeline(stages, M, mesh=mesh, loss_fn=models.squares, state=state, **options)
+    return Pipeline(stages, M, mesh=mesh, loss_fn=loss_fn, state=state, **options)
 
 
 def assert_state(pipe, model, kind):
@@ -407,3 +407,13 @@ def test_beside_losses_that_are_added(remat):
         np.testing.assert_array_equal(stage.counts[...], 2 * before)
     plain = make(models.build(Router, 2), state=Seen)
     assert float(loss - plain.loss(X, T)) > 1e-3
+
+    def by_outputs(y, t):
+        return ((y - t) ** 2).sum(), jnp.sum(y**2)
+
+    late = make(models.build(Balanced, 2), state=Seen, remat=remat, loss_fn=by_outputs)
+    assert refusal(late.value_and_grad, X, T) == (
+        "stages call add_loss and write declared state, and loss_fn's weight follows from their "
+        "outputs, of which a step then knows too late: let the weight follow from targets, as the "
+        "number of those that count"
+    )
