@@ -91,12 +91,8 @@ def train(
         state = rank_state(plan, model, weights, batch)
         added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
         state, activations = follow(dataclasses.replace(state, added_share=added_share))
-        local, is_mean, ends_body = _with_loss(plan, state, activations, ways)
-        if local.state.adding_embed and not (want_inputs or model.trained.embed):
-            raise ValueError(
-                "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes "
-                "back to it; train embed too, or let it add nothing"
-            )
+        reaches = want_inputs or model.trained.embed
+        local, is_mean, ends_body = _with_loss(plan, state, activations, ways, reaches=reaches)
         known: Any = None
         if normalise:
             bodies, warned = activations.bodies, plan.traces.warned
@@ -225,14 +221,19 @@ def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _with_loss(
-    plan: Plan, state: RankState, activations: Activations, ways: Sequence[Way]
+    plan: Plan,
+    state: RankState,
+    activations: Activations,
+    ways: Sequence[Way],
+    *,
+    reaches: bool = True,
 ) -> tuple[LocalModel, bool, Any]:
     """A rank's model, which knows what adds losses.
 
     Also whether its own loss is a mean, and the jaxpr of embed, head and loss.
 
     Raises:
-      ValueError: a head adds some that all ranks share.
+      ValueError: a head adds some that all ranks share, or an embed that no gradient ``reaches``.
     """
     local = make_local_model(state, activations, ways)
     is_mean, body, embed_adds, head_adds = local.loss_is_mean()
@@ -240,6 +241,11 @@ def _with_loss(
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
             "of them runs it; add the loss in the last stage, or use vocabulary='ends'"
+        )
+    if embed_adds and not reaches:
+        raise ValueError(
+            "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes back to "
+            "it; train embed too, or let it add nothing"
         )
     if embed_adds or head_adds:
         state = dataclasses.replace(state, adding_ends=True, adding_embed=embed_adds)
