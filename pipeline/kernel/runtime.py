@@ -141,8 +141,9 @@ def train(
                 strict=True,
             )
         )
-        mask = model.trained.ends
-        ends = gradients(sums.ends_grads, weights.ends, model.layout.ends, mask, plan.axes)
+        ends = gradients(
+            sums.ends_grads, weights.ends, model.layout.ends, model.trained.ends, plan.axes
+        )
         inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
         if known is not None:
             is_plain = scale is None and is_mean
