@@ -131,6 +131,11 @@ def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: 
 def _outputs_forward(
     plan: Plan, model: Model, _: Before, weights: Any, batch: Any
 ) -> tuple[Tree, Any]:
+    if "head" in plan.shared:
+        raise ValueError(
+            "outputs of a pipeline with vocabulary='stage' are differentiated, of which no rank "
+            "has a whole row; differentiate pipe.loss, or use vocabulary='ends'"
+        )
     want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))

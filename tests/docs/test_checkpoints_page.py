@@ -11,6 +11,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
+@pytest.mark.slow
 def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL

@@ -23,7 +23,7 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     )
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     with jax.numpy_dtype_promotion("standard"):  # of optax
         exec("\n".join(blocks), {})
     said = capsys.readouterr().out

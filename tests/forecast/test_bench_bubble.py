@@ -51,6 +51,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_clocks_and_nonsense() -> None:
     done = run("-c", CODE)
     assert (done.returncode, done.stderr) == (0, ERRORS)

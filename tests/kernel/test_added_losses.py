@@ -104,6 +104,7 @@ def test_a_pipeline_computes_what_the_plain_model_does(request, case):
     models.assert_matches(pipe, pipe.value_and_grad(X, T), want)
 
 
+@pytest.mark.slow
 def test_other_ways_to_a_loss_agree():
     pipe, (want, *_), added = both(alike(Adding, 2), 2, 2, 1, counted)
     _, grads = pipe.value_and_grad(X, T)

@@ -180,7 +180,7 @@ def test_keys_between_stages_that_are_not_alike():
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", [pytest.param("threefry2x32", marks=pytest.mark.slow), "rbg"])
 def test_keys_as_outputs(impl):
     """Bits of an "rbg" key depend on what is drawn beside it in a `vmap`; keys do not."""
     stages, x = models.build(Keyed, 2), keyed(impl)

@@ -98,6 +98,7 @@ def test_the_first_nan_is_in_a_later_stage_or_in_embed():
     assert refusal(lambda: embed.value_and_grad(negative(5), T)) == forward("embed", 2)
 
 
+@pytest.mark.slow
 def test_the_first_nan_is_in_a_backward_pass_on_some_data_shard():
     pipe = make(block(), Root(nnx.Rngs(1)), D=2)
     text = refusal(lambda: pipe.value_and_grad(X, T))

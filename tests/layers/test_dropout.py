@@ -90,12 +90,12 @@ SPLIT = {"schedule": "zb_h1", "remat": None}
 @pytest.mark.parametrize(
     ("sequence_parallel", "tensor", "options"),
     [
-        (True, 4, {}),
+        pytest.param(True, 4, {}, marks=pytest.mark.slow),
         pytest.param(True, 2, SPLIT, marks=pytest.mark.slow),
         pytest.param(
             True, 2, {"bubbles": "masked"}, marks=[pytest.mark.slow, pytest.mark.exhaustive]
         ),
-        pytest.param(False, 4, {}, marks=pytest.mark.slow),
+        pytest.param(False, 4, {}, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(False, 2, SPLIT, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

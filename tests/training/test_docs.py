@@ -21,6 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_page_runs_as_printed(capsys):
     names: dict[str, Any] = {}

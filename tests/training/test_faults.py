@@ -61,7 +61,7 @@ def killed(folder: Path, steps: int, every: int, kills: int, seed: int) -> tuple
 @pytest.mark.parametrize(
     ("steps", "every", "kills"),
     [
-        (20, 4, 1),
+        pytest.param(20, 4, 1, marks=pytest.mark.slow),
         pytest.param(300, 10, 20, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

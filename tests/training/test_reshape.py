@@ -41,7 +41,7 @@ THEN: dict[str, tuple[str, Make]] = {
     ),
     "tied, plain": ("tied", lambda seed: plain_of([1] * 16, seed=seed, tied=True)),
 }
-FAST = "S=2, data=4", "unlike", "tied, vocabulary"
+FAST = "S=2, data=4", "tied, vocabulary"
 
 
 @pytest.fixture(scope="module")

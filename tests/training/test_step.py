@@ -120,8 +120,7 @@ def test_parts_are_the_whole():
     for n in range(2):
         loss, grads = apart.fwd_bwd(*batch(n))
         found, wanted = apart.update(grads, loss=loss), whole(*batch(n))
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
     for ema in (False, True):
         a, b = (float(step.eval_step(*batch(9), ema=ema)) for step in pair)
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -26,8 +26,8 @@ N, P, NEW, LAYERS = 3, 6, 10, 5
 PROMPTS = np.random.default_rng(0).integers(0, tiny.WORDS, (N, P))
 LENGTHS = np.array([6, 4, 5])
 GRID = list(itertools.product(tiny.CONFIGS, (1, 2, 4)))
-FAST = [("llama", 2), ("gpt2", 1)]
-SLOW = [("mistral", 1), ("gemma2", 2), ("gemma3_text", 4)]
+FAST = [("llama", 2)]
+SLOW = [("gpt2", 1), ("mistral", 1), ("gemma2", 2), ("gemma3_text", 4)]
 
 
 def cases():
