@@ -98,6 +98,7 @@ def test_what_makes_no_sense_ends_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_page_says_what_the_command_prints() -> None:
     done = run("-m", "bench.scaling")
     assert done.returncode == 0, done.stderr

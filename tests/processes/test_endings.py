@@ -166,7 +166,8 @@ def test_others_end(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", pytest.param("return", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["exit", "return"])
 def test_a_program_that_is_done_too_early(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, err = launched(monkeypatch, "early", 1, how)
     assert code == 1

@@ -109,7 +109,7 @@ def test_two_hosts_give_the_losses_of_one_bit_by_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_host_that_is_cut_off_is_missed(
     lost: int, hosts: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -62,7 +62,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
+@pytest.mark.parametrize(
+    "processes", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (4, 8))]
+)
 def test_any_number_of_processes_gives_the_losses_of_one(
     processes: int, one_process: list[float], tmp_path: Path
 ) -> None:
@@ -209,7 +211,7 @@ def test_a_killed_process_ends_all_others_and_is_named(victim: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_an_exception_ends_all_others_and_is_shown(culprit: int) -> None:
     code, err = launch(3, 1, "end", culprit, "fail")
     assert code == 1

@@ -156,7 +156,7 @@ X = "batch['x'] is float32[24, 4] (processes 0-1), "
     ("what", "call", "text"),
     [
         ("dtype", 1, f"{X}float16[24, 4] (process 2)"),
-        pytest.param("late", 6, f"{X}float16[24, 4] (process 2)"),
+        pytest.param("late", 6, f"{X}float16[24, 4] (process 2)", marks=pytest.mark.exhaustive),
         pytest.param(
             "rows",
             1,
