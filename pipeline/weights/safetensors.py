@@ -2,6 +2,9 @@
 
 Read by ranges of each array's dims, with no more in memory than was asked for, and written array by
 array. What a file says of itself is checked against its size before anything is read of it.
+
+The package of that name writes a file only of arrays that are all in memory, and of a damaged file
+says less than which tensor is wrong; so both ways stand here. Tests read with it what is written.
 """
 
 from __future__ import annotations
