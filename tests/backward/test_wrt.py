@@ -307,8 +307,11 @@ def alone(wrt, *, again: bool):
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("1f1b", None), ("1f1b", "stage"), ("zb_h1", None), ("zb_h1", "stage"))
+        pytest.param("zb_h1", None, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            for case in (("1f1b", None), ("1f1b", "stage"), ("zb_h1", "stage"))
+        ),
     ],
 )
 def test_adapters_cost_what_they_cost_alone(schedule, remat):

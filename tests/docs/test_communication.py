@@ -36,6 +36,7 @@ M, ROWS, LENGTH, WORDS = 4, 2, 8, 64
 DATA_AXES = ("data",), ("data", "stage"), ("stage",)
 TENSOR_AXES = ("data", "tensor"), ("data", "stage", "tensor"), ("tensor",), ("stage", "tensor")
 slow = pytest.mark.slow
+RARE = [slow, pytest.mark.exhaustive]
 
 
 def table(title: str) -> dict[str, list[str]]:
@@ -233,7 +234,7 @@ def name(case: Any) -> str:
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in CASES]
-    + [pytest.param(c, id=name(c), marks=slow) for c in LONG],
+    + [pytest.param(c, id=name(c), marks=slow if n % 2 else RARE) for n, c in enumerate(LONG)],
 )
 def test_bytes_sent_in_a_step(case):
     """The page, the traced step and the compiled one say the same."""

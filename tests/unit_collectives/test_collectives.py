@@ -117,7 +117,7 @@ def partial_permutations(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(partial_permutations())
 def test_exchange_along_any_partial_permutation_of_eight_ranks(
     edges: list[tuple[int, int]],
