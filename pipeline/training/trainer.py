@@ -281,6 +281,9 @@ class Trainer:
 
     def _next(self, before: _Running | None) -> _Running:
         """Start an update; read the one before it meanwhile."""
+        if before is not None and _is_ready(before.metrics.loss):
+            self._read(before)  # so that its seconds are not those of the next one
+            before = None
         waited, tokens, metrics = 0.0, 0, None
         while metrics is None:
             start = time.perf_counter()

@@ -174,6 +174,23 @@ def test_a_run_tells_evaluates_and_saves():
         assert one["memory"] > 10**6
 
 
+def test_seconds_are_those_of_the_step_that_took_them(monkeypatch):
+    """Also where a call returns when its program has ended, and the next one is not yet there."""
+    call = Step.__call__
+
+    def slow(self, *batch, **options):
+        time.sleep(0.05)
+        return jax.block_until_ready(call(self, *batch, **options))
+
+    monkeypatch.setattr(Step, "__call__", slow)
+    told = Told()
+    given = {"steps": 6, "evaluation": [next(Numbered())], "eval_interval": 3}
+    Trainer(make_step(plain=True), Numbered(), recorders=[told], **given).run()
+    taken = [one["seconds"]["step"] for one in told.records if "loss" in one]
+    assert len(taken) == 6
+    assert min(taken) >= 0.05
+
+
 def test_a_run_goes_on_as_if_it_had_not_ended():
     """With dropout, a mean, a scale, and calls that one update takes together."""
     options = {"ema": 0.9, "loss_scale": DynamicScale(interval=2), "accumulate": 2}
