@@ -20,7 +20,7 @@ from pipeline import Pipeline, make_optimizer
 from pipeline.training.step import DynamicScale, Step
 from pipeline.training.trainer import means
 from tests.support import models
-from tests.support.models import Block, Readout
+from tests.support.models import Block, Noisy, Readout
 from tests.support.tensor_stages import Parallel
 from tests.training.plain import (
     Chain,
@@ -95,6 +95,26 @@ def test_twenty_steps_are_those_of_the_plain_model(rule, kind, sizes, options, c
     assert_layers(pipe, step.ema, mean)
     assert int(metrics.updates) == STEPS
     assert int(metrics.skipped) == 0
+
+
+@slow
+def test_twenty_steps_of_dropout_do_not_depend_on_ranks():
+    """On one rank all stages follow each other, microbatch by microbatch: the plain model's way."""
+    found = []
+    for sizes, options in (
+        ({"stage": 1}, {"remat": None}),
+        ({"stage": 4}, {"schedule": "zb_h1"}),
+        ({"stage": 2}, {"schedule": "zb_v", "remat": None}),
+    ):
+        pipe = pipeline(Noisy, sizes, **options)
+        step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-2)), clip=1.0)
+        losses = [float(step(*batch(n)).loss) for n in range(STEPS)]
+        found.append((losses, pipe.to_layers(nnx.state(pipe, nnx.Param))))
+    (losses, weights), *others = found
+    assert len(set(losses)) == STEPS
+    for other_losses, other_weights in others:
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
+        assert models.distance(other_weights, weights) < 1e-5
 
 
 def test_the_same_class_trains_a_module_that_has_only_a_loss():
