@@ -30,6 +30,7 @@ from pipeline.rank.held import Held
 from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
 from pipeline.sharding import meshes
+from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]
 MOST_AT_ONCE = 256  # tokens of a prompt in one call, for scores are as many times all positions
@@ -82,7 +83,9 @@ def generate(
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
     _check_pipe(pipe)
-    if not _is_loop(pipe.plan):
+    schedule = pipe.plan.schedule
+    # Messages travel in a ring.
+    if schedule.placement != loop_placement(schedule.num_stages, schedule.num_ranks):
         pipe = pipe.replace(schedule=None, pattern=None)  # the default is one
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
@@ -251,12 +254,6 @@ def _check_pipe(pipe: Any) -> None:
             f"generate() runs on meshes of 'stage' and 'data', and this one has "
             f"{', '.join(map(repr, others))}; use pipe.replace(mesh=...) with one of those axes"
         )
-
-
-def _is_loop(plan: Plan) -> bool:
-    """Whether stage k is on rank k % S, as messages in a ring need it."""
-    S = plan.schedule.num_ranks
-    return all(rank == k % S for k, rank in enumerate(plan.schedule.placement))
 
 
 def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
