@@ -81,7 +81,7 @@ class Forward:
         if not self.model.has_embed:
             return self.state.varied(self._computed(inputs))
         own = self.state.embeds_own
-        found = self._ends(weights, microbatch, embedded, inputs, own, now=now)
+        found, _ = self._ends_and_state(weights, microbatch, embedded, inputs, own, now=now)
         return self.state.varied(self._computed(found))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
@@ -152,12 +152,13 @@ class Forward:
         if not self.model.has_head:
             return y
         own = own_axes(y, self.axes)
-        return vary(self._ends(weights, microbatch, headed, y, own), self.axes)
+        found, _ = self._ends_and_state(weights, microbatch, headed, y, own)
+        return vary(found, self.axes)
 
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
         """What a head that all ranks share makes its logits of."""
         own = own_axes(y, self.axes)
-        found = self._ends(weights, microbatch, featured, y, own)
+        found, _ = self._ends_and_state(weights, microbatch, featured, y, own)
         return cast("jax.Array", vary(found, self.axes))
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves]:
@@ -186,7 +187,7 @@ class Forward:
 
         def call(outputs: Tree, targets: Tree) -> Any:
             own = own_axes(outputs, self.axes)
-            return self._ends(weights, microbatch, lost, (outputs, targets), own)
+            return self._ends_and_state(weights, microbatch, lost, (outputs, targets), own)[0]
 
         return call
 
@@ -265,18 +266,6 @@ class Forward:
         number = jnp.asarray(numbers)[jax.lax.axis_index(STAGE), chunk]
         return [(number, jnp.asarray(microbatch, jnp.int32))]
 
-    def _ends(
-        self,
-        weights: Leaves,
-        microbatch: Any,
-        method: Any,
-        given: Tree,
-        own: tuple[str, ...],
-        *,
-        now: bool = True,
-    ) -> Tree:
-        return self._ends_and_state(weights, microbatch, method, given, own, now=now)[0]
-
     def _ends_and_state(
         self,
         weights: Leaves,
@@ -285,7 +274,7 @@ class Forward:
         given: Tree,
         own: tuple[str, ...],
         *,
-        now: bool,
+        now: bool = True,
         paths: Sequence[Any] = (),
         values: list[Leaves] | None = None,
     ) -> tuple[Tree, list[Leaves]]:
@@ -310,7 +299,7 @@ class Forward:
     ) -> tuple[Tree, list[Leaves]]:
         """What the user sees of an output, and the ends' state behind it."""
         own, paths = own_axes(y, self.axes), self.ends_paths
-        return self._ends_and_state(weights, microbatch, headed, y, own, now=True, paths=paths)
+        return self._ends_and_state(weights, microbatch, headed, y, own, paths=paths)
 
     @property
     def ends_paths(self) -> list[Any]:
@@ -323,7 +312,7 @@ class Forward:
         """The input of stage 0, and the ends' state behind it."""
         own, paths = self.state.embeds_own, self.ends_paths
         given = weights, microbatch, embedded, inputs, own
-        return self._ends_and_state(*given, now=True, paths=paths, values=values)
+        return self._ends_and_state(*given, paths=paths, values=values)
 
     def loss_and_state(
         self, weights: Leaves, y: Tree, microbatch: Any, values: list[Leaves] | None = None
@@ -333,11 +322,11 @@ class Forward:
         found, outputs, after = None, y, values
         if self.model.has_head:
             given = weights, microbatch, headed, y, own
-            outputs, after = self._ends_and_state(*given, now=True, paths=paths, values=after)
+            outputs, after = self._ends_and_state(*given, paths=paths, values=after)
         if isinstance(self.model.loss_fn, LossModule):
             pair, own = (outputs, at(self.batch.targets, microbatch)), own_axes(outputs, self.axes)
             found, after = self._ends_and_state(
-                weights, microbatch, lost, pair, own, now=True, paths=paths, values=after
+                weights, microbatch, lost, pair, own, paths=paths, values=after
             )
         if after is None:
             after = [jax.tree.leaves(v) for v in self._ends_values()]
