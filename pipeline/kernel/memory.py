@@ -132,7 +132,7 @@ class Memory:
 def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
     """What a step adds up, whatever runs it."""
     axes, model = local.axes, local.model
-    measured = list(map(zeros, local.metrics()[0])) if step.take_loss else []
+    measured = list(map(zeros, local.metrics[0])) if step.take_loss else []
     loss = Total([jnp.zeros(()), jnp.zeros(()), *measured], axes)
 
     def sums(weights: Leaves, mask: Mask) -> Total:

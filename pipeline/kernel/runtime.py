@@ -209,7 +209,7 @@ def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) ->
 
 def _with_metrics(local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves) -> Any:
     """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
-    _, metrics = local.metrics()
+    _, metrics = local.metrics
     return value if metrics is None else (value, metrics.of(measured, weight))
 
 

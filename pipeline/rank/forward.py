@@ -7,6 +7,7 @@ differentiated: `pipeline.rank.local_model` has the ways back.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -55,7 +56,6 @@ class Forward:
         self.home, self.num_chunks = seat.chunk, state.num_chunks
         self.activation, self.output, self.adds = x, y, adds
         self.ends_weights = state.ends
-        self._metrics: Metrics | None = None
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
         self.fixed: Sequence[Tree]
@@ -163,22 +163,33 @@ class Forward:
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves]:
         """The sum of one microbatch's loss, a float32 scalar; its weight, and sums for metrics."""
+        return self._loss_and_metrics(weights, y, microbatch)[0]
+
+    def _loss_and_metrics(
+        self, weights: Leaves, y: Tree, microbatch: Any
+    ) -> tuple[tuple[jax.Array, Leaves], Metrics | None]:
+        """As `loss`, and how metrics are made of the sums."""
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
         loss_fn = self.loss_fn(weights, microbatch)
         taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
         found = taken.total, [taken.weight, *taken.sums]
-        self._metrics = taken.metrics
         found = same_over_others("loss_fn", vary(found, self.axes), self.axes)
-        return cast("tuple[jax.Array, Leaves]", found)
+        return cast("tuple[jax.Array, Leaves]", found), taken.metrics
 
+    @functools.cached_property
     def metrics(self) -> tuple[Leaves, Metrics | None]:
         """The types of the sums that metrics are made of, and how; found by a trace."""
         if not self.model.has_aux:
             return [], None
-        y = blank(self.output, self.axes)
-        _, (_, *sums) = jax.eval_shape(lambda: self.loss(self.ends_weights, y, 0))
-        return sums, self._metrics
+        y, found = blank(self.output, self.axes), list[Metrics | None]()
+
+        def measured() -> Leaves:
+            (_, (_, *sums)), metrics = self._loss_and_metrics(self.ends_weights, y, 0)
+            found.append(metrics)
+            return sums
+
+        return jax.eval_shape(measured), found[0]
 
     def loss_fn(self, weights: Leaves, microbatch: Any) -> LossFn:
         """What makes a loss of one microbatch's outputs and targets."""
