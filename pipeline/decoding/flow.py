@@ -206,12 +206,10 @@ class Flow:
         if v == 0 and 0 in kind.ranks and self.shared.embed < 0:
             embed = functools.partial(self._embed, lane, microbatch, step)
             x = at_most_once(self.rank == 0, embed, x)
-        arguments = local.stage_arguments(v, microbatch, now=True)
+        y = local.forward_stage(*local.stage_arguments(v, microbatch, now=True), x)
         if local.writes:
-            y, after = local.stage_and_own_state(*arguments, x)
+            y, after = y
             local.keep(v, microbatch, after)
-        else:
-            y = local.stage(*arguments, x)
         is_last = v == local.num_chunks - 1 and self.num_ranks - 1 in kind.ranks
         if is_last and self.shared.head < 0:
             choose = functools.partial(self._choose, y, microbatch, step)

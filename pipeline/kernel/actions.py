@@ -98,12 +98,11 @@ class Actions:
             return self.no_message()
         x = self.operand(op, row, now=True)
         arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
-        stage = local.stage_and_own_state if local.writes else local.stage
         if self.counts and local.adds:
-            y, added = local.stage_counted(stage, *arguments)
+            y, added = local.stage_counted(local.forward_stage, *arguments)
             self.memory.added.add([added])
         elif self.memory.residuals is None:
-            y = stage(*arguments)
+            y = local.forward_stage(*arguments)
         else:
             y, self.memory.stashes[row["stash"]] = self.memory.residuals.forward(*arguments)
         if local.writes:

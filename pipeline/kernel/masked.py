@@ -106,12 +106,11 @@ def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     local, microbatch = actions.local, row["microbatch"]
     arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
-    stage = local.stage_and_own_state if local.writes else local.stage
     if actions.counts and local.adds:
-        y, added = local.stage_counted(stage, *arguments)
+        y, added = local.stage_counted(local.forward_stage, *arguments)
         _add(actions.memory.added, facts.forward, [added])
     elif actions.memory.residuals is None:
-        y = stage(*arguments)
+        y = local.forward_stage(*arguments)
     else:
         y, stash = actions.memory.residuals.forward(*arguments)
         trash = actions.memory.stashes.places - 1

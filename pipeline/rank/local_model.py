@@ -153,9 +153,12 @@ class LocalModel(Forward):
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
         options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
-        if self.writes:
-            return Residuals(self.stage_and_own_state, *arguments, updates=True, **options)
-        return Residuals(self.stage, *arguments, **options)
+        return Residuals(self.forward_stage, *arguments, updates=self.writes, **options)
+
+    @property
+    def forward_stage(self) -> Any:
+        """What a forward calls: a stage, with the state behind it where it writes any."""
+        return self.stage_and_own_state if self.writes else self.stage
 
     def stage_and_own_state(
         self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
