@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from collectives import DATA, STAGE, vary
+from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
 from pipeline.decoding.caches import make_decoder, start_decoding, takes_many
 from pipeline.decoding.flow import Choice, Flow, Kind, Rows
@@ -280,7 +281,7 @@ def _check_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
 
 def _check_numbers(**given: Any) -> None:
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        if not is_whole(value, 1, numpy=True):
             raise ValueError(f"{name}={value!r}: must be an integer >= 1")
 
 

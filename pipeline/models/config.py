@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pipeline.base.arguments import is_whole
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
 from pipeline.layers.attention import check_groups
 
@@ -98,7 +99,7 @@ class DecoderConfig:
         wrong = [
             f"{name}={getattr(self, name)!r} must be an integer >= 1"
             for name in sizes
-            if not _is_size(getattr(self, name))
+            if not is_whole(getattr(self, name), 1)
         ]
         if wrong:
             raise ValueError("DecoderConfig: " + "; ".join(wrong))
@@ -116,11 +117,11 @@ class DecoderConfig:
         wrong += [
             f"windows[{n}]={window!r} must be an integer >= 1, or None"
             for n, window in enumerate(self.windows)
-            if window is not None and not _is_size(window)
+            if window is not None and not is_whole(window, 1)
         ]
         if self.rope is not None and self.head_dim % 2:
             wrong.append(f"head_dim={self.head_dim} is odd: rotary positions turn pairs")
-        if self.rope is None and not _is_size(self.positions):
+        if self.rope is None and not is_whole(self.positions, 1):
             wrong.append(f"positions={self.positions!r} must be an integer >= 1: there is no rope")
         if wrong:
             raise ValueError("DecoderConfig: " + "; ".join(wrong))
@@ -148,7 +149,3 @@ def as_float(name: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={name!r} must be a float type, such as 'bfloat16' or 'float32'")
     return dtype
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.compat import find_cluster
+from pipeline.base.arguments import is_whole
 
 # What `pipeline.processes.launch` sets, and what anybody else may set by hand.
 COORDINATOR = "SHARDPIPE_COORDINATOR"
@@ -146,7 +147,7 @@ def _check(known: Mapping[str, Any]) -> None:
         )
     coordinator, count, index = known.values()
     for name, value, least in (("num_processes", count, 1), ("process_id", index, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise ValueError(f"{name}={value!r}: must be an integer >= {least}")
     if index >= count:
         raise ValueError(

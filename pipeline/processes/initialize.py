@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from pipeline.base.arguments import is_number
 from pipeline.processes import service
 from pipeline.processes.agreement import agree, fields_of, text_of_processes
 from pipeline.processes.cluster import Cluster, find
@@ -169,7 +170,6 @@ def _say(text: str) -> None:
 
 def _check_seconds(**given: float) -> None:
     for name, value in given.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not value >= 0 or (name == "heartbeat" and not value):
+        if not is_number(value) or not value >= 0 or (name == "heartbeat" and not value):
             rule = "seconds > 0, or math.inf for ever" if name == "heartbeat" else "seconds >= 0"
             raise ValueError(f"{name}={value!r}: must be a number of {rule}")

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
 from pipeline.layerwise.leaves import Leaf, replicated
 from pipeline.pipeline import Pipeline
@@ -66,7 +67,7 @@ class Checkpoints:
         *,
         read_only: bool = False,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        if not is_whole(keep, 1):
             raise ValueError(f"keep={keep!r}: must be an integer >= 1, how many checkpoints remain")
         if best not in (None, "min", "max"):
             raise ValueError(

@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
+from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
 from pipeline.layerwise.leaves import (
     Leaf,
@@ -194,7 +194,7 @@ def describe(
     Raises:
       ValueError: what cannot be written.
     """
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+    if not is_whole(step, 0, numpy=True):
         raise ValueError(f"step={step!r}: must be an integer >= 0, the steps that were done")
     position = None if data is None else _position(data)
     return {

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from collectives import STAGE
+from pipeline.base.arguments import is_number
 from pipeline.processes import service
 from pipeline.processes.agreement import numbers
 
@@ -195,8 +196,7 @@ class Watchdog:
     def __init__(
         self, seconds: float, mesh: Any = None, *, end: Callable[[int], Any] | None = None
     ) -> None:
-        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not number or not 0 < seconds < math.inf:
+        if not is_number(seconds) or not 0 < seconds < math.inf:
             raise ValueError(
                 f"seconds={seconds!r}: must be a number > 0, how long a step may take before it "
                 f"counts as stuck"

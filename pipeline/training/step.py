@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pipeline.base.arguments import is_whole
 from pipeline.base.placeholders import Placeholder
 from pipeline.base.tree import shape_text
 
@@ -653,7 +654,7 @@ def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> 
         raise ValueError(f"clip={clip!r}: must be a finite number > 0, or None to clip nothing")
     if ema is not None and not 0 < ema < 1:
         raise ValueError(f"ema={ema!r}: must be a decay between 0 and 1, or None for no mean")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if not is_whole(accumulate, 1):
         raise ValueError(f"accumulate={accumulate!r}: must be a whole number >= 1")
     if isinstance(loss_scale, DynamicScale) or loss_scale is None:
         return

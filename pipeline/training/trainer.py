@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 import jax
 from flax import nnx
 
+from pipeline.base.arguments import is_whole
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
@@ -128,7 +129,7 @@ class Trainer:
             ("checkpoint_interval", checkpoint_interval, 0),
             ("stop_after", stop_after, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value, least):
                 raise ValueError(f"{name}={value!r}: must be a whole number >= {least}")
         if stuck_after is not None and not 0 < stuck_after < math.inf:
             raise ValueError(
