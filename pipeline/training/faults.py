@@ -27,7 +27,7 @@ import numpy as np
 from collectives import STAGE
 from pipeline.base.arguments import is_number
 from pipeline.processes import service
-from pipeline.processes.agreement import numbers
+from pipeline.processes.agreement import numbers, text_of_processes
 
 LOOK = 0.3  # seconds between two looks whether somebody is to stop
 ANSWER = 60.0  # seconds that processes wait for each other's word
@@ -117,9 +117,9 @@ class Stop:
         count = jax.process_count()
         said = service.hear(f"{self._topic}/begun", count, ANSWER)
         if len(said) < count:
-            missing = numbers([p for p in range(count) if p not in said])
+            missing = text_of_processes([p for p in range(count) if p not in said])
             self._failure = TimeoutError(
-                f"process {jax.process_index()} of {count} is to stop and heard nothing of process "
+                f"process {jax.process_index()} of {count} is to stop and heard nothing of "
                 f"{missing} within {ANSWER:g} s; stop_on_signals() belongs around the loop of "
                 f"every process, and stop.requested(step) before each of its steps"
             )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from pipeline.processes import service
+from pipeline.processes.agreement import text_of_processes
 
 TIMEOUT = 600.0  # seconds that processes wait for each other
 
@@ -42,8 +43,9 @@ def _heard(topic: str, who: list[int], timeout: float) -> list[Any]:
     said = service.hear(topic, len(who), timeout)
     if missing := [process for process in who if process not in said]:
         raise TimeoutError(
-            f"process {jax.process_index()} of {jax.process_count()} heard nothing of process "
-            f"{', '.join(map(str, missing))} on {topic!r} within {timeout:g} s; see in its output "
-            f"whether it ended, and that all processes save and restore at the same steps"
+            f"process {jax.process_index()} of {jax.process_count()} heard nothing of "
+            f"{text_of_processes(missing)} on {topic!r} within {timeout:g} s; see in what "
+            f"they wrote whether they ended, and that all processes save and restore at the same "
+            f"steps"
         )
     return [json.loads(said[process]) for process in who]

@@ -25,7 +25,9 @@ from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.training import manifest
 from pipeline.training.checkpoints import MARK, CheckpointError, Checkpoints
+from pipeline.training.together import everyone, from_first
 from tests.support.models import WIDTH, Block, Noisy
+from tests.support.store import Store
 
 TX = optax.adam(1e-2)
 
@@ -571,4 +573,21 @@ def test_a_later_release_is_named(copy: Path) -> None:
         rf"{folder}/manifest.json has the format 2, and this shardpipe reads up to 1; install the "
         rf"one that wrote it: \{{'jax': ",
         str(error.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tell", "own", "silent"), [(everyone, 0, "processes 1-3"), (from_first, 1, "process 0")]
+)
+def test_processes_that_say_nothing_are_named(
+    monkeypatch: pytest.MonkeyPatch, tell: Any, own: int, silent: str
+) -> None:
+    Store(monkeypatch)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: own)
+    with pytest.raises(TimeoutError) as error:
+        tell("save", 1, timeout=0.05)
+    assert str(error.value) == (
+        f"process {own} of 4 heard nothing of {silent} on 'save' within 0.05 s; see in what they "
+        f"wrote whether they ended, and that all processes save and restore at the same steps"
     )
