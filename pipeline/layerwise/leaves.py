@@ -409,13 +409,18 @@ def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, Cell]) -> Iterat
             yield Leaf((*prefix, *end.path), cell, end.shape)
 
 
+def _stored_shapes(view: LayerView) -> dict[Path, tuple[int, ...]]:
+    """The shape of every array of parameters, by where it lies in a pipeline."""
+    stacks = {stack.path: (view.ranks, *stack.row) for stack in view.stacks}
+    return stacks | {("ends", *end.path): end.stored for end in view.ends}
+
+
 def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[Leaf]:
     """The leaves of a tree that is shaped like a pipeline's parameters, in layer order."""
     view, cells = layer_view(pipe), _tree_cells(tree, put)
-    known = {s.path: (view.ranks, *s.row) for s in view.stacks}
-    known |= {("ends", *end.path): end.stored for end in view.ends}
+    shapes = _stored_shapes(view)
     for path, cell in cells.items():
-        if cell.value.shape != known.get(path):
+        if cell.value.shape != shapes.get(path):
             raise ValueError(
                 f"a tree shaped like the parameters has {'.'.join(map(str, path))} with the shape "
                 f"{cell.value.shape}, which no parameter of the pipeline has at this place; give "
@@ -473,8 +478,7 @@ def _unplanned(view: LayerView, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
             yield Leaf(path, cell, cell.value.shape)
         else:
             of_part.setdefault(path[:cut], {})[path[cut:]] = cell
-    shapes = {s.path: (view.ranks, *s.row) for s in view.stacks}
-    shapes |= {("ends", *end.path): end.stored for end in view.ends}
+    shapes = _stored_shapes(view)
     for prefix, part in of_part.items():
         for path, cell in part.items():
             if cell.value.shape != shapes.get(path):
