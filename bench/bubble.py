@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
-import platform
 import statistics
 import sys
 import textwrap
@@ -33,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import step
-from bench.measure import Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, in_turns, seconds, table
 from bench.pinned import Pinned
-from bench.waiting import FORWARD, Halves, elsewhere
+from bench.waiting import FORWARD, Halves, elsewhere, is_elsewhere, machine, show
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -62,10 +60,6 @@ BY_FORMULA = ("gpipe", "1f1b", "eager_1f1b")
 NOISE = 0.05  # of a measurement, where its own spread is less
 ROUNDED = 1e-9
 WIDTH = 64  # of stages that wait
-
-
-class NonsenseError(RuntimeError):
-    """A number that cannot be right."""
 
 
 @dataclass(frozen=True)
@@ -174,26 +168,28 @@ def see_that_they_make_sense(points: Iterable[Point]) -> None:
     """See that efficiencies are possible, and in the order that follows from what they count.
 
     Raises:
-      NonsenseError: they are not.
+      ContradictionError: they are not.
     """
     for point in points:
         at = f"{point.name}, S={point.ranks}, M={point.microbatches}"
         shown = {"formula": point.formula, "event": point.event, "lockstep": point.lockstep}
         for name, value in shown.items():
             if not 0 < value <= 1 + ROUNDED:
-                raise NonsenseError(f"{at}: efficiency {value:.4f} ({name}) is not within 0 and 1")
+                raise ContradictionError(
+                    f"{at}: efficiency {value:.4f} ({name}) is not within 0 and 1"
+                )
         if point.lockstep > point.event + ROUNDED:
-            raise NonsenseError(
+            raise ContradictionError(
                 f"{at}: lockstep {point.lockstep:.4f} is above the event clock's "
                 f"{point.event:.4f}, in which ranks wait for less"
             )
         if point.family in BY_FORMULA and abs(point.event - point.formula) > ROUNDED:
-            raise NonsenseError(
+            raise ContradictionError(
                 f"{at}: the event clock says {point.event:.4f}, and M / (M + S - 1) is "
                 f"{point.formula:.4f}"
             )
         if point.measured is not None and point.measured > point.event * (1 + point.noise):
-            raise NonsenseError(
+            raise ContradictionError(
                 f"{at}: measured {point.measured:.3f}, better than the event clock's "
                 f"{point.event:.3f} by more than the noise of {point.noise:.0%}: the step does not "
                 f"do all of its work, or the machine is not quiet; see bench.step, or give more "
@@ -363,9 +359,7 @@ def with_steps(points: Sequence[Point], cores: int, options: argparse.Namespace)
 def main() -> None:
     """Print conclusion and tables."""
     options = parsed()
-    if options.waiting:
-        given = [Point(**one) for one in json.load(sys.stdin)]
-        print(json.dumps([asdict(one) for one in measure_waiting(given, options.waiting)]))
+    if is_elsewhere(options, Point, measure_waiting):
         return
     points = [
         point
@@ -380,27 +374,19 @@ def main() -> None:
     points = with_steps(points, cores, options)
     try:
         see_that_they_make_sense(points)
-    except NonsenseError as error:
+    except ContradictionError as error:
         sys.exit(f"nonsense: {error}")
     said = conclusion(points, partners=options.partners)
     where = (
-        f"jax {jax.__version__}, {platform.machine()}, {cores} cores; measured: GPT blocks as in "
-        f"bench.step, or waits of {1e3 * FORWARD:.0f} ms a rank for F, I and W; remat=None, "
-        f"medians of {options.rounds} interleaved runs"
+        f"{machine(cores)}; measured: GPT blocks as in bench.step, or waits of "
+        f"{1e3 * FORWARD:.0f} ms a rank for F, I and W; remat=None, medians of {options.rounds} "
+        f"interleaved runs"
     )
     if any(one.measured is not None for one in points) and others > cores / 2:
         said += f"\nOthers were at work (load {others:.1f} on {cores} cores): measure again."
     if options.plot:
         plot(points, options.plot, title=said)
-    if options.json:
-        found = {
-            "conclusion": said.splitlines(),
-            "where": where,
-            "points": [asdict(one) for one in points],
-        }
-        print(json.dumps(found, indent=2))
-        return
-    print(said, where, "", tables(points), sep="\n")
+    show(options, said, where, ("points", list(map(asdict, points))), tables(points))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,8 @@ as quick afterwards as it was. Letters: S ranks, K stages, V = K / S chunks, M m
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -28,7 +25,7 @@ from typing import Any
 from bench import waiting
 from bench.cases import Layers, mean_square
 from bench.clock import predict
-from bench.measure import Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, in_turns, seconds, table
 from bench.pinned import Builders, Pinned, call
 
 import jax  # isort: skip
@@ -48,10 +45,6 @@ SAME = 1e-4  # of losses, relative
 ROWS, CONTEXT, WIDTH, LAYERS, HEADS = 4, 96, 256, 4, 4
 MLP_ROWS, MLP_WIDTH = 128, 512
 WAIT = 0.006  # seconds of F, I and W of a stage that waits
-
-
-class ContradictionError(RuntimeError):
-    """Numbers that cannot all be right."""
 
 
 @dataclass(frozen=True)
@@ -382,16 +375,9 @@ def tables(steps: Sequence[Step]) -> str:
 
 def main() -> None:
     """Print conclusion and table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fidelity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns ({ROUNDS})")
+    parser = waiting.parser_of("bench.fidelity", __doc__, ROUNDS)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--few", type=int, help="no more than so many steps of each model")
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
-    parser.add_argument("--waiting", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     start = time.perf_counter()
     some = [config for config in configs() if config.model in options.models]
@@ -400,9 +386,7 @@ def main() -> None:
         for config in own[options.few :] if options.few else []:
             some.remove(config)
     try:
-        if options.waiting:
-            given = [Config(**one) for one in json.load(sys.stdin)]
-            print(json.dumps([asdict(one) for one in run(given, options.waiting)]))
+        if waiting.is_elsewhere(options, Config, run):
             return
         here = [config for config in some if config.model not in WAITING]
         there = [config for config in some if config.model in WAITING]
@@ -415,14 +399,11 @@ def main() -> None:
         sys.exit(f"no comparison: {error}")
     said = conclusion(steps)
     where = (
-        f"jax {jax.__version__}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, one a "
-        f"rank; medians of {options.rounds} turns; {time.perf_counter() - start:.0f} s in all"
+        f"{waiting.machine(len(os.sched_getaffinity(0)))}, one a rank; medians of "
+        f"{options.rounds} turns; {time.perf_counter() - start:.0f} s in all"
     )
-    if options.json:
-        found = [asdict(step) | {"error": step.error} for step in steps]
-        print(json.dumps({"conclusion": said.splitlines(), "where": where, "steps": found}))
-        return
-    print(said, where, "", tables(steps), sep="\n")
+    found = [asdict(step) | {"error": step.error} for step in steps]
+    waiting.show(options, said, where, ("steps", found), tables(steps))
 
 
 if __name__ == "__main__":

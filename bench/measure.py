@@ -12,6 +12,10 @@ Variant = Callable[[], Any]  # runs the thing, returns its results
 Timer = Callable[[], float]  # runs the thing, returns seconds
 
 
+class ContradictionError(RuntimeError):
+    """Numbers that cannot all be right."""
+
+
 def seconds(variant: Variant) -> float:
     """One run, until its results are there."""
     import jax  # noqa: PLC0415  (not before `bench.pinned` has chosen a core)

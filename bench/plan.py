@@ -15,11 +15,8 @@ chunks, M microbatches.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -29,9 +26,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.cases import Layers, mean_square
-from bench.measure import Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, in_turns, seconds, table
 from bench.pinned import call
-from bench.waiting import elsewhere, waited
+from bench.waiting import elsewhere, is_elsewhere, machine, parser_of, show, waited
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -61,10 +58,6 @@ SAME = 1e-4  # of losses, relative
 WAIT = 0.002  # seconds that a block waits for a sequence, in F, I and W each
 FREE = 1e15  # bytes a second of what is not measured: updates
 HEADS = 4
-
-
-class ContradictionError(RuntimeError):
-    """Numbers that cannot all be right."""
 
 
 class Patient(nnx.Module):
@@ -416,24 +409,15 @@ def tables(answers: Iterable[Answer]) -> str:
 
 def main() -> None:
     """Print conclusion and table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns ({ROUNDS})")
+    parser = parser_of("bench.plan", __doc__, ROUNDS)
     parser.add_argument("--only", nargs="*", type=int, help="numbers of problems, from 0")
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
-    parser.add_argument("--waiting", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     start = time.perf_counter()
     some = problems()
     if options.only is not None:
         some = [some[n] for n in options.only]
     try:
-        if options.waiting:
-            given = [Problem(**one) for one in json.load(sys.stdin)]
-            print(json.dumps([asdict(one) for one in run(given, options.waiting)]))
+        if is_elsewhere(options, Problem, run):
             return
         here = [one for one in some if one.kind != "waits"]
         there = [one for one in some if one.kind == "waits"]
@@ -446,14 +430,10 @@ def main() -> None:
         sys.exit(f"no comparison: {error}")
     said = conclusion(answers)
     where = (
-        f"jax {jax.__version__}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores; "
-        f"medians of {options.rounds} turns; {time.perf_counter() - start:.0f} s in all"
+        f"{machine(len(os.sched_getaffinity(0)))}; medians of {options.rounds} turns; "
+        f"{time.perf_counter() - start:.0f} s in all"
     )
-    if options.json:
-        found = [asdict(one) for one in answers]
-        print(json.dumps({"conclusion": said.splitlines(), "where": where, "problems": found}))
-        return
-    print(said, where, "", tables(answers), sep="\n")
+    show(options, said, where, ("problems", list(map(asdict, answers))), tables(answers))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import numpy as np
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import published
-from bench.measure import table
+from bench.measure import ContradictionError, table
 from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs
 from pipeline.planner.layout import Job, Layout
@@ -53,10 +53,6 @@ MTBF = (10_000.0, 50_000.0, 200_000.0)  # hours of a chip; Llama 3's are 50,677
 USUAL = 1  # of those, for the summary
 SAVE, RESTART = 30.0, 600.0  # seconds that a step waits for a save; until training goes on
 ROUNDED = 1e-9
-
-
-class NonsenseError(RuntimeError):
-    """A number that cannot be right."""
 
 
 # --- links
@@ -366,30 +362,32 @@ def see_that_it_makes_sense(found: Found) -> None:
     """See that nothing gains by what it loses by.
 
     Raises:
-      NonsenseError: something does.
+      ContradictionError: something does.
     """
     for one in found.links:
         at = f"{one.model}, {one.chips} chips, {one.joined}, {one.family}"
         if not 0 < one.mfu < CHIPS[CHIP].efficiency + ROUNDED:
-            raise NonsenseError(f"{at}: MFU {one.mfu:.3f} is not within 0 and the products' own")
+            raise ContradictionError(
+                f"{at}: MFU {one.mfu:.3f} is not within 0 and the products' own"
+            )
         near = linked(one.model, one.chips, "one fabric", interleaved=one.chunks > 1)
         if one.step < near.step * (1 - ROUNDED):
-            raise NonsenseError(f"{at}: quicker than where every link is as quick")
+            raise ContradictionError(f"{at}: quicker than where every link is as quick")
         if one.family == "1f1b" and one.joined == "one fabric":
             _see_the_bubble(one, at)
     for chips, two in found.stragglers:
         at = f"{chips} chips, {two.family}"
         for slower, step, relieved in zip(SLOWER, two.slow, two.relieved, strict=True):
             if not 1 - ROUNDED <= step <= slower + ROUNDED or relieved > slower + ROUNDED:
-                raise NonsenseError(f"{at}: a rank {slower} times slower makes it {step:.3f}")
+                raise ContradictionError(f"{at}: a rank {slower} times slower makes it {step:.3f}")
         for group, pipeline, step in zip(two.group, two.pipeline, two.step, strict=True):
             if not 1 <= group <= pipeline * (1 + 1e-3) <= step * (1 + 2e-3):
-                raise NonsenseError(f"{at}: jitter gains: {group}, {pipeline}, {step}")
+                raise ContradictionError(f"{at}: jitter gains: {group}, {pipeline}, {step}")
     for three in found.failures:
         at = f"{three.chips} chips, {three.mtbf:.0f} hours"
         if not 0 <= three.hourly <= three.best * (1 + 1e-6) < 1:
             both = f"goodput {three.best:.3f}, and {three.hourly:.3f} with a save an hour"
-            raise NonsenseError(f"{at}: {both}")
+            raise ContradictionError(f"{at}: {both}")
     _see_failures_drawn()
 
 
@@ -399,7 +397,7 @@ def _see_the_bubble(one: Linked, at: str) -> None:
     busy = one.step - one.seconds["data"] - one.seconds["update"]
     if one.model == "llama-70b" and one.seconds["bubble"] / busy < least * 0.98:
         share = one.seconds["bubble"] / busy
-        raise NonsenseError(f"{at}: bubble {share:.3f}, at least {least:.3f} is due")
+        raise ContradictionError(f"{at}: bubble {share:.3f}, at least {least:.3f} is due")
 
 
 def _see_failures_drawn() -> None:
@@ -408,7 +406,9 @@ def _see_failures_drawn() -> None:
         every = best_interval(*given)
         said, drawn = goodput(every, *given), goodput_of_a_run(every, *given, saves=40_000)
         if abs(drawn / said - 1) > 0.01:
-            raise NonsenseError(f"{chips} chips: goodput {said:.4f}, and {drawn:.4f} with failures")
+            raise ContradictionError(
+                f"{chips} chips: goodput {said:.4f}, and {drawn:.4f} with failures"
+            )
 
 
 # --- text
@@ -588,7 +588,7 @@ def main() -> None:
     found = find(options.draws)
     try:
         see_that_it_makes_sense(found)
-    except NonsenseError as error:
+    except ContradictionError as error:
         sys.exit(f"nonsense: {error}")
     said = conclusion(found)
     if options.plot:

@@ -25,7 +25,7 @@ from bench import (
     tpu,  # before jax
     tpu_peers,
 )
-from bench.measure import table
+from bench.measure import ContradictionError, table
 from bench.tpu_llama import CASES, Case
 
 import jax  # isort: skip
@@ -38,10 +38,6 @@ from schedules import simulate
 
 GB = 10**9
 BLOCK = 512  # positions; of those on the diagonal the kernels compute the masked half too
-
-
-class ContradictionError(Exception):
-    """Figures that cannot all be true."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ What is left of a step is its timetable: who waits for whom, and what messages t
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,6 +48,66 @@ def elsewhere(module: str, given: Sequence[Any], devices: int, rounds: int) -> l
         raise RuntimeError(f"stages that wait, in {module}: the reason is above")
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+def parser_of(module: str, about: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that every module which asks for `elsewhere` has; others may be added.
+
+    Args:
+      module: its name.
+      about: its docstring.
+      rounds: turns, unless another number is given.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns ({rounds})")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--waiting", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    return parser
+
+
+def is_elsewhere(
+    options: argparse.Namespace, kind: type[Any], run: Callable[[list[Any], int], Sequence[Any]]
+) -> bool:
+    """Whether this is the process that `elsewhere` has started; then all is done.
+
+    Args:
+      options: as `parser_of` takes them.
+      kind: of the records that are read.
+      run: what makes other records of them and of a number of rounds.
+    """
+    if not options.waiting:
+        return False
+    given = [kind(**one) for one in json.load(sys.stdin)]
+    print(json.dumps([asdict(one) for one in run(given, options.waiting)]))
+    return True
+
+
+def machine(cores: int) -> str:
+    """What measured, in words."""
+    return f"jax {jax.__version__}, {platform.machine()}, {cores} cores"
+
+
+def show(
+    options: argparse.Namespace, said: str, where: str, records: tuple[str, list[Any]], text: str
+) -> None:
+    """Print what was found: as JSON, or to be read.
+
+    Args:
+      options: as `parser_of` takes them.
+      said: the conclusion.
+      where: on which machine.
+      records: their name, and what JSON has of each.
+      text: tables.
+    """
+    if options.json:
+        name, found = records
+        print(json.dumps({"conclusion": said.splitlines(), "where": where, name: found}, indent=2))
+        return
+    print(said, where, "", text, sep="\n")
 
 
 def _pause(x: jax.Array, duration: float) -> jax.Array:

@@ -23,7 +23,7 @@ for changed in (
 ):
     try:
         bubble.see_that_they_make_sense([bubble.replace(point, **changed)])
-    except bubble.NonsenseError as error:
+    except bubble.ContradictionError as error:
         print(error, file=sys.stderr)
 assert bubble.clocked("dualpipe_v", 4, 8, partners=False) is None
 sys.argv = ["bubble", "--ranks", "4", "--microbatches", "8", "--measure", "--json"]

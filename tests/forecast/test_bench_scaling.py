@@ -49,7 +49,7 @@ for links, stragglers, failures in (
 ):
     try:
         s.see_that_it_makes_sense(s.Found(links, stragglers, failures))
-    except s.NonsenseError as error:
+    except s.ContradictionError as error:
         print(error, file=sys.stderr)
 """
 ERRORS = """\
