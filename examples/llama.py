@@ -26,6 +26,7 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from llama_config import LlamaConfig
 from pipeline.layers import Attention, RMSNorm, SwiGLU, VocabularyEmbedding, VocabularyHead
 from pipeline.layers.kernels import RESIDUALS
+from pipeline.models import split_layers
 
 __all__ = ["Llama", "LlamaConfig", "build", "count_parameters", "loss_fn", "stages"]
 
@@ -147,15 +148,7 @@ def stages(config: LlamaConfig, num_stages: int, rngs: nnx.Rngs) -> list[Stage]:
     Raises:
       ValueError: more stages than blocks.
     """
-    blocks = config.num_hidden_layers
-    if not 1 <= num_stages <= blocks:
-        raise ValueError(
-            f"num_stages={num_stages}: {blocks} blocks fill 1 to {blocks} stages, each with one "
-            f"at least"
-        )
-    fewer, more = divmod(blocks, num_stages)
-    first = (num_stages - more) // 2  # stages before those with one block more
-    counts = [fewer + (first <= k < first + more) for k in range(num_stages)]
+    counts = split_layers(config.num_hidden_layers, num_stages)
     return [Stage(config, count, rngs) for count in counts]
 
 
