@@ -16,6 +16,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.foreign import Blocks, Embed, Head
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -80,40 +81,6 @@ def make_gemma3(remat, layers):
         **SIZES,
     )
     return gemma3.Gemma3(config, rngs=nnx.Rngs(0))
-
-
-class Blocks(nnx.Module):
-    """Some of a model's decoder layers."""
-
-    def __init__(self, layers):
-        self.layers = nnx.List(layers)
-
-    def __call__(self, x, *, positions, mask):
-        for layer in self.layers:
-            _, x = layer(x, positions, None, mask)
-        return x
-
-
-class Embed(nnx.Module):
-    def __init__(self, model):
-        self.embedder = model.embedder
-
-    def __call__(self, words):
-        return self.embedder.encode(words)
-
-
-class Head(nnx.Module):
-    """What the models do behind their layers."""
-
-    def __init__(self, model):
-        self.norm, self.cap = model.final_norm, getattr(model, "final_logits_softcap", None)
-        self.out = getattr(model, "lm_head", None)
-        self.embedder = None if self.out else model.embedder
-
-    def __call__(self, x):
-        x = self.norm(x)
-        logits = self.out(x) if self.out else self.embedder.decode(x)
-        return logits if self.cap is None else jnp.tanh(logits / self.cap) * self.cap
 
 
 def cross_entropy(logits, words):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,19 @@ from collectives import make_mesh
 from pipeline import Pipeline
 
 WORDS, WIDTH, ROWS, LAYERS = 16, 8, 8, 4
+MARKS = [  # of trainers that are perhaps not installed
+    pytest.mark.slow,
+    pytest.mark.usefixtures("lenient"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Others warn where they are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Block(nnx.Module):

@@ -5,7 +5,6 @@ An optional lane: without the package nothing runs (docs/trainers.md says how to
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -16,24 +15,21 @@ from flax import nnx
 
 from pipeline import shard_optimizer
 from tests.trainers.models import (
+    MARKS,
     Plain,
     assert_equal_losses,
     batches,
     cross_entropy,
     lenient,  # noqa: F401  a fixture
     pipelined,
+    quietly,
 )
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     training = pytest.importorskip("artifex.generative_models.training", exc_type=ImportError)
     from artifex.generative_models.core.configuration import OptimizerConfig, TrainingConfig
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("lenient"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = MARKS
 
 
 def by_outputs(model: Any, batch: Any, rng: Any, step: Any) -> Any:

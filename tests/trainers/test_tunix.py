@@ -6,7 +6,6 @@ An optional lane: without the package nothing runs (docs/trainers.md says how to
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
 import jax
@@ -19,7 +18,9 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, shard_optimizer
 from pipeline.training.checkpoints import Checkpoints
+from tests.support.foreign import Blocks, Embed, Head
 from tests.trainers.models import (
+    MARKS,
     ROWS,
     WIDTH,
     Adapted,
@@ -29,21 +30,17 @@ from tests.trainers.models import (
     cross_entropy,
     lenient,  # noqa: F401  a fixture
     pipelined,
+    quietly,
 )
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     peft = pytest.importorskip("tunix.sft.peft_trainer", exc_type=ImportError)
     import qwix
     from orbax import checkpoint as ocp
     from tunix.models.qwen3 import model as qwen3
     from tunix.sft import hooks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("lenient"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = MARKS
 
 
 class Seen(hooks.TrainingHooks):
@@ -257,34 +254,6 @@ def test_adapters_put_on_a_pipeline():
 # --- the trainer's own loss, and a decoder of its own ---
 
 LENGTH, VOCABULARY = 6, 32
-
-
-class Blocks(nnx.Module):
-    """Some decoder layers of the model."""
-
-    def __init__(self, layers):
-        self.layers = nnx.List(layers)
-
-    def __call__(self, x, *, positions, mask):
-        for layer in self.layers:
-            _, x = layer(x, positions, None, mask)
-        return x
-
-
-class Embed(nnx.Module):
-    def __init__(self, model):
-        self.embedder = model.embedder
-
-    def __call__(self, words):
-        return self.embedder.encode(words)
-
-
-class Head(nnx.Module):
-    def __init__(self, model):
-        self.norm, self.out = model.final_norm, model.lm_head
-
-    def __call__(self, x):
-        return self.out(self.norm(x))
 
 
 class Decoder(nnx.Module):
