@@ -14,7 +14,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from pipeline.backward.masks import Trained
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
@@ -41,6 +40,7 @@ from pipeline.model.model import Model
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
+from pipeline.model.trained import Trained
 from pipeline.options.checks import (
     Bubbles,
     Gather,

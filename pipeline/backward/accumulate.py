@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.backward.in_place import can_be_added_in_place
-from pipeline.backward.masks import Mask, chosen, woven
-from pipeline.base.precision import check_dtype
+from pipeline.base.masks import Mask, chosen, woven
+from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
 
-GradDtype = Any  # None, "weights" or a floating dtype
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from pipeline.backward.accumulate import GradDtype, Pullback, differentiate
-from pipeline.backward.masks import Way
+from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.backward.min_cut import smallest_cut
+from pipeline.base.masks import Way
+from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.jaxpr.evaluate import Var, evaluate, operands, producers
 from pipeline.jaxpr.primitives import is_cheap

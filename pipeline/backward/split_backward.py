@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary, varying_axes
-from pipeline.backward.accumulate import GradDtype, Pullback, as_summed
+from pipeline.backward.accumulate import Pullback, as_summed
 from pipeline.backward.halves import Given
-from pipeline.backward.masks import Way, chosen
 from pipeline.backward.split import halve
+from pipeline.base.masks import Way, chosen
+from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree
 from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reachability import touched

@@ -16,6 +16,8 @@ from flax import nnx
 
 from pipeline.base.tree import Tree
 
+GradDtype = Any  # None, "weights" or a floating dtype
+
 
 def check_dtype(name: str, dtype: Any, others: str = "None, for what the model has, or ") -> Any:
     """A dtype in which a model can be kept or computed, in its canonical form.

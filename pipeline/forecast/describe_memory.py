@@ -8,12 +8,13 @@ import jax
 from flax import nnx
 
 from pipeline.backward.accumulate import as_summed
-from pipeline.backward.masks import Mask, Trained, chosen
+from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import nbytes
 from pipeline.forecast import traffic
 from pipeline.forecast.bytes import MemoryPrediction, Places, predict
 from pipeline.forecast.traffic import PERMUTE, Axes, Traffic
 from pipeline.kernel import runtime
+from pipeline.model.trained import Trained
 from pipeline.options.plan import Plan
 
 

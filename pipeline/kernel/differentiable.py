@@ -21,13 +21,14 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs
-from pipeline.backward.masks import Mask, Trained, woven
+from pipeline.base.masks import Mask, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.jaxpr.evaluate import narrows
 from pipeline.kernel.nans import is_watched, watched
 from pipeline.kernel.runtime import infer, train
 from pipeline.model.loss import pairing
 from pipeline.model.model import Batch, Model, Weights
+from pipeline.model.trained import Trained
 from pipeline.options.plan import Plan
 
 Before = Callable[..., None]  # (plan, model, weights, batch, want_inputs=...)

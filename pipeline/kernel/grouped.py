@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE
-from pipeline.backward.masks import chosen
+from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.kernel import scopes
 from pipeline.kernel.actions import Actions, Row

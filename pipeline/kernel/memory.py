@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import varying_in
 from pipeline.backward.accumulate import as_summed
-from pipeline.backward.masks import Mask, chosen
+from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, at, blank, partition, real, times, vary_like, zeros
 from pipeline.kernel import scopes
 from pipeline.model.loss import same_over_others

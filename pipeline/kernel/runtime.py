@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import DATA, STAGE, vary
-from pipeline.backward.masks import Mask, Way, chosen
+from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.kernel.actions import Row
 from pipeline.kernel.grouped import make_actions

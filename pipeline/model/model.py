@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from pipeline.backward.accumulate import GradDtype
-from pipeline.backward.masks import Trained, chosen
+from pipeline.base.masks import chosen
+from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Tree
 from pipeline.model.ends import Tables
 from pipeline.model.loss import Loss
 from pipeline.model.stage import Definition, Seat
+from pipeline.model.trained import Trained
 from pipeline.sharding.zero import StateLayout
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
-from pipeline.backward.accumulate import GradDtype
+from pipeline.base.precision import GradDtype
 from pipeline.model.loss import Loss
 from pipeline.options.checks import Bubbles, Gather, Remat
 from pipeline.options.choose import is_straight

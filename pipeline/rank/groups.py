@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from pipeline.backward.accumulate import Pullback
-from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals
+from pipeline.base.masks import Way
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.model.overlay import View, overlay_trees
 from pipeline.model.stage import Seat

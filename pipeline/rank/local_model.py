@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.added_losses import Adding, adding_losses
 from pipeline.backward.accumulate import Pullback, differentiate
-from pipeline.backward.masks import Way
 from pipeline.backward.residuals import Residuals, stage_pullback
 from pipeline.backward.split_backward import Linearize, SplitBackward
+from pipeline.base.masks import Way
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
 from pipeline.jaxpr.dead_code import lean
 from pipeline.jaxpr.reachability import needed_inputs

@@ -21,11 +21,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pipeline.backward.masks import Mask, Trained
+from pipeline.base.masks import Mask
 from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.model.overlay import Spot
 from pipeline.model.stage import define
+from pipeline.model.trained import Trained
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.fit import outside
 from pipeline.sharding.placement import as_before

@@ -1,4 +1,4 @@
-"""What is trained: masks over the leaves of parameters, and how far each stage's backward goes.
+"""What is trained of a model: masks over the leaves of parameters, by stage and by chunk.
 
 Letters: K stages, V chunks. Stages of one chunk share their arrays, so an array has a gradient if
 any of its stages is trained in it. In the kernel stages that are not trained alike have code of
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-Mask = tuple[bool, ...]
-T = TypeVar("T")
+from pipeline.base.masks import Mask, Way
 
 
 @jax.tree_util.register_static
@@ -86,36 +85,3 @@ class Trained:
             Way(mask, x=before or any(map(any, self.stages[: max(k, 1)])))
             for k, mask in enumerate(self.stages)
         )
-
-
-@dataclass(frozen=True)
-class Way:
-    """How far a stage's backward goes.
-
-    Attributes:
-      weights: for the leaves of its parameters, whether they are trained.
-      x: whether anything before it is, so that its input has a gradient.
-    """
-
-    weights: Mask
-    x: bool
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there is anything to do."""
-        return self.x or any(self.weights)
-
-
-def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
-    """The items that are trained; all, without a mask."""
-    if mask is None:
-        return list(items)
-    return [item for item, yes in zip(items, mask, strict=True) if yes]
-
-
-def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[T]:
-    """All items again: those that are trained out of their list, the rest out of ``others``."""
-    if mask is None:
-        return list(trained)
-    found = iter(trained)
-    return [next(found) if yes else item for item, yes in zip(others, mask, strict=True)]

@@ -1,0 +1,43 @@
+"""What is trained of a list of leaves, as a mask; and how far a backward goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Mask = tuple[bool, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How far a stage's backward goes.
+
+    Attributes:
+      weights: for the leaves of its parameters, whether they are trained.
+      x: whether anything before it is, so that its input has a gradient.
+    """
+
+    weights: Mask
+    x: bool
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to do."""
+        return self.x or any(self.weights)
+
+
+def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
+    """The items that are trained; all, without a mask."""
+    if mask is None:
+        return list(items)
+    return [item for item, yes in zip(items, mask, strict=True) if yes]
+
+
+def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[T]:
+    """All items again: those that are trained out of their list, the rest out of ``others``."""
+    if mask is None:
+        return list(trained)
+    found = iter(trained)
+    return [next(found) if yes else item for item, yes in zip(others, mask, strict=True)]
