@@ -23,9 +23,9 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.training import manifest
-from pipeline.training.checkpoints import MARK, CheckpointError, Checkpoints
-from pipeline.training.together import everyone, from_first
+from pipeline.training.checkpoints import CheckpointError, Checkpoints, manifest
+from pipeline.training.checkpoints.folder import MARK
+from pipeline.training.checkpoints.together import everyone, from_first
 from tests.support.models import WIDTH, Block, Noisy
 from tests.support.store import Store
 

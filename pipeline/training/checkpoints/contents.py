@@ -33,7 +33,7 @@ from pipeline.layerwise.leaves import (
 from pipeline.layerwise.view import Path, layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
-from pipeline.training.together import everyone
+from pipeline.training.checkpoints.together import everyone
 
 Part = Literal["optimizer", "shaped", "plain", "data"]
 SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules

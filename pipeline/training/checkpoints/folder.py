@@ -3,7 +3,8 @@
 A checkpoint holds the leaves of the model without a pipeline (`pipeline.layerwise.leaves`), so it
 fits every pipeline of that model, whatever S, V, placement, schedule and mesh, and the model too.
 Beside a run it is written into a folder of another name; when all is on the disk the manifest
-follows (`pipeline.training.manifest`), then the folder gets its name. What has its name is whole.
+follows (`pipeline.training.checkpoints.manifest`), then the folder gets its name. What has its name
+is whole.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pipeline.base.tree import Tree
 from pipeline.layerwise.leaves import Leaf, replicated
 from pipeline.pipeline import Pipeline
 from pipeline.sharding import meshes
-from pipeline.training import contents, manifest
-from pipeline.training.contents import Contents
-from pipeline.training.manifest import DamagedError
-from pipeline.training.together import everyone, from_first
+from pipeline.training.checkpoints import contents, manifest
+from pipeline.training.checkpoints.contents import Contents
+from pipeline.training.checkpoints.manifest import DamagedError
+from pipeline.training.checkpoints.together import everyone, from_first
 from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints, so that no other is taken
