@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from pipeline import weights
-from pipeline.cli import main
+from pipeline.cli.main import main
 from tests.weights import tiny
 
 PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
+from pipeline.cli import main as cli
 from pipeline.processes.launch import Job, run
 
 PREAMBLE = "import os, signal, subprocess, sys, time\nme = int(os.environ['SHARDPIPE_PROCESS'])\n"
@@ -156,7 +156,7 @@ def test_a_launcher_that_ends_leaves_nobody(
 
 
 def environment() -> dict[str, str]:
-    root = str(Path(cli.__file__).parents[1])
+    root = str(Path(cli.__file__).parents[2])
     return {**os.environ, "PYTHONPATH": root}
 
 

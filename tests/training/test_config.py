@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import cli, plan
+from pipeline import plan
+from pipeline.cli import main as cli
 from pipeline.training.config import Config, RunConfigError, rates, rules
 from pipeline.training.step import DynamicScale
 
@@ -340,9 +341,9 @@ def test_the_command_says_it_in_words_and_starts_no_device(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nfunction = "a:b"\n[run]\nsteps = 1.5\n')
     code = (
-        "import sys, jax, pipeline.cli\n"
+        "import sys, jax, pipeline.cli.main\n"
         "jax.devices = jax.local_devices = None\n"
-        "sys.exit(pipeline.cli.main(sys.argv[1:]))"
+        "sys.exit(pipeline.cli.main.main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "train", "--config", path],

@@ -14,7 +14,8 @@ from flax import nnx
 
 import pipeline
 from collectives import make_mesh
-from pipeline import Pipeline, cli
+from pipeline import Pipeline
+from pipeline.cli import main as cli
 from pipeline.models import DecoderConfig, build
 from pipeline.training import generation, run
 from pipeline.training.config import Config

@@ -13,7 +13,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, weights
-from pipeline.cli import main
+from pipeline.cli.main import main
 from tests.weights import tiny
 from tests.weights.test_families import TOKENS, same
 

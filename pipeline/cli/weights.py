@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.cli.options import Parser, add_command
 from pipeline.weights.inspect import inspect
 from pipeline.weights.native import export_stages, import_stages
 
@@ -23,8 +24,11 @@ exit codes: 0 success; 2 the command cannot run as given, or the checkpoint is n
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+def add(sub: Any) -> Parser:
+    """Add the command and what it takes."""
+    parser = add_command(
+        sub, "weights", said="inspect, import and export checkpoints", about=ABOUT, epilog=EPILOG
+    )
     add = parser.add_argument
     add("action", choices=("inspect", "import", "export"), help="what to do with the folder")
     add("folder", type=Path, help="config.json and safetensors; of export, what import wrote")
@@ -34,9 +38,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="NAME", help="of what is written, such as bfloat16 (as it is)")
     add("--shard-gb", type=float, metavar="GB", help="of weights in a file of an export (5)")
     add("--names", action="store_true", help="list every tensor (inspect)")
+    return parser
 
 
-def run(options: argparse.Namespace) -> str:
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Do it, and print what there is to say; returns the exit code."""
+    try:
+        print(_done(options))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _done(options: argparse.Namespace) -> str:
     """Do it; returns what to print.
 
     Raises:

@@ -1,0 +1,73 @@
+"""``python -m pipeline train``, ``eval`` and ``generate``: runs of a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, seconds, whole
+
+ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
+
+docs/training.md has the keys. Model and data are functions, by import path; run where Python finds
+their modules.
+"""
+EPILOG = """examples:
+  python -m pipeline train --config run.toml --set optimizer.learning_rate=1e-3
+  python -m pipeline train --config run.toml --config plan.toml --resume
+  python -m pipeline eval --config run.toml
+  python -m pipeline generate --config run.toml --prompt "def " --length 200
+
+exit codes: 0 success; 1 too many updates were not finite, or no checkpoint is good; 2 the command
+cannot run as given; 130 after Ctrl-C and 143 after SIGTERM, the state saved
+"""
+COMMANDS = {"train": "train", "eval": "evaluate a checkpoint", "generate": "continue a prompt"}
+
+
+def add(sub: Any, name: str) -> Parser:
+    """Add one of the commands and what it takes."""
+    parser = add_command(
+        sub, name, said=f"{COMMANDS[name]}, by a configuration", about=ABOUT, epilog=EPILOG
+    )
+    add = parser.add_argument
+    add("--config", type=Path, action="append", required=True, metavar="FILE", help="TOML; repeat")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key, as TOML; repeat")
+    if name == "train":
+        add("--resume", action="store_true", help="go on from the newest checkpoint")
+    if name == "generate":
+        add("--prompt", required=True, metavar="TEXT", help="how the text begins")
+        add("--length", type=whole(1), default=100, metavar="N", help="tokens that follow (100)")
+        add("--temperature", type=seconds, default=1.0, metavar="T", help="0: the likeliest (1)")
+        add("--seed", type=whole(0), default=0, metavar="N", help="of the draw (0)")
+        add("--context", type=whole(1), metavar="N", help="positions that the model sees (all)")
+        add("--tokenizer", metavar="PATH", help="package.module:function (bytes)")
+    return parser
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Train, evaluate or generate; returns the exit code."""
+    # Whoever starts processes or asks for a plan does not load what trains.
+    from pipeline.cli import run as runs  # noqa: PLC0415
+    from pipeline.training.checkpoints import CheckpointError  # noqa: PLC0415
+    from pipeline.training.config import Config  # noqa: PLC0415
+
+    try:
+        config = Config.from_files(options.config, options.set)
+        if options.command == "train":
+            given = [f"--config {shlex.quote(str(path))}" for path in options.config]
+            given += [f"--set {shlex.quote(text)}" for text in options.set]
+            how = f"python -m pipeline train {' '.join(given)} --resume"
+            return runs.train(config, resume=options.resume, how=how)
+        if options.command == "eval":
+            print(f"held-out loss {runs.evaluate(config):.4f}")
+            return 0
+        names = ("length", "temperature", "seed", "context", "tokenizer")
+        given_options = {name: getattr(options, name) for name in names}
+        print(runs.continued(config, runs.Prompt(text=options.prompt, **given_options)))
+    except CheckpointError as error:
+        parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    return 0

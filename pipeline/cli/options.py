@@ -1,0 +1,77 @@
+"""What the commands have in common: how they are added, what options are, how they end."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+USAGE_EXIT, UNFIT_EXIT = 2, 1
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage text above its errors: one line, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and end."""
+        self.exit(USAGE_EXIT, f"{self.prog}: {message}\n")
+
+
+def add_command(
+    sub: Any, name: str, *, said: str, about: str, epilog: str, usage: str | None = None
+) -> Parser:
+    """A command's own parser.
+
+    Args:
+      sub: where commands are added.
+      name: of the command.
+      said: a line for the list of all.
+      about: what stands above its options.
+      epilog: and below.
+      usage: how it is called, if argparse does not see it.
+    """
+    parser: Parser = sub.add_parser(
+        name,
+        help=said,
+        usage=usage,
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is no less than ``least``."""
+
+    def convert(text: str) -> int:
+        value = int(text) if text.lstrip("-").isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return value
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """Reads a finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+    return value
+
+
+def flushed(code: int) -> int:
+    """The code, when all is written that somebody reads."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`: nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

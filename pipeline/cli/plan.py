@@ -1,0 +1,67 @@
+"""``python -m pipeline plan``: mesh, schedule and remat for a model on chips."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, whole
+from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
+from pipeline.planner.makespan import CLOCKS
+
+ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
+
+Prints the quickest layouts, what limits each and why the others lost; says so where no pipeline is
+best. docs/planner.md has what is counted.
+"""
+EPILOG = """examples:
+  python -m pipeline plan --model llama-70b --devices 512 --chip v5p --batch 1024 --seq 8192
+  python -m pipeline plan --model config.json --devices 64 --chip h100 --batch 256 --seq 4096 \\
+      --out plan.toml
+
+exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run as given
+"""
+
+
+def add(sub: Any) -> Parser:
+    """Add the command and what it takes."""
+    parser = add_command(
+        sub,
+        "plan",
+        said="find mesh, schedule and remat for a model on chips",
+        about=ABOUT,
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    models = f"{', '.join(MODELS)}, or the path of a Hugging Face config.json"
+    add("--model", required=True, help=models)
+    add("--devices", type=whole(1), required=True, metavar="N", help="how many chips")
+    add("--chip", required=True, help=", ".join(CHIPS))
+    add("--batch", type=whole(1), required=True, metavar="N", help="sequences of a step")
+    add("--seq", type=whole(1), required=True, metavar="T", help="positions of a sequence")
+    add(
+        "--slices",
+        type=whole(1),
+        metavar="G",
+        help="groups that only the network joins (as few as the chip allows; of GPUs, hosts)",
+    )
+    add("--clock", choices=CLOCKS, default="lockstep", help="of pipelines (lockstep)")
+    add("--efficiency", type=float, metavar="E", help="of products, of peak (the chip's)")
+    add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
+    return parser
+
+
+def run(parser: Parser, options: argparse.Namespace) -> int:
+    """Print a plan; returns the exit code."""
+    wanted = ("model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency")
+    try:
+        plans = plan(**{name: getattr(options, name) for name in wanted})
+        if options.out is not None:
+            plans.write(options.out)
+    except DoesNotFitError as error:
+        parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(plans)
+    return 0
