@@ -21,7 +21,6 @@ from pipeline.model.stage import Definition, Seat
 from pipeline.model.unlike import Views
 from pipeline.rank.state import RankState
 
-Start = Callable[..., None]  # (module, rows, length)
 Cells = tuple[int, ...]  # numbers of leaves
 Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first
 METHOD = "start_decoding"

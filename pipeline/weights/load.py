@@ -177,18 +177,6 @@ def read_into(
     _read(pipe, checkpoint, choose_family(family, checkpoint.config, f"{folder}/config.json"))
 
 
-def check_readable(folder: str | Path) -> None:
-    """Check that `load` knows a checkpoint; of its weights only headers are read.
-
-    Raises:
-      ValueError: as `load`, but for tensors.
-    """
-    checkpoint = open_checkpoint(folder)
-    family = choose_family(None, checkpoint.config, f"{checkpoint.folder}/config.json")
-    if family.config is not None:
-        family.config(checkpoint.config)
-
-
 def choose_family(family: str | Family | None, config: Config, where: str) -> Family:
     """The family that is asked for, or that config.json names.
 

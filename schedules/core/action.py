@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-BACKWARD: tuple[Kind, ...] = ("B", "I")  # the kinds that send a gradient to the stage before
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"  # longer ones overflow 64 bits, and int() refuses 4300 digits
 _ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER)
