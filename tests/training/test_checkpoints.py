@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -301,7 +302,31 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_keeps_the_old_ones(small_disk: Path) -> None:
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = sorted(copy.iterdir())
+    said = {"total": 2**30, "used": 0, "free": 2**20 - 1}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**said))
+    checkpoints = Checkpoints(copy, keep=4)
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.save(40, {"stages": [Large()]})
+    assert str(error.value) == (
+        f"the checkpoint of step 40 is not begun: its arrays take 1.0 MiB, and 1024.0 KiB are free "
+        f"in {copy} (those of steps 10, 20, 30 are there); make room there, or give another folder"
+    )
+    assert sorted(copy.iterdir()) == held
+    said["free"] += 1
+    checkpoints.save(40, {"stages": [Large()]})
+    said |= {"free": 0, "total": 0}  # it does not tell
+    checkpoints.save(50, Small(50))
+    checkpoints.close()
+    assert checkpoints.steps == [20, 30, 40, 50]
+
+
+def test_a_full_disk_keeps_the_old_ones(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plenty = SimpleNamespace(total=2**40, free=2**40)  # as where others write to it, or by a quota
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: plenty)
     with Checkpoints(small_disk, keep=2) as checkpoints:
         checkpoints.save(1, Small(1))
         checkpoints.save(2, {"stages": [Large()]})

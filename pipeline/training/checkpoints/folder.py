@@ -127,7 +127,8 @@ class Checkpoints:
             whose number is not finite, never is.
 
         Raises:
-          CheckpointError: this one, or the one before, could not be written.
+          CheckpointError: this one, or the one before, could not be written; or the disk has less
+            room than its arrays take, and nothing of it was.
           ValueError: arguments that cannot be written.
         """
         if self._read_only:
@@ -138,6 +139,7 @@ class Checkpoints:
         self.wait()
         state = Contents(model, optimizer, shaped)
         said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
+        self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
         temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
         tree: dict[str, Any] = {}
         with _entered(model):
@@ -240,6 +242,20 @@ class Checkpoints:
 
     # --- writing ---
 
+    def _check_room(self, step: int, needed: int) -> None:
+        """See that the disk has room for so many bytes, which nothing compresses."""
+        free: int | None = None
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(self._folder)
+            free = usage.free if usage.total else None  # not every file system tells
+        free = from_first(self._topic("room"), free)  # so that none goes on alone
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is not begun: its arrays take "
+                f"{bytes_text(needed)}, and {bytes_text(free)} are free in {self._folder} "
+                f"({self._kept()}); make room there, or give another folder"
+            )
+
     def _finish(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
         """In a thread: have it all on the disk, and say at the next call what went wrong."""
         try:
@@ -317,15 +333,19 @@ class Checkpoints:
         """What is said of a checkpoint that could not be written, of which nothing remains."""
         if jax.process_index() == 0:
             shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
-        kept = f"those of steps {', '.join(map(str, self.steps))} are" if self.steps else "none is"
+        kept = self._kept()
         with contextlib.suppress(OSError):
-            free = bytes_text(shutil.disk_usage(self._folder).free)
-            kept = f"{kept} there, {free} are free"
+            kept = f"{kept}, {bytes_text(shutil.disk_usage(self._folder).free)} are free"
         text = " ".join(str(error).split())
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._folder} ({kept}): "
             f"{type(error).__name__}: {text[:500]}"
         )
+
+    def _kept(self) -> str:
+        """Which checkpoints there are, in words."""
+        steps = ", ".join(map(str, self.steps))
+        return f"those of steps {steps} are there" if steps else "none is there"
 
     def _tidy(self) -> None:
         """Remove what a run left half done that was killed."""
