@@ -83,11 +83,7 @@ def _move(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
         return None
     changed = [*order[:start], *order[start + 1 :]]
     changed.insert(to, code)
-    if not _fits(problem, changed):
-        return None
-    result = list(orders)
-    result[rank] = changed
-    return result
+    return _with(problem, orders, rank, changed)
 
 
 def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
@@ -107,11 +103,7 @@ def _swap(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
             changed[n], changed[n + 1] = other, one
             n += 1
         n += 1
-    if not _fits(problem, changed):
-        return None
-    result = list(orders)
-    result[rank] = changed
-    return result
+    return _with(problem, orders, rank, changed)
 
 
 def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None:
@@ -134,16 +126,21 @@ def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
         changed = [*order[:start], halves[0], *order[start + 1 : to], halves[1], *order[to:]]
     else:
         return None
-    if not _fits(problem, changed):
-        return None
-    result = list(orders)
-    result[rank] = changed
-    return result
+    return _with(problem, orders, rank, changed)
 
 
 def _in_turn(kind: int, other: int) -> bool:
     """Whether a stage runs both in ascending order: gradients leave so, and are summed so."""
     return kind == other or {kind, other} in ({B, I}, {B, W})
+
+
+def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Orders | None:
+    """Orders of which one is another; None where it does not fit."""
+    if not _fits(problem, changed):
+        return None
+    result = list(orders)
+    result[rank] = changed
+    return result
 
 
 def _fits(problem: Problem, order: Sequence[int]) -> bool:
