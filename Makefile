@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all bench lint format types hooks ci clean
+.PHONY: help train test test-slow test-all bench lint format types docs hooks ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ format: $(VENV)/.dev ## rewrite what ruff can
 types: $(VENV)/.dev ## mypy, strict, over the three packages
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs ## the documentation site, into build/docs/index.html; warnings are errors
+	$(BIN)/python -m sphinx -b html -W --keep-going --quiet -d build/doctrees docs build/docs $(ARGS)
+
 hooks: $(VENV)/.dev ## run lint and types before every commit
 	$(BIN)/pre-commit install
 
@@ -66,7 +69,7 @@ clean: ## remove the environment, caches and build results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra, so that the second run starts at once and a changed pyproject.toml reinstalls.
-$(VENV)/.examples $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "installing shardpipe[$*] into $(VENV) (a few minutes the first time)"
 	$(PIP) install --editable ".[$*]"
 	@touch $@

@@ -44,7 +44,18 @@ from schedules.schedule import Schedule
 from schedules.simulate import CLOCKS, simulate
 
 MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB
-SCRIPTS = ("read", "view", "colours", "paint", "dense", "hover", "numbers", "controls", "main")
+SCRIPTS = (
+    "read",
+    "view",
+    "colours",
+    "paint",
+    "dense",
+    "hover",
+    "numbers",
+    "controls",
+    "embed",
+    "main",
+)
 POLICY = (
     "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -614,7 +614,7 @@ def test_colours_follow_the_scheme_and_the_printer(open_page):
     assert page.colour(time, 0) == DARK.fill["B"]
     pdf = page.driver.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
     assert base64.b64decode(pdf["data"]).startswith(b"%PDF")
-    assert page.run("return document.documentElement.className") == ""
+    assert page.run("return document.documentElement.className") == "dark"
 
 
 def test_it_glides_unless_the_reader_prefers_stillness(open_page):

@@ -2,16 +2,18 @@
 // everything can be told apart without colour and on paper.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
+let asked = null; // by the page around this one: dark or not
+const isDark = () => (asked ?? dark.matches) && !document.documentElement.classList.contains("printing");
 let theme = null; // of the moment; null when it has to be read again
 const textures = new Map();
 
 function currentTheme() {
   if (theme) return theme;
   textures.clear();
-  const printing = document.documentElement.classList.contains("printing");
+  document.documentElement.classList.toggle("dark", isDark());
   const style = getComputedStyle(document.documentElement);
   const own = (name) => style.getPropertyValue(`--${name}`).trim();
-  theme = { ...DATA.themes[dark.matches && !printing ? "dark" : "light"] };
+  theme = { ...DATA.themes[isDark() ? "dark" : "light"] };
   for (const name of ["paper", "text", "muted", "rule", "accent", "raised"]) theme[name] = own(name);
   theme.font = getComputedStyle(document.body).fontFamily;
   return theme;
