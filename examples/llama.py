@@ -24,9 +24,9 @@ from collectives.chunked import linear_cross_entropy
 from collectives.tensor import column_input
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from llama_config import LlamaConfig
+from pipeline.decoders import split_layers
 from pipeline.layers import Attention, RMSNorm, SwiGLU, VocabularyEmbedding, VocabularyHead
 from pipeline.layers.kernels import RESIDUALS
-from pipeline.models import split_layers
 
 __all__ = ["Llama", "LlamaConfig", "build", "count_parameters", "loss_fn", "stages"]
 

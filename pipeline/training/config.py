@@ -31,7 +31,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import optax
 
 from pipeline.config import ConfigError, ParallelConfig
-from pipeline.models.config import as_float
+from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
 from pipeline.training.step import DynamicScale
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.decoders import DecoderConfig, Rope
+from pipeline.decoders.config import Activation
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
-from pipeline.models import DecoderConfig, Rope
-from pipeline.models.config import Activation
 from pipeline.weights.family import Config, Family
 from pipeline.weights.patterns import row
 

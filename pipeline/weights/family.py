@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.models import DecoderConfig
+from pipeline.decoders import DecoderConfig
 from pipeline.weights.patterns import Row
 
 Config = Mapping[str, Any]  # the content of config.json

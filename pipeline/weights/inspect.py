@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from pipeline.models import split_layers
+from pipeline.decoders import split_layers
 from pipeline.weights.checkpoint import open_checkpoint
 from pipeline.weights.layout import parse_layout, write_layout
 from pipeline.weights.names import EMBED, HEAD, Entry

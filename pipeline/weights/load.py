@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
+from pipeline.decoders import build, next_token_loss, split_layers
+from pipeline.decoders.config import as_float
 from pipeline.layerwise.layout import Mark
 from pipeline.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
-from pipeline.models import build, next_token_loss, split_layers
-from pipeline.models.config import as_float
 from pipeline.pipeline import Pipeline
 from pipeline.sharding.distribute import distribute
 from pipeline.vocabulary import CrossEntropy

@@ -21,8 +21,8 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
-from pipeline.models import DecoderConfig, Parts, build, split_layers
-from pipeline.models.config import as_float
+from pipeline.decoders import DecoderConfig, Parts, build, split_layers
+from pipeline.decoders.config import as_float
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Family

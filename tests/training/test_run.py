@@ -16,7 +16,7 @@ import pipeline
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.cli import main as cli
-from pipeline.models import DecoderConfig, build
+from pipeline.decoders import DecoderConfig, build
 from pipeline.training import generation, run
 from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt

@@ -286,7 +286,7 @@ def test_a_pipeline_that_came_from_no_checkpoint(tmp_path: Path):
     from flax import nnx
 
     from pipeline import Pipeline
-    from pipeline.models import build
+    from pipeline.decoders import build
 
     config = weights.FAMILIES["llama"].config(CONFIG)
     stages, embed, head = build(config, [3], nnx.Rngs(0))

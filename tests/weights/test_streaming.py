@@ -14,7 +14,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import weights
-from pipeline.models import next_token_loss
+from pipeline.decoders import next_token_loss
 from pipeline.processes.launch import Job, run
 from pipeline.weights import safetensors
 from tests.weights import jobs, tiny

@@ -20,6 +20,8 @@ from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
+from pipeline.decoders.attention import DecoderAttention
+from pipeline.decoders.config import ACTIVATIONS, DecoderConfig
 from pipeline.layers import (
     ColumnLinear,
     LayerNorm,
@@ -29,8 +31,6 @@ from pipeline.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from pipeline.models.attention import DecoderAttention
-from pipeline.models.config import ACTIVATIONS, DecoderConfig
 
 Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # of initial tables

@@ -12,7 +12,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.models import DecoderConfig, build, next_token_loss, split_layers
+from pipeline.decoders import DecoderConfig, build, next_token_loss, split_layers
 from pipeline.vocabulary import CrossEntropy
 
 SIZES: dict[str, Any] = {

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attention import attend
-from pipeline.models.config import DecoderConfig
 
 HIDDEN = -1e30  # a score that counts for nothing
 

@@ -5,8 +5,8 @@ embed and head. What never does is a file format, or the name that another libra
 those are the business of `pipeline.weights`.
 """
 
-from pipeline.models.config import DecoderConfig, Rope
-from pipeline.models.decoder import (
+from pipeline.decoders.config import DecoderConfig, Rope
+from pipeline.decoders.decoder import (
     Block,
     Embedding,
     Head,
