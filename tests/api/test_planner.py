@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline import ParallelConfig, cli
+from pipeline import ParallelConfig
+from pipeline.cli import main as cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import Job, Layout, layers_of_stages

@@ -16,8 +16,9 @@ import pipeline
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.cli import main as cli
+from pipeline.cli import run
 from pipeline.decoders import DecoderConfig, build
-from pipeline.training import generation, run
+from pipeline.training import generation
 from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt
 from pipeline.training.trainer import Trainer, means
