@@ -17,6 +17,8 @@ from pipeline.base.arguments import is_whole
 COORDINATOR = "SHARDPIPE_COORDINATOR"
 PROCESSES = "SHARDPIPE_PROCESSES"
 PROCESS = "SHARDPIPE_PROCESS"
+# jax's own, for whoever wants other devices than jax takes from SLURM and Open MPI: one a process.
+DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 BY_HAND = (
     f"or give coordinator, num_processes and process_id; where this process is alone, "
@@ -88,6 +90,7 @@ def find(
     if None in known.values():
         *found, devices = _detected(known, timeout)
         known = dict(zip(known, found, strict=True))
+    devices = _devices(environment) or devices
     if all(value is None for value in known.values()):
         _check_alone(environment)
         return Cluster()
@@ -107,6 +110,20 @@ def _number(
     if text is not None and not text.isdecimal():
         raise ValueError(f"{variable}={text!r}: must be an integer >= 0, the job's {name}")
     return None if text is None else int(text)
+
+
+def _devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The devices of this host that the environment gives to this process."""
+    text = environment.get(DEVICES)
+    if not text:
+        return None
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() for number in numbers) or len({*numbers}) < len(numbers):
+        raise ValueError(
+            f"{DEVICES}={text!r}: must be the numbers of this process's devices on its host, with "
+            f"commas between them, such as 0,1,2,3"
+        )
+    return tuple(map(int, numbers))
 
 
 def _detected(known: Mapping[str, Any], timeout: float) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ FOREIGN = (
     "OMPI_",
     "KUBERNETES_",
     "JAX_COORD",
+    "JAX_LOCAL",
     "SHARDPIPE_",
     "TPU_",
     "MEGASCALE_",
@@ -90,6 +91,21 @@ def test_jax_detects_a_cluster(
     # Arguments, and then the launcher, come before it.
     assert look("h:1", None, 0).coordinator == "h:1"
     assert look(None, None, None, **LAUNCHED) == Cluster("127.0.0.1:4000", 4, 3)
+
+
+def test_devices_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0, 1,2")
+    assert find(None, None, None, timeout=1) == Cluster("node003:61540", 6, 5, (0, 1, 2))
+    assert find("h:1", 2, 0, timeout=1) == Cluster("h:1", 2, 0, (0, 1, 2))
+    for wrong in ("all", "0-3", "1,1", "0,"):
+        with pytest.raises(ValueError) as error:
+            look("h:1", 2, 0, JAX_LOCAL_DEVICE_IDS=wrong)
+        assert str(error.value) == (
+            f"JAX_LOCAL_DEVICE_IDS={wrong!r}: must be the numbers of this process's devices on its "
+            f"host, with commas between them, such as 0,1,2,3"
+        )
 
 
 @pytest.fixture
