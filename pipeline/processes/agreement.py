@@ -241,9 +241,9 @@ def _package(name: str) -> str | None:
 
 
 def _script() -> str | None:
-    """A digest of the program that was started, if that is a file."""
+    """A digest of the program that was started, if that is a file, and not standard input."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return _files([Path(script)]) if script else None
+    return _files([Path(script)]) if script and Path(script).is_file() else None
 
 
 def _modules() -> Iterator[tuple[str, str]]:

@@ -258,6 +258,8 @@ class Watchdog:
                 if process != index:
                     said = others.get(process, "says nothing: it is dead, cut off, or has ended")
                     lines.append(f"  process {process}: {said}")
+        if self._over.is_set():  # it has failed meanwhile, and its exception says why
+            return
         lines.append(
             f"a step may take {self._seconds:g} s; it ends with exit code {STUCK}. The stacks of "
             f"its threads:"

@@ -29,7 +29,9 @@ MOST_CELLS = 8  # bad cells that an error names; the rest are counted
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
-_TRAFFIC = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_TRAFFIC = re.compile(
+    r"\d*(WAIT_)?((SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*"  # as of torch 2.15
+)
 
 
 def to_csv(schedule: Timetable, path: str | os.PathLike[str]) -> None:

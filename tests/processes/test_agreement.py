@@ -30,6 +30,8 @@ def test_versions_code_and_settings_are_compared(monkeypatch: pytest.MonkeyPatch
     # A worker of pytest-xdist runs no script.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     assert fields_of()["code of the script"] == "absent"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    assert fields_of()["code of the script"] == "absent"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
     fields = fields_of()
     assert fields["jax"] == importlib.metadata.version("jax")

@@ -196,6 +196,26 @@ def test_a_step_that_does_not_end_is_told(capfd: pytest.CaptureFixture[str]) -> 
     assert ended == [70]
 
 
+def test_a_step_that_fails_while_others_are_asked_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(monkeypatch)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    ended: list[int] = []
+
+    def train() -> None:
+        with Watchdog(0.4, end=ended.append) as dog:
+            dog.beat(6)
+            dog.beat(7)
+            while "shardpipe/stuck/0" not in store.texts:
+                time.sleep(0.01)
+            raise RuntimeError("peer closed")
+
+    with pytest.raises(RuntimeError, match=r"^peer closed$"):
+        train()
+    assert (ended, capfd.readouterr().err) == ([], "")
+
+
 def test_steps_that_end_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
     with Watchdog(0.4) as dog:
         for step in range(10):

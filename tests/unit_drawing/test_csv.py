@@ -172,7 +172,11 @@ def test_a_bad_cell_is_named_with_its_place(data, where, fault, path):
 
 
 @pytest.mark.parametrize(
-    "cell", ["0SEND_F1", "1RECV_B0", "0UNSHARD", "0RESHARD", "UNSHARD", "0REDUCE_GRAD", "1RECV_F10"]
+    "cell",
+    [
+        *["0SEND_F1", "1RECV_B0", "0UNSHARD", "0RESHARD", "UNSHARD", "0REDUCE_GRAD", "1RECV_F10"],
+        *["0WAIT_SEND_F1", "1WAIT_SEND_B0", "0WAIT_REDUCE_GRAD"],
+    ],
 )
 def test_communication_actions_of_torch(cell, path):
     assert refusal(path, f"0F0,{cell}\n".encode()) == (
