@@ -1,4 +1,4 @@
-"""The README's example runs as printed, and is as short as promised."""
+"""The README's example runs as printed; it is on the first screen, and what it leads to is true."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 import schedules
 from schedules.cli.main import main
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FAMILIES = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
 DEVICES = 4
 
 
@@ -41,14 +43,23 @@ def test_the_first_example_runs_on_four_virtual_devices(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_first_screen_has_two_commands_a_picture_and_an_example() -> None:
+    """In this order, before any heading."""
+    screen = README.partition("\n## ")[0]
+    commands, picture, example = (screen.index(part) for part in ("\nmake ", "![", "```python"))
+    assert commands < picture < example
+    assert len(re.findall(r"^make \w+ ", screen, re.MULTILINE)) == 2
+    assert screen.count("\n", 0, example) <= 25
+
+
 def test_the_table_of_schedules_lists_every_family_and_no_other() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", FAMILIES, re.MULTILINE)
     assert sorted(rows) == sorted(schedules.names())
 
 
 def test_the_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"^python -m schedules ([^#\n]*)", README, re.MULTILINE)
+    commands = re.findall(r"^python -m schedules ([^#\n]*)", FAMILIES, re.MULTILINE)
     assert len(commands) == 3
     assert [main(shlex.split(command)) for command in commands] == [0, 0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "best.csv"}
