@@ -17,6 +17,7 @@ from pipeline.pipeline import Pipeline
 from pipeline.planner import DoesNotFitError, Plans, plan
 from pipeline.processes import initialize, local_rows, shard_batch
 from pipeline.sharding.report import check_sharding, describe_sharding
+from pipeline.splitting.split import Parts, split
 from pipeline.vocabulary import CrossEntropy
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "CrossEntropy",
     "DoesNotFitError",
     "ParallelConfig",
+    "Parts",
     "Pipeline",
     "Plans",
     "add_loss",
@@ -40,6 +42,7 @@ __all__ = [
     "sample",
     "shard_batch",
     "shard_optimizer",
+    "split",
     "with_losses",
 ]
 

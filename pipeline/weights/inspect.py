@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from pipeline.base.layouts import parse_layout, write_layout
 from pipeline.decoders import split_layers
 from pipeline.weights.checkpoint import open_checkpoint
-from pipeline.weights.layout import parse_layout, write_layout
 from pipeline.weights.names import EMBED, HEAD, Entry
 from pipeline.weights.native import describe_checkpoint, is_native
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
+from pipeline.base.layouts import parse_layout
 from pipeline.decoders import build, next_token_loss, split_layers
 from pipeline.decoders.config import as_float
 from pipeline.layerwise.layout import Mark
@@ -29,7 +30,6 @@ from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Config, Family
-from pipeline.weights.layout import parse_layout
 from pipeline.weights.names import check_shapes, check_tensors, entries_of
 from pipeline.weights.native import NATIVE, is_native, native_entries
 from pipeline.weights.patterns import Plan, Range

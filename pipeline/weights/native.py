@@ -21,13 +21,13 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
+from pipeline.base.layouts import parse_layout
 from pipeline.decoders import DecoderConfig, Parts, build, split_layers
 from pipeline.decoders.config import as_float
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
-from pipeline.weights.layout import parse_layout
 from pipeline.weights.names import EMBED, HEAD, Entry, check_shapes, check_tensors, entries_of
 from pipeline.weights.patterns import PLACES, Part, Plan
 

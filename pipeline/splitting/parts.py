@@ -1,0 +1,270 @@
+"""The modules that a cut model becomes: stages that call blocks, and parts run as equations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import Literal
+
+from pipeline.base.tree import Tree
+from pipeline.splitting.placing import Placed, place
+from pipeline.splitting.recording import Path, dotted
+from pipeline.splitting.regular import Regular, Template, find_regular
+from pipeline.splitting.tracing import MODES, Modes, Recipe, Trace, Types, text_of, types_of
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one part sends to the next.
+
+    Attributes:
+      values: activations, and what later parts need of earlier ones.
+      types: of the model's inputs, of the rows that the values are of.
+      dtype: of parameters, where the pipeline keeps or casts them in another than the model's.
+    """
+
+    values: tuple[Any, ...]
+    types: Types
+    dtype: Any = None
+
+
+jax.tree_util.register_dataclass(Message, data_fields=["values"], meta_fields=["types", "dtype"])
+
+
+class Cut:
+    """A model's call in parts, found anew for inputs of each type.
+
+    Equal to itself alone; stages of one model share it.
+    """
+
+    def __init__(self, recipe: Recipe, counts: Sequence[int], *, is_regular: bool) -> None:
+        self.recipe = recipe
+        self.counts = tuple(counts)
+        self.is_regular = is_regular
+        self._known: dict[Any, tuple[Trace, Placed | Regular]] = {}
+
+    @property
+    def last(self) -> int:
+        """The number of the head."""
+        return len(self.counts) + 1
+
+    def place(self, trace: Trace, counts: Sequence[int]) -> Placed:
+        """A trace in parts."""
+        return place(trace, counts, dict(self.recipe.state), self.recipe.loose)
+
+    def at(
+        self, types: Types, modes: Modes = (), dtype: Any = None
+    ) -> tuple[Trace, Placed | Regular]:
+        """The call on inputs of these types.
+
+        Raises:
+          ValueError: the model calls its blocks otherwise than with the example.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        config = jax.config.jax_numpy_dtype_promotion, jax.config.jax_enable_x64  # type: ignore[attr-defined]
+        key = types, modes, dtype, mesh, config
+        if key not in self._known:
+            trace = self.recipe.trace(types, modes, dtype)
+            if len(trace.calls) != sum(self.counts):
+                raise ValueError(
+                    f"on inputs of {text_of(types)} the model calls {len(trace.calls)} blocks, and "
+                    f"{sum(self.counts)} on the example that it was split by: split it by an "
+                    f"example of that kind"
+                )
+            found: Placed | Regular
+            if self.is_regular:
+                regular = find_regular(trace, lambda counts: self.place(trace, counts))
+                if isinstance(regular, str):
+                    raise ValueError(
+                        f"on inputs of {text_of(types)} the model calls its blocks otherwise than "
+                        f"on the example that it was split by ({regular}): split it by an example "
+                        f"of that kind"
+                    )
+                found = regular
+            else:
+                found = self.place(trace, self.counts)
+            self._known[key] = trace, found
+        return self._known[key]
+
+    def ends_of(self, number: int, found: Placed | Regular) -> tuple[Any, Any, Any]:
+        """What a part that runs as equations is sent, what it sends, and its effects."""
+        trace = (found.placed if isinstance(found, Regular) else found).trace
+        if isinstance(found, Regular):
+            effects = found.placed.effects
+            if number:
+                return (*found.last, *found.carried), trace.outs, effects[-1]
+            return (), (*found.first, *found.carried), effects[0]
+        sent = found.messages[number - 1] if number else ()
+        sends = trace.outs if number == self.last else found.messages[number]
+        return sent, sends, found.effects[number]
+
+    def writes(self, number: int, found: Placed | Regular) -> dict[Path, tuple[Any, ...]]:
+        """What a part writes to the model's state, but for random streams."""
+        placed = found.placed if isinstance(found, Regular) else found
+        if isinstance(found, Regular) and number:
+            number = len(placed.trace.calls) + 1
+        kinds = dict(self.recipe.state)
+        return {
+            path: atoms
+            for path, atoms in placed.trace.written.items()
+            if not isinstance(kinds[path], nnx.RngState)
+            and any(placed.part.get(atom) == number for atom in atoms)
+        }
+
+
+def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
+    """A module that holds variables by their paths."""
+    found: nnx.Dict[Any] = nnx.Dict()
+    for path, variable in variables.items():
+        node = found
+        for name in map(str, path[:-1]):
+            if name not in node:
+                node[name] = nnx.Dict()
+            node = node[name]
+        node[str(path[-1])] = variable
+    return found
+
+
+def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
+    """What lies in it at these paths."""
+    return {
+        path: functools.reduce(lambda node, name: node[str(name)], path, module) for path in paths
+    }
+
+
+class Part(nnx.Module):
+    """A part of a model that runs as equations; it holds the variables that it uses.
+
+    Args:
+      cut: of the model.
+      number: 0 is embed, K + 1 the head, between them are stages.
+      variables: path in the model to variable.
+      modes: names of modes that modules of the model have.
+    """
+
+    def __init__(
+        self, cut: Cut, number: int, variables: Mapping[Path, Any], modes: Sequence[str]
+    ) -> None:
+        self.cut = cut
+        self.number = number
+        self.paths = tuple(variables)
+        for name in modes:
+            setattr(self, name, None)  # as the model had it; train() and eval() set it
+        self.held = hold(variables)
+
+    def __call__(self, given: Any, **extras: Tree) -> Any:
+        """Embed takes inputs, others a message; the head returns what the model does."""
+        recipe, held = self.cut.recipe, held_by(self.held, self.paths)
+        modes = tuple(
+            (name, getattr(self, name)) for name in MODES if getattr(self, name, None) is not None
+        )
+        dtype = recipe.other_dtype(held)
+        if self.number:
+            types, sent = given.types, given.values
+            dtype = given.dtype if dtype is None else dtype
+            inputs = recipe.found_in(extras)
+        else:
+            leaves = recipe.leaves_of(given)
+            types, sent = types_of(leaves), ()
+            inputs = dict(enumerate(leaves))
+        trace, found = self.cut.at(types, modes, dtype)
+        arrives, sends, effects = self.cut.ends_of(self.number, found)
+        # A pipeline may have cast what it sends.
+        known = {
+            var: value if value.dtype == var.aval.dtype else value.astype(var.aval.dtype)
+            for var, value in zip(arrives, sent, strict=True)
+            if not isinstance(var, Literal)
+        }
+        known.update((trace.inputs[n], value) for n, value in inputs.items())
+        for path, variable in held.items():
+            known.update(zip(trace.state[path], jax.tree.leaves(variable), strict=True))
+        writes = self.cut.writes(self.number, found)
+        wanted = [*sends, *(atom for atoms in writes.values() for atom in atoms)]
+        try:
+            values = trace.run(known, wanted, effects)
+        except KeyError as error:
+            raise ValueError(self._missing(trace, error.args[0], types, modes)) from None
+        news = iter(values[len(sends) :])
+        for path, atoms in writes.items():
+            leaves = [next(news) for _ in atoms]
+            tree = jax.tree.structure(held[path].get_raw_value())
+            held[path].set_value(jax.tree.unflatten(tree, leaves))
+        values = values[: len(sends)]
+        if self.number == self.cut.last:
+            return jax.tree.unflatten(trace.out_tree, values)
+        return Message(tuple(values), types, dtype)
+
+    def _missing(self, trace: Trace, var: Any, types: Types, modes: Modes) -> str:
+        of = {v: f"its {dotted(path)}" for path, vs in trace.state.items() for v in vs}
+        names = self.cut.recipe.names
+        of |= {v: f"extras[{names[n]!r}]" for n, v in enumerate(trace.inputs)}
+        mode = ", ".join(f"{name}={value}" for name, value in modes)
+        return (
+            f"on inputs of {text_of(types)}{f' with {mode}' if mode else ''} a part of the model "
+            f"needs {of.get(var, 'a value')}, which it does not have: give extras as "
+            f"parts.inputs() makes them, or split the model by an example of that kind"
+        )
+
+
+class Blocks(nnx.Module):
+    """A stage of blocks that are called one after another.
+
+    Args:
+      blocks: the model's own.
+      templates: how each is called.
+      cut: of the model.
+      constants: path to what of the model's state blocks are given, or what is made of it.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nnx.Module],
+        templates: Sequence[Template],
+        cut: Cut,
+        constants: Mapping[Path, Any],
+    ) -> None:
+        self.blocks = nnx.List(blocks)
+        self.templates = tuple(templates)
+        self.cut = cut
+        self.paths = tuple(constants)
+        self.constants = hold(constants)
+
+    def __call__(self, given: Message, **extras: Tree) -> Message:
+        """The message behind the last block."""
+        if not self.templates:
+            return given
+        num_acts = len(self.templates[0].acts)
+        acts, carried = list(given.values[:num_acts]), given.values[num_acts:]
+        sides = self._sides(given, extras)
+        for block, template in zip(self.blocks, self.templates, strict=True):
+            values = {"act": acts, "carried": carried, "side": sides}
+            args, kwargs = template.given.fill(
+                [values[kind][number] for kind, number in template.sources]
+            )
+            returned = block(*args, **kwargs)  # type: ignore[operator]
+            found = template.returned.read(returned)
+            acts = [found[at] for at in template.acts]
+        return Message((*acts, *carried), given.types, given.dtype)
+
+    def _sides(self, given: Message, extras: Mapping[str, Tree]) -> list[Any]:
+        """What every block is given that is made of inputs alone."""
+        if not any(kind == "side" for one in self.templates for kind, _ in one.sources):
+            return []
+        recipe = self.cut.recipe
+        trace, found = self.cut.at(given.types, (), given.dtype)
+        known = {trace.inputs[n]: value for n, value in recipe.found_in(extras).items()}
+        for path, variable in held_by(self.constants, self.paths).items():
+            known.update(zip(trace.state[path], jax.tree.leaves(variable), strict=True))
+        try:
+            return trace.run(known, found.sides)  # type: ignore[union-attr]
+        except KeyError as error:
+            names = [recipe.names[n] for n, var in enumerate(trace.inputs) if var is error.args[0]]
+            raise ValueError(
+                f"extras lack {' '.join(map(repr, names)) or 'something'}, which blocks are given, "
+                f"or of which it is made: give extras as parts.inputs() makes them"
+            ) from None

@@ -1,0 +1,268 @@
+"""Which part of a cut model each equation belongs to, and what the parts send each other: liveness.
+
+Letters: K stages. Parts are numbered: 0 is embed, 1 to K are the stages, K + 1 is the head.
+
+* What a block's call computes belongs to the stage of the call.
+* What needs results of blocks belongs to the stage of the last of these, or, behind the last call
+  of all, to the head.
+* What needs none of them, but parameters or random streams, belongs to the first part that needs
+  it; to embed, where another part has the parameter.
+* What needs neither (masks, positions) is computed in every part that needs it, from extras.
+
+A message holds what was made up to a part and is needed behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Literal
+
+from pipeline.splitting.recording import Path, dotted
+from pipeline.splitting.tracing import Equation, Trace, operations
+
+FREE = None  # the part of what is computed wherever it is needed
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A trace in parts.
+
+    Attributes:
+      trace: of the model's call.
+      messages: [K + 1] the variables that leave each part, but the head's.
+      effects: [K + 2] equations of each part that do something beside what they return.
+      part: of variables; place: of equations.
+    """
+
+    trace: Trace
+    messages: tuple[tuple[Any, ...], ...]
+    effects: tuple[frozenset[Equation], ...]
+    part: Mapping[Any, int | None]
+    place: Mapping[Equation, int | None]
+
+
+class _Placing:
+    """Places the equations of a trace."""
+
+    def __init__(
+        self, trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int]
+    ) -> None:
+        self.trace, self.kinds = trace, kinds
+        self.last = len(cut) + 1
+        self.stage_of = [k for k, count in enumerate(cut, 1) for _ in range(count)]
+        self.part: dict[Any, int | None] = {}  # of variables
+        self.place: dict[Equation, int | None] = {}
+        self.owner = {
+            var: path
+            for path, found in trace.state.items()
+            for var in found
+            if self._is_anchored(path)
+        }
+        for n, var in enumerate(trace.inputs):
+            if n not in loose and jnp.issubdtype(var.aval.dtype, jnp.inexact):
+                self.part[var] = 0  # so that it has a gradient
+
+    def _is_anchored(self, path: Path) -> bool:
+        is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
+        return is_kind or path in self.trace.written
+
+    def run(self) -> Placed:
+        self._place_what_needs_blocks()
+        forced: set[Path] = set()
+        while True:
+            self._place_the_rest(forced)
+            homes = self._homes()
+            wrong = {path for path, parts in homes.items() if self._is_torn(path, parts)}
+            if wrong <= forced:
+                break
+            forced |= wrong
+        for path in sorted(wrong, key=str):
+            raise ValueError(self._torn(path, homes[path]))
+        return Placed(self.trace, self._messages(), self.effects(), self.part, self.place)
+
+    def _place_what_needs_blocks(self) -> None:
+        last = len(self.trace.calls)
+        for one in self.trace.equations:
+            found: int | None
+            if one.call is not None:
+                found = self.stage_of[one.call]
+            else:
+                needs = [self.part[var] for var in one.vars if self.part.get(var)]
+                found = max(needs) if needs else FREE  # type: ignore[type-var]
+                if found is not FREE and one.after == last:
+                    found = self.last
+            self.place[one] = found
+            self.part.update(dict.fromkeys(one.eqn.outvars, found))
+        self.free = [one for one, found in self.place.items() if found is FREE]
+
+    def _place_the_rest(self, forced: Collection[Path]) -> None:
+        """Anchored equations that need no block go to the first part that needs them."""
+        anchored = set(self.owner) | {v for v in self.trace.inputs if self.part.get(v) == 0}
+        at_once = {v for v, path in self.owner.items() if path in forced}
+        at_once |= {v for v in self.trace.inputs if self.part.get(v) == 0}
+        chosen = []
+        for one in self.free:
+            if anchored.intersection(one.vars):
+                anchored.update(one.eqn.outvars)
+                chosen.append(one)
+        users: dict[Any, set[int]] = defaultdict(set)
+        free = set(self.free)
+        for one, part in self.place.items():
+            if one not in free and part is not FREE:
+                for var in one.vars:
+                    users[var].add(part)
+        for atom in self._results():
+            users[atom].add(self.last)
+        for one in reversed(chosen):
+            needs = set().union(*(users[var] for var in one.eqn.outvars))
+            found = min(needs, default=0)
+            if found == 1 or at_once.intersection(one.vars):
+                found = 0
+            self.place[one] = found
+            self.part.update(dict.fromkeys(one.eqn.outvars, found))
+            for var in one.vars:
+                users[var].add(found)
+
+    def _results(self) -> list[Any]:
+        return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
+
+    def _written(self) -> list[tuple[Path, list[Any]]]:
+        """What the model writes but its random streams, which a pipeline counts itself."""
+        return [
+            (path, [atom for atom in atoms if not isinstance(atom, Literal)])
+            for path, atoms in self.trace.written.items()
+            if not isinstance(self.kinds[path], nnx.RngState)
+        ]
+
+    def _homes(self) -> dict[Path, frozenset[int]]:
+        found: dict[Path, set[int]] = defaultdict(set)
+        live = self._live()
+        of = {var: path for path, held in self.trace.state.items() for var in held}
+        for one in self.trace.equations:
+            if one in live:
+                for var in one.vars:
+                    if var in of and self.place[one] is not FREE:
+                        found[of[var]].add(self.place[one])  # type: ignore[arg-type]
+        for atom in self._results():
+            if atom in of:
+                found[of[atom]].add(self.last)
+        for path, atoms in self._written():
+            found[path].update(self.part[a] for a in atoms if self.part.get(a) is not FREE)  # type: ignore[misc]
+        return {path: frozenset(parts) for path, parts in found.items()}
+
+    def _live(self) -> set[Equation]:
+        """Those that lead to a result, or to what is written."""
+        wanted = set(self._results()).union(*(atoms for _, atoms in self._written()))
+        found = set()
+        for one in reversed(self.trace.equations):
+            if wanted.intersection(one.eqn.outvars) or one.eqn.effects:
+                found.add(one)
+                wanted.update(one.vars)
+        return found
+
+    def _is_torn(self, path: Path, parts: frozenset[int]) -> bool:
+        is_stream = isinstance(self.kinds[path], nnx.RngState)  # a pipeline gives each its own
+        is_constant = not self._is_anchored(path)
+        return len(parts - {0, self.last}) + bool(parts & {0, self.last}) > 1 and not (
+            is_stream or is_constant
+        )
+
+    def _torn(self, path: Path, parts: Iterable[int]) -> str:
+        names = {0: "embed", self.last: "head"}
+        where = ", ".join(names.get(part, f"stages[{part - 1}]") for part in sorted(parts))
+        users = [
+            dotted(self.trace.calls[one.call].path)
+            for one in self.trace.equations
+            if one.call is not None and any(self.owner.get(var) == path for var in one.vars)
+        ]
+        calls = f" (in calls of {', '.join(dict.fromkeys(users))})" if users else ""
+        return (
+            f"{dotted(path)} is used in {where}{calls}: a parameter lies in one stage, or in embed "
+            f"and head; cut so that one stage has all that use it, by cut=, or give each a "
+            f"parameter of its own"
+        )
+
+    def _messages(self) -> tuple[tuple[Any, ...], ...]:
+        """Liveness: what is made up to a part and needed behind it."""
+        live = self._live()
+        read: list[set[Any]] = [set() for _ in range(self.last + 1)]  # by each part
+        for one, part in self.place.items():
+            if one in live and part is not FREE:
+                read[part].update(one.vars)
+        read[self.last].update(self._results())
+        for _, atoms in self._written():
+            for atom in atoms:
+                if self.part.get(atom) is not FREE:
+                    read[self.part[atom]].add(atom)  # type: ignore[index]
+        varies = self._vary_with_inputs()
+        needed: dict[Any, int] = {}  # the last part that does
+        for part, found in enumerate(read):
+            for var in found:
+                # A head has no extras, so embed makes for it what others make themselves.
+                if self.part.get(var) is not FREE or (part == self.last and var in varies):
+                    needed[var] = part
+        of_state = {var for found in self.trace.state.values() for var in found}
+        made = {var: self.part.get(var) or 0 for var in needed if var not in of_state}
+        return tuple(
+            tuple(v for v in self._order() if v in made and made[v] <= part < needed[v])
+            for part in range(self.last)
+        )
+
+    def _order(self) -> Iterator[Any]:
+        yield from self.trace.inputs
+        for one in self.trace.equations:
+            yield from one.eqn.outvars
+
+    def _vary_with_inputs(self) -> set[Any]:
+        """What inputs make, but for what is placed."""
+        found = set(self.trace.inputs)
+        for one, part in self.place.items():
+            if part is FREE and found.intersection(one.vars):
+                found.update(one.eqn.outvars)
+        return found
+
+    def effects(self) -> tuple[frozenset[Equation], ...]:
+        """Of each part the equations that do something beside what they return."""
+        return tuple(
+            frozenset(e for e, at in self.place.items() if e.eqn.effects and (at or 0) == part)
+            for part in range(self.last + 1)
+        )
+
+
+def place(
+    trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int] = ()
+) -> Placed:
+    """A trace in parts.
+
+    Args:
+      trace: of the model's call.
+      cut: [K] how many calls each stage has.
+      kinds: path to variable, of all state.
+      loose: numbers of inputs of floats that may be extras.
+
+    Raises:
+      ValueError: a parameter is used in several stages.
+    """
+    return _Placing(trace, cut, kinds, loose).run()
+
+
+def costs_of_calls(trace: Trace) -> tuple[list[float], float, float]:
+    """Operations of each call with what follows it, of what comes before all, of what is behind."""
+    costs, before, behind = [0.0] * len(trace.calls), 0.0, 0.0
+    for one in trace.equations:
+        number = operations(one.eqn)
+        if one.call is not None:
+            costs[one.call] += number
+        elif not one.after:
+            before += number
+        elif one.after == len(trace.calls):
+            behind += number
+        else:
+            costs[one.after - 1] += number
+    return costs, before, behind

@@ -1,0 +1,202 @@
+"""The calls of a model's blocks, recorded while the model runs on types.
+
+A model's own ``__call__`` is traced to a jaxpr. For that time the classes of its blocks have a
+``__call__`` that marks, by equations of their own, where a block's call begins and ends, and on
+which values. Afterwards the classes are as they were, whatever was raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+Path = tuple[Any, ...]
+
+mark_p = Primitive("block_mark")
+mark_p.multiple_results = True
+mark_p.def_abstract_eval(lambda *values, **_: list(values))
+# Blocks may be called under a vmap of the model's own; what lies deeper is found to be missing.
+batching.primitive_batchers[mark_p] = lambda values, dims, **params: (
+    mark_p.bind(*values, **params),
+    dims,
+)
+ad.primitive_jvps[mark_p] = lambda values, tangents, **params: (
+    mark_p.bind(*values, **params),
+    tangents,
+)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A tree of arguments or results: which leaves are traced values, and what the others are.
+
+    Attributes:
+      treedef: of all leaves.
+      leaves: of each, None where it is a traced value, else (leaf,).
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[Any] | None, ...]
+
+    @property
+    def values(self) -> int:
+        """How many are traced."""
+        return self.leaves.count(None)
+
+    def fill(self, values: Sequence[Any]) -> Any:
+        """The tree with other values."""
+        given = iter(values)
+        leaves = [next(given) if leaf is None else leaf[0] for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def read(self, tree: Any) -> list[Any]:
+        """Of such a tree, the leaves that were traced values."""
+        leaves = jax.tree.leaves(tree, is_leaf=is_object)
+        return [one for one, known in zip(leaves, self.leaves, strict=True) if known is None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block.
+
+    Attributes:
+      number: among all calls, in the order in which they begin.
+      path: of the block in the model.
+      given: (args, kwargs).
+      returned: what it returned.
+      types: (shape, dtype) of the values that were given.
+    """
+
+    number: int
+    path: Path
+    given: Slots
+    returned: Slots
+    types: tuple[Any, ...]
+
+
+@dataclass
+class Recorder:
+    """Collects the calls of some modules."""
+
+    paths: dict[int, Path]  # of modules, by id
+    calls: list[Call] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    classes: list[tuple[type, Any]] = field(default_factory=list)
+
+    def call(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a block's own call, with marks around it."""
+        path = self.paths.get(id(module))
+        if path is None or self.open:
+            return original(module, *args, **kwargs)
+        number = len(self.calls)
+        self.calls.append(Call(number, path, *_NOTHING))
+        self.open.append(number)
+        try:
+            (args, kwargs), given, types = _marked((args, kwargs), number, "begin")
+            found = original(module, *args, **kwargs)
+            found, returned, _ = _marked(found, number, "end")
+        finally:
+            self.open.pop()
+        self.calls[number] = Call(number, path, given, returned, types)
+        return found
+
+    @contextlib.contextmanager
+    def watching(self, modules: Sequence[nnx.Module]) -> Iterator[None]:
+        """Record the calls of these modules."""
+        try:
+            for kind in {type(module): None for module in modules}:
+                own = kind.__dict__.get("__call__", _NOTHING)
+                self.classes.append((kind, own))
+                kind.__call__ = self._instead_of(kind.__call__)  # type: ignore[operator]
+            yield
+        finally:
+            for kind, own in reversed(self.classes):
+                if own is _NOTHING:
+                    del kind.__call__  # type: ignore[operator]
+                else:
+                    kind.__call__ = own  # type: ignore[operator]
+            self.classes.clear()
+
+    def _instead_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            return self.call(original, module, args, kwargs)
+
+        return __call__
+
+
+def _marked(tree: Any, number: int, way: str) -> tuple[Any, Slots, tuple[Any, ...]]:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+    traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+    values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
+    types = tuple((leaf.shape, leaf.dtype) for leaf in values)
+    slots = tuple(
+        None if is_value else (leaf,) for leaf, is_value in zip(leaves, traced, strict=True)
+    )
+    found = Slots(treedef, slots)
+    return found.fill(mark_p.bind(*values, number=number, way=way)), found, types
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is a part of a model, and no value."""
+    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.rnglib.RngStream))
+
+
+_NOTHING: Any = (Slots(jax.tree.structure(None), ()),) * 2 + ((),)
+
+
+# --- which modules are blocks ---
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that stand side by side and are numbered: a list, or attributes such as ``layer_3``.
+
+    Attributes:
+      name: as messages and ``blocks=`` have it.
+      paths: of the modules, in order.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+
+
+def find_groups(model: nnx.Module) -> list[Group]:
+    """All groups of two and more modules with a ``__call__``."""
+    found: dict[str, dict[int, Path]] = {}
+    for path, node in nnx.iter_graph(model):
+        if path and isinstance(node, nnx.Module) and callable(node):
+            *above, last = path
+            number = re.fullmatch(r"(.*?)[._]?(\d+)", str(last))
+            if number is None:
+                if isinstance(_member(model, tuple(above)), (nnx.Dict, dict)):
+                    name = dotted(above)
+                    found.setdefault(name, {})[len(found.get(name, ()))] = path
+                continue
+            name = dotted([*above, number[1]] if number[1] else above)
+            found.setdefault(name, {})[int(number[2])] = path
+    return [
+        Group(name, tuple(of[n] for n in sorted(of))) for name, of in found.items() if len(of) > 1
+    ]
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """``layers.3``."""
+    return ".".join(map(str, path))
+
+
+def _member(node: Any, path: Path) -> Any:
+    for name in path:
+        is_item = isinstance(node, (list, tuple, dict, nnx.List)) or isinstance(name, int)
+        node = node[name] if is_item else getattr(node, str(name))
+    return node
+
+
+member = _member

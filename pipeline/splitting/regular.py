@@ -1,0 +1,177 @@
+"""Blocks that are called one after another, each on what the one before it returned.
+
+Their stages call the blocks themselves, and are alike where the blocks are. What else a block is
+given is the same for all: constants, what embed makes and the message carries, and what is made
+of inputs alone, which each stage makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Literal
+
+from pipeline.splitting.placing import FREE, Placed
+from pipeline.splitting.recording import Call, Slots, is_object
+from pipeline.splitting.tracing import Trace
+
+
+@dataclass(frozen=True)
+class Template:
+    """How one block is called.
+
+    Attributes:
+      given: (args, kwargs), its values in the order of ``sources``.
+      sources: of each value, what it is: ("act", number), ("carried", number), ("side", number).
+      returned: what it returns.
+      acts: where in that the activations are.
+    """
+
+    given: Slots
+    sources: tuple[tuple[str, int], ...]
+    returned: Slots
+    acts: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Regular:
+    """Calls that follow each other.
+
+    Attributes:
+      templates: of each call.
+      first: the atoms that the first call has as activations; last: those that the last returns.
+      carried: variables of embed that messages carry to all parts.
+      sides: variables that are made of inputs alone.
+      placed: the trace, each call a part.
+    """
+
+    templates: tuple[Template, ...]
+    first: tuple[Any, ...]
+    last: tuple[Any, ...]
+    carried: tuple[Any, ...]
+    sides: tuple[Any, ...]
+    placed: Placed
+
+
+class _Irregular(Exception):  # noqa: N818  never leaves this module
+    """Says why stages are run as equations."""
+
+
+def find_regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regular | str:
+    """How calls follow each other, or why they do not.
+
+    Args:
+      trace: of the model's call.
+      place: makes parts of it, by how many calls each stage has.
+    """
+    try:
+        return _regular(trace, place)
+    except _Irregular as why:
+        return str(why)
+
+
+def _regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regular:
+    calls = trace.calls
+    if len(calls) < 2:
+        raise _Irregular("there is one call")
+    if len({call.path for call in calls}) < len(calls):
+        raise _Irregular("a block is called twice")
+    for number, call in enumerate(calls):
+        _check_values(call, trace.given[number])
+    try:
+        placed = place([1] * len(calls))
+    except ValueError as error:
+        raise _Irregular(str(error)) from None
+    part = placed.part
+    for one, at in placed.place.items():
+        if one.call is None and at is not FREE and 0 < at <= len(calls):
+            raise _Irregular(f"{one.eqn.primitive.name} runs between calls of blocks")
+    carried: dict[Any, None] = {}
+    for message in placed.messages[1:]:
+        carried.update(dict.fromkeys(v for v in message if not part.get(v)))
+    outs: Any = None
+    for number, message in enumerate(placed.messages[1:]):
+        acts = tuple(_place_of(trace.returned[number], var) for var in message if part.get(var))
+        acts = tuple(sorted(acts))
+        if number == len(calls) - 1:
+            if not set(acts) <= set(outs or ()):
+                raise _Irregular("the head needs more of the last block than blocks of each other")
+        elif outs is not None and acts != outs:
+            raise _Irregular("blocks need different results of the block before them")
+        else:
+            outs = acts
+    return _with_templates(trace, placed, outs, tuple(carried))
+
+
+def _place_of(returned: Sequence[Any], var: Any) -> int:
+    for number, atom in enumerate(returned):
+        if atom is var:
+            return number
+    raise _Irregular("a result of a block is needed behind the next one")
+
+
+def _check_values(call: Call, given: Sequence[Any]) -> None:
+    shapes = tuple((atom.aval.shape, atom.aval.dtype) for atom in given)
+    if shapes != call.types:
+        raise _Irregular("blocks are called under vmap")
+    for slots in (call.given, call.returned):
+        if any(leaf is not None and is_object(leaf[0]) for leaf in slots.leaves):
+            raise _Irregular("blocks are given parts of the model, such as random streams")
+
+
+def _with_templates(
+    trace: Trace, placed: Placed, outs: tuple[int, ...], carried: tuple[Any, ...]
+) -> Regular:
+    """Read what each call is given; the first has its activations where the second has them."""
+    calls = trace.calls
+    sides: dict[Any, int] = {}
+    free = _free_vars(trace, placed)
+
+    def source(atom: Any, before: Sequence[Any]) -> tuple[str, int]:
+        for kind, known in (("act", before), ("carried", carried)):
+            for number, one in enumerate(known):
+                if one is atom:
+                    return kind, number
+        if isinstance(atom, Literal) or atom not in free:
+            raise _Irregular("a block is given what is neither an activation nor the same for all")
+        return "side", sides.setdefault(atom, len(sides))
+
+    sources = []
+    for number in range(1, len(calls)):
+        before = [trace.returned[number - 1][at] for at in outs]
+        sources.append(tuple(source(atom, before) for atom in trace.given[number]))
+    first = _first(trace, sources[0], {"carried": carried, "side": tuple(sides)}, len(outs))
+    templates = tuple(
+        Template(call.given, found, call.returned, outs)
+        for call, found in zip(calls, [sources[0], *sources], strict=True)
+    )
+    last = tuple(trace.returned[-1][at] for at in outs)
+    return Regular(templates, first, last, carried, tuple(sides), placed)
+
+
+def _first(
+    trace: Trace,
+    sources: Sequence[tuple[str, int]],
+    same: dict[str, tuple[Any, ...]],
+    num_acts: int,
+) -> tuple[Any, ...]:
+    """What the first call has as activations, where the second has those of the first."""
+    one, two = trace.calls[0].given, trace.calls[1].given
+    if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
+        raise _Irregular("the first block is called otherwise than the second")
+    found: dict[int, Any] = {}
+    for atom, (kind, number) in zip(trace.given[0], sources, strict=True):
+        expected = found.setdefault(number, atom) if kind == "act" else same[kind][number]
+        if expected is not atom:
+            raise _Irregular("the first block is given what others are not")
+    if sorted(found) != list(range(num_acts)):
+        raise _Irregular("the second block does not take what the first returns")
+    return tuple(found[n] for n in range(num_acts))
+
+
+def _free_vars(trace: Trace, placed: Placed) -> set[Any]:
+    made = {v for e, at in placed.place.items() if at is FREE for v in e.eqn.outvars}
+    inputs = {var for var in trace.inputs if placed.part.get(var) is FREE}
+    return made | inputs

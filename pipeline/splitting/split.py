@@ -1,0 +1,576 @@
+"""`pipeline.split`: a model as it is becomes embed, stages and head.
+
+Letters: K stages, N rows of a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.layouts import parse_layout
+from pipeline.base.tree import Tree, is_array, shape_text
+from pipeline.base.variables import kind_text
+from pipeline.splitting.parts import Blocks, Cut, Part
+from pipeline.splitting.placing import Placed, costs_of_calls
+from pipeline.splitting.recording import Group, Path, Slots, dotted, find_groups, is_object, member
+from pipeline.splitting.regular import Regular, find_regular
+from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of
+
+SMALL = 0.05  # of the operations of all numbered modules: groups with less are no blocks
+MOST = 0.7  # of them: a group that has so much may be the only blocks, if that is simpler
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A model in parts, for ``Pipeline(**parts, num_microbatches=...)``.
+
+    Attributes:
+      stages: [K] modules; embed, head: modules, which share the parameters that both use.
+      blocks: [K] the paths of the blocks whose calls each stage has.
+      costs: [K] operations of each on the example, embed and head counted with the first and last.
+      why: empty where stages call the model's blocks themselves; else why they run as equations.
+      unused: paths of the model's parameters that the call does not use, and no part has.
+    """
+
+    stages: list[nnx.Module]
+    embed: nnx.Module
+    head: nnx.Module
+    blocks: tuple[tuple[str, ...], ...]
+    costs: tuple[float, ...]
+    why: str
+    unused: tuple[str, ...]
+    _recipe: Recipe = field(repr=False)
+    _extras: tuple[int, ...] = field(repr=False)
+    _tables: Any = field(repr=False)
+
+    def keys(self) -> tuple[str, ...]:
+        """The options of a `Pipeline` that these are."""
+        return "stages", "embed", "head"
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def inputs(self, *args: Any, **kwargs: Any) -> tuple[Tree, dict[str, Tree]]:
+        """(inputs, extras) of a pipeline, of what the model is called with.
+
+        Raises:
+          ValueError: other arguments than those of the example, beside the sizes of arrays.
+        """
+        given, leaves, _ = _read(self._recipe.call, args, kwargs)
+        want = self._recipe.slots
+        if given != want:
+            raise ValueError(
+                f"the model was split by an example of {_slots_text(want)}, and this is "
+                f"{_slots_text(given)}: only arrays may differ; split the model by such an example"
+            )
+        names = self._recipe.names
+        _check_rows(names, leaves)
+        extras = {names[n]: leaves[n] for n in self._extras}
+        if len(leaves) == 1:
+            return leaves[0], extras
+        return dict(zip(names, leaves, strict=True)), extras
+
+    def to_layers(self, tree: Tree) -> dict[str, Any]:
+        """The layer view (`Pipeline.to_layers`) of a tree shaped like the model's parameters.
+
+        ``nnx.update(pipe, pipe.from_layers(parts.to_layers(nnx.state(model, nnx.Param))))`` loads
+        the model's weights. What the tree lacks, the layers lack.
+        """
+        flat = dict(nnx.to_flat_state(tree))
+
+        def part(table: Mapping[Path, Path]) -> Any:
+            found = [(own, flat[path]) for own, path in table.items() if path in flat]
+            return nnx.from_flat_state(found)
+
+        return {
+            "stages": [part(table) for table in self._tables["stages"]],
+            "embed": part(self._tables["embed"]),
+            "head": part(self._tables["head"]),
+        }
+
+    def from_layers(self, layers: Mapping[str, Any]) -> nnx.State[Any, Any]:
+        """Undo `to_layers`: a state of the model, of weights, gradients or moments.
+
+        ``nnx.update(model, parts.from_layers(pipe.to_layers(nnx.state(pipe, nnx.Param))))`` gives
+        a model what its pipeline has learned.
+        """
+        tables = self._tables
+        pairs = [
+            *zip(tables["stages"], layers["stages"], strict=True),
+            (tables["embed"], layers["embed"]),
+            (tables["head"], layers["head"]),
+        ]
+        found = {}
+        for table, part in pairs:
+            # A part without parameters is no state but an empty dict, or None.
+            for own, value in nnx.to_flat_state(part) if part else ():
+                found[table[own]] = value
+        return nnx.from_flat_state(list(found.items()))
+
+    def __str__(self) -> str:
+        total = sum(self.costs) or 1.0
+        lines = []
+        for k, (names, cost) in enumerate(zip(self.blocks, self.costs, strict=True)):
+            ends = ["embed"] * (k == 0), ["head"] * (k == len(self.stages) - 1)
+            lines.append(
+                f"stages[{k}]  {100 * cost / total:5.1f}%  "
+                f"{', '.join([*ends[0], *_short(names), *ends[1]])}"
+            )
+        how = f"run as equations: {self.why}" if self.why else "call the model's own blocks"
+        unused = [f"unused: {', '.join(self.unused)}"] * bool(self.unused)
+        return "\n".join([f"{len(self.stages)} stages that {how}", *lines, *unused])
+
+
+def split(
+    model: nnx.Module,
+    num_stages: int,
+    *args: Any,
+    blocks: str | Sequence[str] | None = None,
+    call: Callable[..., Any] | None = None,
+    cut: Sequence[int] | str | None = None,
+    costs: Sequence[float] | None = None,
+    extras: Sequence[str] = (),
+    **kwargs: Any,
+) -> Parts:
+    """Cut a model, as it is, into stages between calls of its blocks.
+
+    The model is called once on types, with ``args`` and ``kwargs`` or what they are types of, to
+    see how it calls its blocks. What it does before the first call becomes embed, what it does
+    behind the last the head; nothing is run, and the model stays as it is. Parts share its
+    variables, until a `Pipeline` makes its own of them.
+
+    Where each block is called on what the one before it returned, and else on the same for all, a
+    stage calls the blocks themselves. Else (skips, cross attention, work between blocks) it runs
+    its part of the model's equations, traced anew for every size of microbatch, and messages hold
+    all that later parts need. Both mean what the model means, on each microbatch by itself.
+
+    Args:
+      model: its weights may be types (`nnx.eval_shape`).
+      num_stages: K.
+      args: an example of what the model is called with; arrays, or `jax.ShapeDtypeStruct`, have
+        the batch as leading axis. The rest (None, flags) stays as it is.
+      blocks: the path of a list of modules, or of attributes that are numbered, such as "layers"
+        or "blocks" for ``blocks.0``; several for an encoder and a decoder. By default numbered
+        modules that are called are found, the outermost that are enough, and none with less than
+        a twentieth of the operations of all.
+      call: ``call(model, *args, **kwargs)``, where the model's own ``__call__`` is not what shall
+        be trained: to leave arguments out, or to take logits of a tuple.
+      cut: [K] how many calls of blocks each stage has, or a layout such as "E|(t|)*10L"
+        (docs/weights.md). By default the costliest stage is as cheap as can be.
+      costs: of each call of a block, in the order of calls; by default operations are counted.
+        Those of embed and head are counted in any case, and belong to the first and the last
+        stage: give a cut where they shall not.
+      extras: names of arguments of floats that go to stages as extras. Integers and booleans do so
+        anyway; floats travel in messages, so that they have a gradient.
+      kwargs: as args.
+
+    Raises:
+      TypeError: arguments that the model does not take.
+      ValueError: no blocks, or too few; what cannot be cut, and why.
+    """
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"model is of type {type(model).__name__}: must be an nnx.Module")
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+        raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")
+    is_own = call is None
+    call = call if call is not None else _own_call
+    slots, leaves, names = _read(call, args, kwargs, model if is_own else None)
+    _check_rows(names, leaves)
+    loose = _loose(extras, names)
+    graphdef, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    recipe = Recipe(graphdef, tuple(map(_typed, flat)), call, slots, names, (), loose)
+    types = types_of(leaves)
+    found, trace, regular = _find(model, recipe, types, num_stages, blocks)
+    recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
+    counts = _counts(trace, num_stages, cut, costs, found)
+    is_regular = isinstance(regular, Regular)
+    cutting = Cut(recipe, counts, is_regular=is_regular)
+    placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)
+    _check_written(trace, recipe)
+    return _parts(model, cutting, trace, placed, "" if is_regular else str(regular))
+
+
+def _own_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _typed(item: tuple[Path, Any]) -> tuple[Path, Any]:
+    path, variable = item
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variable)]
+    return path, jax.tree.unflatten(jax.tree.structure(variable), types)
+
+
+# --- arguments ---
+
+
+def _read(
+    call: Callable[..., Any], args: Any, kwargs: Any, model: Any = None
+) -> tuple[Slots, list[Any], tuple[str, ...]]:
+    """What is given, its arrays, and their names."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
+    parameters = _parameters(call, model)
+    slots, leaves, names = [], [], []
+    for path, leaf in pairs:
+        first, *rest = path[1:]
+        name = (
+            first.key
+            if path[0].idx == 1
+            else parameters[first.idx]
+            if first.idx < len(parameters)
+            else f"args[{first.idx}]"
+        )
+        name = ".".join([str(name), *(jax.tree_util.keystr((one,), simple=True) for one in rest)])
+        if is_object(leaf):
+            raise ValueError(
+                f"{name} is of type {type(leaf).__name__}, a part of a model: what has state or "
+                f"random streams belongs to the model itself; make the model with it (rngs=), or "
+                f"leave it to call="
+            )
+        if is_array(leaf):
+            leaves.append(leaf)
+            names.append(name)
+        slots.append(None if is_array(leaf) else (leaf,))
+    return Slots(treedef, tuple(slots)), leaves, tuple(names)
+
+
+def _parameters(call: Callable[..., Any], model: Any) -> list[str]:
+    """Names of positional parameters, without the model."""
+    function = type(model).__call__ if model is not None else call
+    found = inspect.signature(function).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [one.name for one in found if one.kind in kinds][1:]
+
+
+def _check_rows(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    if not leaves:
+        raise ValueError(
+            "the model is given no array: give split an example of what it is called with, such "
+            "as split(model, 4, tokens)"
+        )
+    rows = {
+        name: leaf.shape[0] if leaf.shape else None
+        for name, leaf in zip(names, leaves, strict=True)
+    }
+    first = rows[names[0]]
+    for name, leaf in zip(names, leaves, strict=True):
+        if rows[name] is None or rows[name] != first:
+            raise ValueError(
+                f"{name} is {shape_text(leaf)}, {names[0]} {shape_text(leaves[0])}: all arrays "
+                f"have the batch as leading axis; repeat for each row what has none, or leave it "
+                f"to call="
+            )
+
+
+def _loose(extras: Sequence[str], names: Sequence[str]) -> frozenset[int]:
+    given = (extras,) if isinstance(extras, str) else tuple(extras)
+    for name in given:
+        if name not in names:
+            raise ValueError(
+                f"extras={name!r}: no array that the model is given has this name; they are "
+                f"{', '.join(names)}"
+            )
+    return frozenset(n for n, name in enumerate(names) if name in given)
+
+
+def _slots_text(slots: Slots) -> str:
+    args, kwargs = slots.fill(["an array"] * slots.values)
+    parts = [*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())]
+    return f"({', '.join(parts)})"
+
+
+# --- blocks ---
+
+
+def _find(
+    model: nnx.Module, recipe: Recipe, types: Any, num_stages: int, blocks: Any
+) -> tuple[list[Group], Trace, Regular | str]:
+    """The blocks, the model's call, and how they follow each other in it."""
+    groups = find_groups(model)
+
+    def traced(chosen: Sequence[Group]) -> tuple[Trace, Regular | str]:
+        recipe.blocks = tuple(dict.fromkeys(itertools.chain(*(group.paths for group in chosen))))
+        trace = recipe.trace(types)
+        cut = Cut(recipe, (), is_regular=False)
+        return trace, find_regular(trace, lambda counts: cut.place(trace, counts))
+
+    if blocks is not None:
+        chosen = _named(model, groups, blocks)
+        trace, regular = traced(chosen)
+        _check_called(chosen, trace)
+        return chosen, trace, regular
+    if not groups:
+        raise ValueError(
+            f"{type(model).__name__} has no list of modules, nor modules that are numbered, "
+            f"between whose calls it could be cut; where one module holds all layers on a leading "
+            f"axis (nnx.vmap, nnx.scan), give that to Pipeline as stages"
+        )
+    chosen = groups
+    while True:
+        trace, regular = traced(chosen)
+        used = _by_group(chosen, trace)
+        if len(trace.calls) >= num_stages:
+            break
+        wide = [one for one in used if _holds_others(one, chosen)]
+        if not wide:
+            raise ValueError(_too_few(model, used, num_stages))
+        largest = max(wide, key=lambda group: used[group][0])
+        chosen = [one for one in chosen if one is not largest]
+    total = sum(cost for cost, _ in used.values())
+    large = [group for group, (cost, _) in used.items() if cost >= SMALL * total]
+    enough = sum(used[group][1] for group in large) >= num_stages
+    if len(large) < len(chosen) and enough:
+        chosen = large
+        trace, regular = traced(chosen)
+    if isinstance(regular, str) and len(chosen) > 1:
+        biggest = max(used, key=lambda group: used[group][0])
+        if used[biggest][0] >= MOST * total and used[biggest][1] >= num_stages:
+            alone = traced([biggest])
+            if isinstance(alone[1], Regular):
+                return [biggest], *alone
+            traced(chosen)
+    return list(chosen), trace, regular
+
+
+def _holds_others(group: Group, groups: Sequence[Group]) -> bool:
+    return any(
+        other is not group and other.paths[0][: len(path)] == path
+        for other in groups
+        for path in group.paths
+    )
+
+
+def _by_group(groups: Sequence[Group], trace: Trace) -> dict[Group, tuple[float, int]]:
+    """Operations and number of the calls of those groups that are called."""
+    costs, _, _ = costs_of_calls(trace)
+    found: dict[Group, tuple[float, int]] = {}
+    for call in trace.calls:
+        group = next(group for group in groups if call.path in group.paths)
+        cost, number = found.get(group, (0.0, 0))
+        found[group] = cost + costs[call.number], number + 1
+    return found
+
+
+def _named(model: nnx.Module, groups: Sequence[Group], blocks: Any) -> list[Group]:
+    names = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+    known = {group.name: group for group in groups}
+    chosen = []
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"blocks={name!r}: {type(model).__name__} has no list of two or more modules of "
+                f"that path, nor modules of that name and a number; it has "
+                f"{', '.join(map(repr, known)) or 'none at all'}"
+            )
+        chosen.append(known[name])
+    return chosen
+
+
+def _check_called(groups: Sequence[Group], trace: Trace) -> None:
+    used = _by_group(groups, trace)
+    for group in groups:
+        if group not in used:
+            raise ValueError(
+                f"blocks={group.name!r}: the model calls none of them on this example; name those "
+                f"that it calls, or give an example on which it does"
+            )
+
+
+def _too_few(model: nnx.Module, used: Mapping[Group, tuple[float, int]], num_stages: int) -> str:
+    found = ", ".join(f"{number} of {group.name!r}" for group, (_, number) in used.items())
+    return (
+        f"num_stages={num_stages}: {type(model).__name__} can be cut between calls of numbered "
+        f"modules, and on this example calls {found or 'none'}; ask for fewer stages, or name "
+        f"blocks that lie deeper, by blocks="
+    )
+
+
+# --- where to cut ---
+
+
+def _counts(
+    trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[Group]
+) -> tuple[int, ...]:
+    """[K] how many calls each stage has."""
+    number = len(trace.calls)
+    what = ", ".join(repr(group.name) for group in groups)
+    if cut is not None and costs is not None:
+        raise ValueError("cut= and costs= are both given: costs are there to choose a cut")
+    if isinstance(cut, str):
+        cut = parse_layout(cut, number)
+    if cut is not None:
+        counts = tuple(cut)
+        if len(counts) != num_stages or sum(counts) != number or min(counts) < 0:
+            raise ValueError(
+                f"cut={list(counts)}: must be {num_stages} numbers, which add up to the {number} "
+                f"calls of {what}"
+            )
+        return counts
+    if number < num_stages:
+        raise ValueError(
+            f"num_stages={num_stages}, and the model calls {number} blocks of {what}: ask for "
+            f"fewer stages, or give a cut= in which some have none"
+        )
+    counted, before, behind = costs_of_calls(trace)
+    if costs is not None:
+        given = [float(cost) for cost in costs]
+        if len(given) != number or min(given) < 0:
+            raise ValueError(
+                f"costs= has {len(given)} numbers: must be {number}, none below 0, one for each "
+                f"call of {what}"
+            )
+        scale = sum(counted) / sum(given) if sum(given) else 1.0
+        counted = [cost * scale for cost in given]
+    return balance(counted, num_stages, before, behind)
+
+
+def balance(
+    costs: Sequence[float], num_stages: int, before: float = 0.0, behind: float = 0.0
+) -> tuple[int, ...]:
+    """[K] how many of a row of costs each stage gets, so that the costliest is as cheap as can be.
+
+    Among such cuts it is the one whose squares add up to least. Each stage gets one at least.
+
+    Args:
+      costs: of what is cut.
+      num_stages: K.
+      before: what the first stage has beside.
+      behind: what the last has.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    n, none = len(costs), (float("inf"), float("inf"), ())
+    best: list[Any] = [none] * (n + 1)
+    best[0] = 0.0, 0.0, ()
+    for k in range(num_stages):
+        now: list[Any] = [none] * (n + 1)
+        beside = before * (k == 0) + behind * (k == num_stages - 1)
+        for stop in range(k + 1, n + 1):
+            for start in range(k, stop):
+                worst, squares, counts = best[start]
+                own = sums[stop] - sums[start] + beside
+                found = max(worst, own), squares + own * own, (*counts, stop - start)
+                if found[:2] < now[stop][:2]:
+                    now[stop] = found
+        best = now
+    return tuple(best[n][2])
+
+
+# --- parts ---
+
+
+def _check_written(trace: Trace, recipe: Recipe) -> None:
+    """What is no variable of a kind cannot be declared as state."""
+    for path, kind in recipe.state:
+        if path in trace.written and not isinstance(kind, nnx.Variable):
+            raise ValueError(
+                f"the model writes to its {kind_text(kind)} {dotted(path)} when it is called: "
+                f"make it an nnx.Variable, and declare it by Pipeline(state=...)"
+            )
+
+
+def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, why: str) -> Parts:
+    variables = {path: node for path, node in nnx.iter_graph(model) if path in trace.state}
+    paths_of = {var: path for path, held in trace.state.items() for var in held}
+    number_of = {var: n for n, var in enumerate(trace.inputs)}
+    modes = [
+        name
+        for name in MODES
+        if any(isinstance(getattr(one, name, None), bool) for _, one in nnx.iter_modules(model))
+    ]
+    needed: set[int] = set()
+
+    def part(number: int) -> Part:
+        arrives, sends, effects = cut.ends_of(number, found)
+        writes = cut.writes(number, found)
+        wanted = [*sends, *(atom for atoms in writes.values() for atom in atoms)]
+        roots = trace.roots(arrives, wanted, effects)
+        if 0 < number < cut.last:
+            needed.update(number_of[var] for var in roots if var in number_of)
+        used = {paths_of[var] for var in roots if var in paths_of} | set(writes)
+        streams = {
+            path
+            for path in trace.state
+            if any(path[:-1] == one[:-1] for one in used if _is_stream(variables[one]))
+            and _is_stream(variables[path])
+        }
+        return Part(cut, number, {p: variables[p] for p in variables if p in used | streams}, modes)
+
+    ends = [0]
+    for count in cut.counts:
+        ends.append(ends[-1] + count)
+    stages: list[nnx.Module] = []
+    if isinstance(found, Regular):
+        roots = trace.roots((), found.sides)
+        needed.update(number_of[var] for var in roots if var in number_of)
+        constants = {paths_of[var]: variables[paths_of[var]] for var in roots if var in paths_of}
+        for start, stop in itertools.pairwise(ends):
+            own = [member(model, call.path) for call in trace.calls[start:stop]]
+            stages.append(Blocks(own, found.templates[start:stop], cut, constants))
+    else:
+        stages = [part(number) for number in range(1, cut.last)]
+    embed, head = part(0), part(cut.last)
+    costs, before, behind = costs_of_calls(trace)
+    of_stages = [sum(costs[start:stop]) for start, stop in itertools.pairwise(ends)]
+    of_stages[0] += before
+    of_stages[-1] += behind
+    calls = [dotted(call.path) for call in trace.calls]
+    blocks = tuple(tuple(calls[start:stop]) for start, stop in itertools.pairwise(ends))
+    ids = {id(node): path for path, node in variables.items()}
+    tables = {
+        "stages": [_table(stage, ids) for stage in stages],
+        "embed": _table(embed, ids),
+        "head": _table(head, ids),
+    }
+    of_parts = set().union(
+        *(set(one.values()) for one in (*tables["stages"], tables["embed"], tables["head"]))
+    )
+    unused = tuple(
+        dotted(path)
+        for path, node in variables.items()
+        if isinstance(node, nnx.Param) and path not in of_parts
+    )
+    return Parts(
+        stages=stages,
+        embed=embed,
+        head=head,
+        blocks=blocks,
+        costs=tuple(of_stages),
+        why=why,
+        unused=unused,
+        _recipe=cut.recipe,
+        _extras=tuple(sorted(needed)),
+        _tables=tables,
+    )
+
+
+def _is_stream(variable: Any) -> bool:
+    return isinstance(variable, nnx.RngState)
+
+
+def _table(part: nnx.Module, ids: Mapping[int, Path]) -> dict[Path, Path]:
+    """Path in a part to path in the model."""
+    return {path: ids[id(node)] for path, node in nnx.iter_graph(part) if id(node) in ids}
+
+
+def _short(names: Sequence[str]) -> Iterator[str]:
+    """``layers.0-3`` for a run of numbers."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        if number.isdigit() and runs and runs[-1][0] == stem and runs[-1][2] + 1 == int(number):
+            runs[-1] = stem, runs[-1][1], int(number)
+        elif number.isdigit():
+            runs.append((stem, int(number), int(number)))
+        else:
+            runs.append((name, -1, -1))
+    for stem, first, last in runs:
+        yield stem if first < 0 else f"{stem}.{first}" + (f"-{last}" if last > first else "")

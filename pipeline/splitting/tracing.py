@@ -1,0 +1,305 @@
+"""A model's call as equations, for inputs of any size: which block's call each belongs to.
+
+A recipe says how a model is called. From it the model is traced anew for every size of a
+microbatch, so that nothing knows the size of the example that it was made with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Literal
+
+from pipeline.base.tree import shape_text
+from pipeline.base.variables import kind_text
+from pipeline.jaxpr.evaluate import bind
+from pipeline.jaxpr.primitives import held
+from pipeline.splitting.recording import Call, Path, Recorder, dotted, mark_p, member
+
+Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
+Modes = tuple[tuple[str, bool], ...]  # what train() and eval() set
+MODES = "deterministic", "use_running_average"
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """One equation of a model's call.
+
+    Attributes:
+      eqn: of the jaxpr.
+      reads: its operands: variables, or literals.
+      call: the call of a block that it belongs to, or None.
+      after: how many calls had begun before it.
+    """
+
+    eqn: Any
+    reads: tuple[Any, ...]
+    call: int | None
+    after: int
+
+    @property
+    def vars(self) -> list[Any]:
+        """The variables that it reads."""
+        return [atom for atom in self.reads if not isinstance(atom, Literal)]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A model's call.
+
+    Attributes:
+      equations: in order.
+      calls: of blocks.
+      given: [calls] the atoms that each was given; returned: likewise.
+      state: path of a variable to what holds its leaves; inputs: of each array given.
+      constants: variables whose values are known.
+      outs: of the model; out_tree: their tree.
+      written: path to the atoms of what is written there, where it differs from what was.
+    """
+
+    equations: tuple[Equation, ...]
+    calls: tuple[Call, ...]
+    given: tuple[tuple[Any, ...], ...]
+    returned: tuple[tuple[Any, ...], ...]
+    state: Mapping[Path, tuple[Any, ...]]
+    inputs: tuple[Any, ...]
+    constants: Mapping[Any, Any]
+    outs: tuple[Any, ...]
+    out_tree: Any
+    written: Mapping[Path, tuple[Any, ...]]
+
+    def run(
+        self,
+        known: Mapping[Any, Any],
+        wanted: Iterable[Any],
+        effects: Collection[Equation] = (),
+    ) -> list[Any]:
+        """Values of some atoms, by the equations that they need and those with effects.
+
+        Raises:
+          KeyError: of a variable that is needed, and neither known nor made.
+        """
+        env, wanted = {**self.constants, **known}, list(wanted)
+        chosen, missing = self._chosen(env, wanted, effects)
+        for var in missing:
+            raise KeyError(var)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for one in chosen:
+            found = bind(one.eqn, *map(read, one.reads))
+            for var, value in zip(one.eqn.outvars, found, strict=True):
+                env.setdefault(var, value)
+        return [read(atom) for atom in wanted]
+
+    def roots(
+        self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
+    ) -> set[Any]:
+        """The variables that `run` needs beside those that are known: of state and of inputs."""
+        return self._chosen({*self.constants, *known}, wanted, effects)[1]
+
+    def _chosen(
+        self, known: Collection[Any], wanted: Iterable[Any], effects: Collection[Equation]
+    ) -> tuple[list[Equation], set[Any]]:
+        """The equations to run, and the variables that nothing makes."""
+        needed = {a for a in wanted if not isinstance(a, Literal) and a not in known}
+        chosen = []
+        for one in reversed(self.equations):
+            if one in effects or needed.intersection(one.eqn.outvars):
+                chosen.append(one)
+                needed.difference_update(one.eqn.outvars)
+                needed.update(var for var in one.vars if var not in known)
+        return chosen[::-1], needed
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How a model is called; equal to itself alone.
+
+    Attributes:
+      graphdef: of the model.
+      state: (path, variable of types) of all its state.
+      call: ``call(model, *args, **kwargs)``.
+      slots: (args, kwargs) of the example.
+      names: of each array among them, as errors and extras have it.
+      blocks: paths of the blocks.
+      loose: numbers of inputs of floats that go as extras, without a gradient.
+    """
+
+    graphdef: Any
+    state: tuple[tuple[Path, Any], ...]
+    call: Callable[..., Any]
+    slots: Any
+    names: tuple[str, ...]
+    blocks: tuple[Path, ...]
+    loose: frozenset[int] = frozenset()
+
+    def leaves_of(self, given: Any) -> list[Any]:
+        """The arrays of inputs, as `Parts.inputs` makes them."""
+        if isinstance(given, dict) and set(given) == set(self.names):
+            return [given[name] for name in self.names]
+        leaves = jax.tree.leaves(given)
+        if len(leaves) != 1 or len(self.names) != 1:
+            raise ValueError(
+                f"inputs are {len(leaves)} arrays, and the model was split by {len(self.names)}: "
+                f"{', '.join(self.names)}; give inputs as parts.inputs() makes them"
+            )
+        return leaves
+
+    def found_in(self, extras: Mapping[str, Any]) -> dict[int, Any]:
+        """Number of an input to the array that extras have."""
+        return {n: extras[name] for n, name in enumerate(self.names) if name in extras}
+
+    def other_dtype(self, held: Mapping[Path, Any]) -> Any:
+        """The dtype that a pipeline has given to parameters of floats, None if it has not."""
+        for path, variable in held.items():
+            if isinstance(variable, nnx.Param):
+                was = jax.tree.leaves(dict(self.state)[path])
+                for one, old in zip(jax.tree.leaves(variable), was, strict=True):
+                    if one.dtype != old.dtype:
+                        return one.dtype
+        return None
+
+    def trace(self, types: Types, modes: Modes = (), dtype: Any = None) -> Trace:
+        """The model's call on inputs of these types, with parameters of a dtype.
+
+        Raises:
+          ValueError: the model makes new state, or blocks are called where no cut can be.
+        """
+        recorder = Recorder({})
+        trees: dict[str, Any] = {}
+        leaves = [jax.tree.flatten(variable) for _, variable in self.state]
+
+        def run(values: list[list[Any]], inputs: list[Any]) -> Any:
+            flat = [
+                (path, jax.tree.unflatten(treedef, new))
+                for (path, _), (_, treedef), new in zip(self.state, leaves, values, strict=True)
+            ]
+            model = nnx.merge(self.graphdef, nnx.from_flat_state(flat), copy=True)
+            if modes:
+                model.set_attributes(**dict(modes), raise_if_not_found=False)
+            modules = [member(model, path) for path in self.blocks]
+            recorder.paths |= {
+                id(one): path for one, path in zip(modules, self.blocks, strict=True)
+            }
+            args, kwargs = self.slots.fill(inputs)
+            with recorder.watching(modules):
+                found = self.call(model, *args, **kwargs)
+            outs, trees["out"] = jax.tree.flatten(found)
+            after = dict(nnx.to_flat_state(nnx.state(model)))
+            for path, variable in after.items():
+                if path not in dict(self.state):
+                    raise ValueError(
+                        f"the model makes the {kind_text(variable)} {dotted(path)} when it is "
+                        f"called, and a pipeline keeps no such state: return what is needed, or "
+                        f"leave it out (sow: switch it off)"
+                    )
+            return outs, [jax.tree.leaves(after[path]) for path, _ in self.state]
+
+        given = [
+            [_type(leaf, dtype if isinstance(variable, nnx.Param) else None) for leaf in found]
+            for (found, _), (_, variable) in zip(leaves, self.state, strict=True)
+        ]
+        arrays = [jax.ShapeDtypeStruct(*one) for one in types]
+        closed = jax.make_jaxpr(run)(given, arrays)
+        counts = [len(found) for found, _ in leaves]
+        return _read(closed, recorder.calls, self.state, counts, trees["out"])
+
+
+def _type(leaf: Any, dtype: Any = None) -> Any:
+    is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype if is_cast else leaf.dtype)
+
+
+def _read(
+    closed: Any, calls: Sequence[Call], state: Any, counts: Sequence[int], out_tree: Any
+) -> Trace:
+    jaxpr, alias = closed.jaxpr, {}
+    begun: dict[int, tuple[Any, ...]] = {}
+    ended: dict[int, tuple[Any, ...]] = {}
+    equations, now = [], None
+
+    def atom(one: Any) -> Any:
+        return one if isinstance(one, Literal) else alias.get(one, one)
+
+    for eqn in jaxpr.eqns:
+        reads = tuple(map(atom, eqn.invars))
+        if eqn.primitive is not mark_p:
+            equations.append(Equation(eqn, reads, now, len(begun)))
+            continue
+        number, is_begin = eqn.params["number"], eqn.params["way"] == "begin"
+        (begun if is_begin else ended)[number] = reads
+        now = number if is_begin else None
+        alias.update(zip(eqn.outvars, reads, strict=True))
+    for call in calls:
+        if call.number not in ended:
+            raise ValueError(
+                f"{dotted(call.path)} is called within a loop, a branch, or a function that jax or "
+                f"nnx transform (scan, cond, jit, remat): a pipeline cuts between calls in plain "
+                f"Python; name blocks that are called there, by blocks=, or let call= do it"
+            )
+    invars = iter(jaxpr.invars)
+    of_state = {
+        path: tuple(next(invars) for _ in range(n))
+        for (path, _), n in zip(state, counts, strict=True)
+    }
+    outs = list(map(atom, jaxpr.outvars))
+    new = outs[out_tree.num_leaves :]
+    written, at = {}, 0
+    for path, old in of_state.items():
+        now_there = tuple(new[at : at + len(old)])
+        at += len(old)
+        if any(one is not two for one, two in zip(now_there, old, strict=True)):
+            written[path] = now_there
+    return Trace(
+        tuple(equations),
+        tuple(calls),
+        tuple(begun[call.number] for call in calls),
+        tuple(ended[call.number] for call in calls),
+        of_state,
+        tuple(invars),
+        dict(zip(jaxpr.constvars, closed.consts, strict=True)),
+        tuple(outs[: out_tree.num_leaves]),
+        out_tree,
+        written,
+    )
+
+
+def types_of(leaves: Sequence[Any]) -> Types:
+    """What traces are found by."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def text_of(types: Types) -> str:
+    """``int32[4,16], bool[4,16,16]``."""
+    return ", ".join(shape_text(jax.ShapeDtypeStruct(*one)) for one in types)
+
+
+# --- operations ---
+
+
+def operations(eqn: Any) -> float:
+    """How many an equation takes: products count twice, anything else one for each number made."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [var.aval.shape for var in eqn.outvars if hasattr(var.aval, "shape")]
+    made = float(sum(math.prod(shape) for shape in shapes))
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * made * math.prod(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out = params["dimension_numbers"].rhs_spec[0]
+        return 2 * made * math.prod(kernel) / kernel[out]
+    inner = [sum(map(operations, body.eqns)) for body in held(eqn)]
+    if inner:
+        times = params.get("length", 1) if name == "scan" else 1
+        return float(times) * (max(inner) if name == "cond" else sum(inner))
+    return made
