@@ -118,7 +118,7 @@ def relinked(text: str, page: Path) -> str:
 PUBLIC = (
     "pipeline",
     "pipeline.layers",
-    "pipeline.models",
+    "pipeline.decoders",
     "pipeline.weights",
     "schedules",
     "collectives",
