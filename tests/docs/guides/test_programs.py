@@ -1,0 +1,102 @@
+"""Blocks of Python in guides run, one after the other, and leave what the page says."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tests.docs.guides.pages import GUIDES, ROOT, blocks, commands, missing, run, write_files
+
+
+def program(page: str, mark: str = "", **names: Any) -> dict[str, Any]:
+    """What the blocks of a page leave: those that no file holds, and that need no other package.
+
+    Args:
+      page: the guide.
+      mark: "tpu" for the blocks that begin with ``# tpu``.
+      names: known beforehand.
+    """
+    found: dict[str, Any] = {"__name__": page, **names}
+    for block in blocks(page, "python"):
+        first = re.match(r"# ([\w.]+)\n", block)
+        if (first[1] if first else "") == mark:
+            exec(compile(block, page, "exec"), found)
+    assert len(found) > 2
+    return found
+
+
+def test_debugging(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        program("debugging-a-hang.md")
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+    (shown,) = blocks("debugging-a-hang.md", "text")
+    assert shown in capsys.readouterr().out
+
+
+def test_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    program("gpus.md")
+    assert "mesh data 2 x stage 4" in capsys.readouterr().out
+
+
+def test_from_torch() -> None:
+    assert program("from-torch.md")["timetable"].num_ranks == 2
+
+
+@pytest.mark.slow
+def test_from_maxtext(capsys: pytest.CaptureFixture[str]) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # of optax
+        found = program("from-maxtext.md")
+    said = capsys.readouterr().out
+    assert re.search(r"^looped_bfs +0\.158 0\.158  peak 16$", said, re.MULTILINE)
+    assert re.search(r"^interleaved_1f1b +0\.158 0\.158  peak 11$", said, re.MULTILINE)
+    assert abs(float(found["loss"]) - 4.85) < 0.2  # log 128, of random weights
+
+
+@pytest.mark.slow
+def test_plan_of_the_guide_to_pods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program("tpu-pods.md")["best"].stage == 4
+    assert "1.76 times" in (GUIDES / "tpu-pods.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_compiler_of_the_guide_to_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
+    for variable in ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"):
+        monkeypatch.setenv(variable, "")
+    found = program("tpu-pods.md", "tpu")
+    assert found["pipe"].plan.costs is not None
+
+
+@pytest.mark.slow
+def test_torch_and_jax_print_the_same_losses(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the loop of torch needs it")
+    assert write_files("from-torch.md", tmp_path) == ["torch_train.py", "jax_train.py"]
+    found = commands("from-torch.md")
+    assert len({command.shown for command in found}) == 1
+    for command in found:
+        printed = run(command.line, tmp_path)
+        assert missing(command, printed) == "", printed
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as code hosts make them."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*GUIDES.glob("*.md"), ROOT / "docs" / "alternatives.md"]:
+        text = page.read_text(encoding="utf-8")
+        for target, _, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(#([^)\s]+))?\)", text):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
