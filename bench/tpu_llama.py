@@ -106,6 +106,8 @@ OVER_TENSOR = {"sequence_parallel": True, "loss_chunks": 8, **SAVING}
 SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "head_dim": 128}
 _8B = LlamaConfig.llama_8b(dtype="bfloat16", **SAVING)
 _8B_KEEPING = replace(_8B, keep_attention=True)
+# All residuals. Under a scan over layers products would write into a stack of them.
+_8B_KEEPING_ALL = replace(_8B, scan_layers=False, remat_blocks=False)
 _70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING, keep_attention=True)
 _70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
 CASES = {
@@ -121,10 +123,18 @@ CASES = {
     "8B-looped": Case(
         "v5p:4x4x4", {"data": 32, "stage": 2}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=8
     ),
-    "8B-best": Case(
+    "8B-again": Case(
         "v5p:4x4x4",
         {"data": 32, "stage": 2},
         _8B_KEEPING,
+        {**SHARED, **LOOPED},
+        chunks=4,
+        microbatches=8,
+    ),
+    "8B-best": Case(
+        "v5p:4x4x4",
+        {"data": 32, "stage": 2},
+        _8B_KEEPING_ALL,
         {**SHARED, **LOOPED},
         chunks=4,
         microbatches=8,

@@ -5,7 +5,8 @@ GPipe: `shard_map`, a scan over ticks, `ppermute`, differentiated by `jax.grad`;
 shifted: `vmap` over stages, whose outputs a sharded buffer shifts by one, left to the compiler;
 FSDP: every weight over all chips, gathered by a block before it runs and again in its backward.
 
-All compute a block's forward again in its backward and keep what its attention gives, as ours does;
+All compute a block's forward again in its backward and keep what its attention gives, but that
+"8B-fsdp-kept" keeps all but the weights, as "8B-best" of ours, one of a chip's rows after another;
 gradients of weights are reduced once a step, but by FSDP. GPipe and shifted share the head: each
 rank of a pipeline takes its part of the microbatches. Letters: S ranks, M microbatches, D shards.
 """
@@ -25,6 +26,7 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,18 +38,21 @@ from llama import build, loss_fn  # isort: skip  (bench.tpu_llama knows where it
 Loss = Callable[..., jax.Array]  # of (weights, words, targets)
 
 
-def _like(name: str, kind: str, **changes: Any) -> tuple[str, Case]:
+def _like(name: str, kind: str, *, keeping: bool = False, **changes: Any) -> tuple[str, Case]:
     """A peer on the mesh of one of ours."""
     case = CASES[name]
-    config = dataclasses.replace(case.config, loss_chunks=8, sequence_parallel=False)
+    blocks = dict.fromkeys(("scan_layers", "remat_blocks", "keep_attention"), not keeping)
+    changed = {"loss_chunks": 8, "sequence_parallel": False, **blocks}
+    config = dataclasses.replace(case.config, **changed)
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)
 
 
-# By name, which kind and what of. FSDP has no microbatches: a chip's rows go at once.
+# By name, which kind and what of. Microbatches of FSDP are its own: gradients of each are summed.
 PEERS = {
     "8B-gpipe": _like("8B-best", "gpipe"),
     "8B-shifted": _like("8B-best", "shifted"),
     "8B-fsdp": _like("8B-best", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
+    "8B-fsdp-kept": _like("8B-best", "fsdp", keeping=True, axes={"data": 64}, microbatches=4),
 }
 
 
@@ -66,11 +71,12 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
     graphs, states = zip(*(nnx.split(part) for part in (parts[0][0], *parts[1:])), strict=True)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((S, *w.shape), w.dtype), states[0])
     weights = (stacked, *states[1:])
-    specs = specs_of(weights, sizes)
+    lead = 2 if case.config.scan_layers else 1  # stages, and layers where they are stacked
+    specs = specs_of(weights, sizes, lead)
     loss = make(case, mesh, graphs, specs)
 
     def lowered() -> jax.stages.Lowered:
-        kept = owned(weights, specs, sizes)
+        kept = owned(weights, specs, sizes, lead)
         place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
         tx = optax.adam(1e-4)
         where = place(specs, is_leaf=_is_spec)
@@ -89,28 +95,48 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
             out_shardings=(where, parts_of, None),
         )
         def step(weights: Any, state: Any, words: Any, targets: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(weights, words, targets)
+            if kind == "fsdp" and case.microbatches > 1:
+                value, grads = summed(jax.value_and_grad(loss), weights, words, targets)
+            else:
+                value, grads = jax.value_and_grad(loss)(weights, words, targets)
             grads = jax.lax.with_sharding_constraint(grads, place(kept, is_leaf=_is_spec))
             updates, state = tx.update(grads, state, weights)
             return optax.apply_updates(weights, updates), state, value
 
-        rows = case.microbatches * sizes["data"] * case.rows
-        words = jax.ShapeDtypeStruct(
-            (rows, case.length), jnp.int32, sharding=NamedSharding(mesh, P("data"))
-        )
+        M, rows = case.microbatches, sizes["data"] * case.rows
+        if kind == "fsdp" and M > 1:
+            shape, spec = (M, rows, case.length), P(None, "data")
+        else:
+            shape, spec = (M * rows, case.length), P("data")
+        words = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
         with jax.set_mesh(mesh):
             return step.lower(weights, state, words, words)
 
     return mesh, lowered
 
 
+def summed(
+    value_and_grad: Callable[..., Any], weights: Any, words: jax.Array, targets: jax.Array
+) -> Any:
+    """Of [M, rows, T] words: the mean of losses and gradients, one microbatch after the other."""
+
+    def one(total: Any, batch: Any) -> tuple[Any, None]:
+        # As they are: XLA fails to move reductions out of the loop, and these sum by the row.
+        found = jax.lax.optimization_barrier(value_and_grad(weights, *batch))
+        return jax.tree.map(jnp.add, total, found), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+    total, _ = jax.lax.scan(one, zeros, (words, targets))
+    return jax.tree.map(lambda x: x / words.shape[0], total)
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def staged(weights: Any, sizes: dict[str, int]) -> Any:
+def staged(weights: Any, sizes: dict[str, int], lead: int) -> Any:
     """Stages over ``stage``, the ends everywhere."""
-    del sizes
+    del sizes, lead
     stages, *ends = weights
     return (
         jax.tree.map(lambda _: P("stage"), stages),
@@ -118,12 +144,12 @@ def staged(weights: Any, sizes: dict[str, int]) -> Any:
     )
 
 
-def spread(weights: Any, sizes: dict[str, int]) -> Any:
+def spread(weights: Any, sizes: dict[str, int], lead: int) -> Any:
     """Every weight over ``data``, along its first axis that can be cut but stages and layers."""
-    return owned(weights, jax.tree.map(lambda _: P(), weights), sizes)
+    return owned(weights, jax.tree.map(lambda _: P(), weights), sizes, lead)
 
 
-def owned(weights: Any, specs: Any, sizes: dict[str, int]) -> Any:
+def owned(weights: Any, specs: Any, sizes: dict[str, int], lead: int) -> Any:
     """Specs of what is kept of a weight once: divided over ``data`` too, where it can be."""
     stages, *ends = weights
 
@@ -139,7 +165,7 @@ def owned(weights: Any, specs: Any, sizes: dict[str, int]) -> Any:
         return of
 
     return (
-        jax.tree.map(one(2), stages, specs[0]),
+        jax.tree.map(one(lead), stages, specs[0]),
         *(jax.tree.map(one(0), end, spec) for end, spec in zip(ends, specs[1:], strict=True)),
     )
 
@@ -252,17 +278,30 @@ def fsdp(case: Case, mesh: Mesh, graphs: Any, specs: Any) -> Loss:
         stage, embed, head = (nnx.merge(g, s) for g, s in zip(graphs, weights, strict=True))
         for end, spec in zip((embed, head), specs[1:], strict=True):
             nnx.update(end, jax.tree.map(whole, nnx.state(end), spec))
-        graph, blocks = nnx.split(stage.blocks)
-        blocks = jax.tree.map(lambda w: w[0], blocks)
-        of_blocks = specs[0]["blocks"]
-        kept = jax.checkpoint_policies.save_only_these_names(kernels.RESIDUALS)
+        x = embed(words)
+        if case.config.scan_layers:
+            graph, blocks = nnx.split(stage.blocks)
+            blocks = jax.tree.map(lambda w: w[0], blocks)
+            kept = jax.checkpoint_policies.save_only_these_names(kernels.RESIDUALS)
 
-        @functools.partial(jax.checkpoint, policy=kept)
-        def block(x: jax.Array, state: Any) -> jax.Array:
-            state = jax.tree.map(functools.partial(whole, drop=2), state, of_blocks)
-            return nnx.merge(graph, state)(x)
+            @functools.partial(jax.checkpoint, policy=kept)
+            def block(x: jax.Array, state: Any) -> jax.Array:
+                gathered = functools.partial(whole, drop=2)
+                return nnx.merge(graph, jax.tree.map(gathered, state, specs[0]["blocks"]))(x)
 
-        x, _ = jax.lax.scan(lambda x, state: (block(x, state), None), embed(words), blocks)
+            x, _ = jax.lax.scan(lambda x, state: (block(x, state), None), x, blocks)
+        else:
+            kept = jax.checkpoint_policies.save_anything_except_these_names("gathered")
+            for n, one in enumerate(stage.blocks):
+                graph, state = nnx.split(one)
+                of_one = specs[0]["blocks"][n]
+
+                @functools.partial(jax.checkpoint, policy=kept)
+                def block(x: jax.Array, state: Any, graph: Any = graph, at: Any = of_one) -> Any:
+                    gathered = jax.tree.map(lambda w, spec: whole(w[0], spec, drop=1), state, at)
+                    return nnx.merge(graph, checkpoint_name(gathered, "gathered"))(x)
+
+                x = block(x, state)
         total = mean_of(case, head, x[:, None], targets[:, None])
         return jax.lax.psum(total, "data") / (words.size * mesh.shape["data"])
 

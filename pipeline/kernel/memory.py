@@ -19,7 +19,18 @@ from collectives import vary
 from collectives.compat import platform, varying_in
 from pipeline.backward.accumulate import as_summed
 from pipeline.base.masks import Mask, chosen
-from pipeline.base.tree import Leaves, Tree, at, blank, partition, real, times, vary_like, zeros
+from pipeline.base.tree import (
+    Leaves,
+    Tree,
+    at,
+    blank,
+    is_key,
+    partition,
+    real,
+    times,
+    vary_like,
+    zeros,
+)
 from pipeline.kernel import scopes
 from pipeline.model.loss import same_over_others
 from pipeline.model.overlay import Part, Spot, View
@@ -37,14 +48,19 @@ class Pool:
       places: how many.
       axes: the mesh axes over which values vary whose types do not say it themselves.
       name: what `pipeline.forecast.bytes` calls them; it stands in the name stack of their refs.
+      cleared: whether they are zeros before anything is written. If whatever is read was written,
+        they need not be: on a TPU clearing what 8B stashes takes 2% of a step (docs/tpu.md).
     """
 
-    def __init__(self, types: Tree, places: int, axes: tuple[str, ...], name: str) -> None:
+    def __init__(
+        self, types: Tree, places: int, axes: tuple[str, ...], name: str, *, cleared: bool = True
+    ) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
+        make = zeros if cleared or platform() != "tpu" else _unwritten
         with jax.named_scope(name):
             self.refs = [
-                jax.new_ref(vary(zeros(t, lead=(places,)), varying_in(t, otherwise=axes)))
+                jax.new_ref(vary(make(t, lead=(places,)), varying_in(t, otherwise=axes)))
                 for t in leaves
             ]
 
@@ -62,6 +78,10 @@ class Pool:
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
 
 
+def _unwritten(t: Any, lead: tuple[int, ...]) -> jax.Array:
+    return zeros(t, lead=lead) if is_key(t) else jax.lax.empty((*lead, *t.shape), t.dtype)
+
+
 def _tiled(x: jax.Array) -> jax.Array:
     """The same value, on a TPU in the order of its dims, short ones first; elsewhere as it is.
 
@@ -70,7 +90,7 @@ def _tiled(x: jax.Array) -> jax.Array:
     tick: in 8B on v5p that took 57 million cycles, and F and B 347 (docs/tpu.md). Dims are tiled by
     8 x 128, and what is shorter is padded: those go before the others.
     """
-    if platform() != "tpu" or x.ndim < 2 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if platform() != "tpu" or x.ndim < 2 or is_key(x):
         return x
     order = sorted(range(x.ndim), key=lambda axis: x.shape[axis] >= SUBLANES)
     return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
@@ -176,12 +196,14 @@ def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
         residuals = local.residuals()
     buffers = Pool(local.wire, program.num_buffers + 1, axes, "messages")
     stashed = residuals.stashed if residuals else []
-    stashes = Pool(stashed, program.num_stashes + step.masked, axes, "stashes")
+    cleared = step.masked  # whose actions all read, whatever is there
+    places = program.num_stashes + step.masked
+    stashes = Pool(stashed, places, axes, "stashes", cleared=cleared)
     halves: Any = None
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
         halves = local.split_backward(residuals, in_place=not step.masked)
     crossing, places = halves.crossing if halves else [], program.num_crossings + step.masked
-    crossings = Pool(crossing, places, axes, "crossings")
+    crossings = Pool(crossing, places, axes, "crossings", cleared=cleared)
     outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
     return dataclasses.replace(
         sums,
