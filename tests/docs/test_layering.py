@@ -41,9 +41,9 @@ PUBLIC = {
         vocabulary_embedding
     """,
     "pipeline": """
-        Calibration CalibrationError CrossEntropy DoesNotFitError ParallelConfig Pipeline Plans
-        add_loss check_sharding describe_sharding generate initialize local_rows make_optimizer plan
-        sample shard_batch shard_optimizer with_losses
+        Calibration CalibrationError CrossEntropy DoesNotFitError ParallelConfig Parts
+        Pipeline Plans add_loss check_sharding describe_sharding generate initialize
+        local_rows make_optimizer plan sample shard_batch shard_optimizer split with_losses
     """,
 }
 
