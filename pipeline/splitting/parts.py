@@ -246,7 +246,7 @@ class Blocks(nnx.Module):
             args, kwargs = template.given.fill(
                 [values[kind][number] for kind, number in template.sources]
             )
-            returned = block(*args, **kwargs)  # type: ignore[operator]
+            returned = block(*args, **kwargs)
             found = template.returned.read(returned)
             acts = [found[at] for at in template.acts]
         return Message((*acts, *carried), given.types, given.dtype)

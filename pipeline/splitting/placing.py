@@ -1,4 +1,4 @@
-"""Which part of a cut model each equation belongs to, and what the parts send each other: liveness.
+"""Which part of a cut model each equation belongs to, and the message that each sends: liveness.
 
 Letters: K stages. Parts are numbered: 0 is embed, 1 to K are the stages, K + 1 is the head.
 
@@ -7,6 +7,7 @@ Letters: K stages. Parts are numbered: 0 is embed, 1 to K are the stages, K + 1 
   of all, to the head.
 * What needs none of them, but parameters or random streams, belongs to the first part that needs
   it; to embed, where another part has the parameter.
+* A parameter that blocks of several stages are given as an argument lies in embed, and is sent.
 * What needs neither (masks, positions) is computed in every part that needs it, from extras.
 
 A message holds what was made up to a part and is needed behind it.
@@ -14,8 +15,9 @@ A message holds what was made up to a part and is needed behind it.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ class Placed:
       messages: [K + 1] the variables that leave each part, but the head's.
       effects: [K + 2] equations of each part that do something beside what they return.
       part: of variables; place: of equations.
+      is_anchored: whether what lies at a path has one home: parameters, streams, what is written.
     """
 
     trace: Trace
@@ -45,6 +48,7 @@ class Placed:
     effects: tuple[frozenset[Equation], ...]
     part: Mapping[Any, int | None]
     place: Mapping[Equation, int | None]
+    is_anchored: Callable[[Path], bool]
 
 
 class _Placing:
@@ -58,17 +62,19 @@ class _Placing:
         self.stage_of = [k for k, count in enumerate(cut, 1) for _ in range(count)]
         self.part: dict[Any, int | None] = {}  # of variables
         self.place: dict[Equation, int | None] = {}
+        self.sent: set[Any] = set()  # variables of state that messages carry
         self.owner = {
             var: path
             for path, found in trace.state.items()
             for var in found
-            if self._is_anchored(path)
+            if self.is_anchored(path)
         }
         for n, var in enumerate(trace.inputs):
             if n not in loose and jnp.issubdtype(var.aval.dtype, jnp.inexact):
                 self.part[var] = 0  # so that it has a gradient
 
-    def _is_anchored(self, path: Path) -> bool:
+    def is_anchored(self, path: Path) -> bool:
+        """Whether what lies there has one home."""
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 
@@ -82,9 +88,13 @@ class _Placing:
             if wrong <= forced:
                 break
             forced |= wrong
-        for path in sorted(wrong, key=str):
-            raise ValueError(self._torn(path, homes[path]))
-        return Placed(self.trace, self._messages(), self.effects(), self.part, self.place)
+        self._send(wrong)
+        homes = self._homes()
+        for path in sorted(wrong & homes.keys(), key=str):
+            if self._is_torn(path, homes[path]):
+                raise ValueError(self._torn(path, homes[path]))
+        messages, effects = self._messages(), self.effects()
+        return Placed(self.trace, messages, effects, self.part, self.place, self.is_anchored)
 
     def _place_what_needs_blocks(self) -> None:
         last = len(self.trace.calls)
@@ -119,10 +129,12 @@ class _Placing:
                     users[var].add(part)
         for atom in self._results():
             users[atom].add(self.last)
+        varies = self._vary_with_inputs()
         for one in reversed(chosen):
             needs = set().union(*(users[var] for var in one.eqn.outvars))
             found = min(needs, default=0)
-            if found == 1 or at_once.intersection(one.vars):
+            is_shared = len(needs) > 1 or varies.intersection(one.vars)
+            if (found == 1 and is_shared) or at_once.intersection(one.vars):
                 found = 0
             self.place[one] = found
             self.part.update(dict.fromkeys(one.eqn.outvars, found))
@@ -140,6 +152,15 @@ class _Placing:
             if not isinstance(self.kinds[path], nnx.RngState)
         ]
 
+    def _send(self, paths: Iterable[Path]) -> None:
+        """Let embed have parameters that blocks are given and do not own, and send their values."""
+        blocks = [call.path for call in self.trace.calls]
+        for path in paths:
+            if not any(path[: len(block)] == block for block in blocks):
+                given = self.trace.state[path]
+                self.sent.update(given)
+                self.part.update(dict.fromkeys(given, 0))
+
     def _homes(self) -> dict[Path, frozenset[int]]:
         found: dict[Path, set[int]] = defaultdict(set)
         live = self._live()
@@ -147,7 +168,7 @@ class _Placing:
         for one in self.trace.equations:
             if one in live:
                 for var in one.vars:
-                    if var in of and self.place[one] is not FREE:
+                    if var in of and var not in self.sent and self.place[one] is not FREE:
                         found[of[var]].add(self.place[one])  # type: ignore[arg-type]
         for atom in self._results():
             if atom in of:
@@ -168,7 +189,7 @@ class _Placing:
 
     def _is_torn(self, path: Path, parts: frozenset[int]) -> bool:
         is_stream = isinstance(self.kinds[path], nnx.RngState)  # a pipeline gives each its own
-        is_constant = not self._is_anchored(path)
+        is_constant = not self.is_anchored(path)
         return len(parts - {0, self.last}) + bool(parts & {0, self.last}) > 1 and not (
             is_stream or is_constant
         )
@@ -206,8 +227,8 @@ class _Placing:
             for var in found:
                 # A head has no extras, so embed makes for it what others make themselves.
                 if self.part.get(var) is not FREE or (part == self.last and var in varies):
-                    needed[var] = part
-        of_state = {var for found in self.trace.state.values() for var in found}
+                    needed[var] = part  # the head's is the last
+        of_state = {var for found in self.trace.state.values() for var in found} - self.sent
         made = {var: self.part.get(var) or 0 for var in needed if var not in of_state}
         return tuple(
             tuple(v for v in self._order() if v in made and made[v] <= part < needed[v])
@@ -215,15 +236,16 @@ class _Placing:
         )
 
     def _order(self) -> Iterator[Any]:
+        yield from itertools.chain(*self.trace.state.values())
         yield from self.trace.inputs
         for one in self.trace.equations:
             yield from one.eqn.outvars
 
     def _vary_with_inputs(self) -> set[Any]:
-        """What inputs make, but for what is placed."""
+        """What inputs make without any block."""
         found = set(self.trace.inputs)
-        for one, part in self.place.items():
-            if part is FREE and found.intersection(one.vars):
+        for one in self.free:
+            if found.intersection(one.vars):
                 found.update(one.eqn.outvars)
         return found
 

@@ -113,16 +113,16 @@ class Recorder:
         """Record the calls of these modules."""
         try:
             for kind in {type(module): None for module in modules}:
-                own = kind.__dict__.get("__call__", _NOTHING)
+                own = kind.__dict__.get(_CALL, _NOTHING)
                 self.classes.append((kind, own))
-                kind.__call__ = self._instead_of(kind.__call__)  # type: ignore[operator]
+                setattr(kind, _CALL, self._instead_of(getattr(kind, _CALL)))
             yield
         finally:
             for kind, own in reversed(self.classes):
                 if own is _NOTHING:
-                    del kind.__call__  # type: ignore[operator]
+                    delattr(kind, _CALL)
                 else:
-                    kind.__call__ = own  # type: ignore[operator]
+                    setattr(kind, _CALL, own)
             self.classes.clear()
 
     def _instead_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,6 +149,7 @@ def is_object(value: Any) -> bool:
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.rnglib.RngStream))
 
 
+_CALL = "__call__"
 _NOTHING: Any = (Slots(jax.tree.structure(None), ()),) * 2 + ((),)
 
 

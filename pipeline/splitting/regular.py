@@ -174,4 +174,7 @@ def _first(
 def _free_vars(trace: Trace, placed: Placed) -> set[Any]:
     made = {v for e, at in placed.place.items() if at is FREE for v in e.eqn.outvars}
     inputs = {var for var in trace.inputs if placed.part.get(var) is FREE}
-    return made | inputs
+    constants = {
+        var for path, held in trace.state.items() if not placed.is_anchored(path) for var in held
+    }
+    return made | inputs | constants

@@ -16,12 +16,13 @@ from flax import nnx
 
 from pipeline.base.layouts import parse_layout
 from pipeline.base.tree import Tree, is_array, shape_text
-from pipeline.base.variables import kind_text
+from pipeline.base.variables import kind_text, raw, with_value
 from pipeline.splitting.parts import Blocks, Cut, Part
 from pipeline.splitting.placing import Placed, costs_of_calls
 from pipeline.splitting.recording import Group, Path, Slots, dotted, find_groups, is_object, member
 from pipeline.splitting.regular import Regular, find_regular
-from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of
+from pipeline.splitting.tracing import MODES, HiddenCallError, Recipe, Trace, types_of
+from pipeline.trained.outside import warn_of_parameters_read_from_outside
 
 SMALL = 0.05  # of the operations of all numbered modules: groups with less are no blocks
 MOST = 0.7  # of them: a group that has so much may be the only blocks, if that is simpler
@@ -85,11 +86,17 @@ class Parts:
         ``nnx.update(pipe, pipe.from_layers(parts.to_layers(nnx.state(model, nnx.Param))))`` loads
         the model's weights. What the tree lacks, the layers lack.
         """
-        flat = dict(nnx.to_flat_state(tree))
+        flat = {path: raw(variable) for path, variable in nnx.to_flat_state(tree)}
 
-        def part(table: Mapping[Path, Path]) -> Any:
-            found = [(own, flat[path]) for own, path in table.items() if path in flat]
-            return nnx.from_flat_state(found)
+        def part(table: Mapping[Path, Path]) -> dict[str, Any]:
+            found: dict[Any, Any] = {}
+            for own, path in table.items():
+                if path in flat:
+                    node = found
+                    for name in own[:-1]:
+                        node = node.setdefault(name, {})
+                    node[own[-1]] = flat[path]
+            return found
 
         return {
             "stages": [part(table) for table in self._tables["stages"]],
@@ -109,11 +116,12 @@ class Parts:
             (tables["embed"], layers["embed"]),
             (tables["head"], layers["head"]),
         ]
-        found = {}
+        kinds, found = dict(self._recipe.state), {}
         for table, part in pairs:
-            # A part without parameters is no state but an empty dict, or None.
-            for own, value in nnx.to_flat_state(part) if part else ():
-                found[table[own]] = value
+            for own, path in table.items():
+                value = _at(part, own)
+                if value is not None:
+                    found[path] = with_value(kinds[path], value)
         return nnx.from_flat_state(list(found.items()))
 
     def __str__(self) -> str:
@@ -128,6 +136,16 @@ class Parts:
         how = f"run as equations: {self.why}" if self.why else "call the model's own blocks"
         unused = [f"unused: {', '.join(self.unused)}"] * bool(self.unused)
         return "\n".join([f"{len(self.stages)} stages that {how}", *lines, *unused])
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """What nested dictionaries have at a path, or None."""
+    for name in path:
+        keys = [one for one in (name, str(name)) if isinstance(tree, Mapping) and one in tree]
+        if not keys:
+            return None
+        tree = tree[keys[0]]
+    return raw(tree)
 
 
 def split(
@@ -183,6 +201,8 @@ def split(
         raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")
     is_own = call is None
     call = call if call is not None else _own_call
+    if not is_own:
+        warn_of_parameters_read_from_outside((), call=call)
     slots, leaves, names = _read(call, args, kwargs, model if is_own else None)
     _check_rows(names, leaves)
     loose = _loose(extras, names)
@@ -314,17 +334,7 @@ def _find(
             f"between whose calls it could be cut; where one module holds all layers on a leading "
             f"axis (nnx.vmap, nnx.scan), give that to Pipeline as stages"
         )
-    chosen = groups
-    while True:
-        trace, regular = traced(chosen)
-        used = _by_group(chosen, trace)
-        if len(trace.calls) >= num_stages:
-            break
-        wide = [one for one in used if _holds_others(one, chosen)]
-        if not wide:
-            raise ValueError(_too_few(model, used, num_stages))
-        largest = max(wide, key=lambda group: used[group][0])
-        chosen = [one for one in chosen if one is not largest]
+    chosen, (trace, regular), used = _outermost(model, groups, num_stages, traced)
     total = sum(cost for cost, _ in used.values())
     large = [group for group, (cost, _) in used.items() if cost >= SMALL * total]
     enough = sum(used[group][1] for group in large) >= num_stages
@@ -339,6 +349,32 @@ def _find(
                 return [biggest], *alone
             traced(chosen)
     return list(chosen), trace, regular
+
+
+def _outermost(
+    model: nnx.Module,
+    groups: Sequence[Group],
+    num_stages: int,
+    traced: Callable[[Sequence[Group]], tuple[Trace, Regular | str]],
+) -> tuple[list[Group], tuple[Trace, Regular | str], dict[Group, tuple[float, int]]]:
+    """Groups whose calls are enough for the stages; what lies within others is not called alone."""
+    chosen = list(groups)
+    while True:
+        try:
+            found = traced(chosen)
+        except HiddenCallError as hidden:
+            chosen = [one for one in chosen if hidden.path not in one.paths]
+            if not chosen:
+                raise
+            continue
+        used = _by_group(chosen, found[0])
+        if len(found[0].calls) >= num_stages:
+            return chosen, found, used
+        wide = [one for one in used if _holds_others(one, chosen)]
+        if not wide:
+            raise ValueError(_too_few(model, used, num_stages))
+        largest = max(wide, key=lambda group: used[group][0])
+        chosen = [one for one in chosen if one is not largest]
 
 
 def _holds_others(group: Group, groups: Sequence[Group]) -> bool:
@@ -478,13 +514,11 @@ def _check_written(trace: Trace, recipe: Recipe) -> None:
 
 
 def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, why: str) -> Parts:
-    variables = {path: node for path, node in nnx.iter_graph(model) if path in trace.state}
+    variables = {path: member(model, path) for path in trace.state}
     paths_of = {var: path for path, held in trace.state.items() for var in held}
     number_of = {var: n for n, var in enumerate(trace.inputs)}
     modes = [
-        name
-        for name in MODES
-        if any(isinstance(getattr(one, name, None), bool) for _, one in nnx.iter_modules(model))
+        name for name in MODES if any(hasattr(one, name) for _, one in nnx.iter_modules(model))
     ]
     needed: set[int] = set()
 
@@ -530,7 +564,7 @@ def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, w
         "embed": _table(embed, ids),
         "head": _table(head, ids),
     }
-    of_parts = set().union(
+    of_parts: set[Path] = set().union(
         *(set(one.values()) for one in (*tables["stages"], tables["embed"], tables["head"]))
     )
     unused = tuple(

@@ -27,6 +27,18 @@ Modes = tuple[tuple[str, bool], ...]  # what train() and eval() set
 MODES = "deterministic", "use_running_average"
 
 
+class HiddenCallError(ValueError):
+    """A block is called where no cut can be.
+
+    Attributes:
+      path: of the block.
+    """
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 @dataclass(frozen=True, eq=False)
 class Equation:
     """One equation of a model's call.
@@ -103,7 +115,8 @@ class Trace:
         self, known: Iterable[Any], wanted: Iterable[Any], effects: Collection[Equation] = ()
     ) -> set[Any]:
         """The variables that `run` needs beside those that are known: of state and of inputs."""
-        return self._chosen({*self.constants, *known}, wanted, effects)[1]
+        given = {atom for atom in known if not isinstance(atom, Literal)}
+        return self._chosen(given.union(self.constants), wanted, effects)[1]
 
     def _chosen(
         self, known: Collection[Any], wanted: Iterable[Any], effects: Collection[Equation]
@@ -171,7 +184,8 @@ class Recipe:
         """The model's call on inputs of these types, with parameters of a dtype.
 
         Raises:
-          ValueError: the model makes new state, or blocks are called where no cut can be.
+          ValueError: the model makes new state, or blocks are called where no cut can be
+            (`HiddenCallError`).
         """
         recorder = Recorder({})
         trees: dict[str, Any] = {}
@@ -221,7 +235,8 @@ def _type(leaf: Any, dtype: Any = None) -> Any:
 def _read(
     closed: Any, calls: Sequence[Call], state: Any, counts: Sequence[int], out_tree: Any
 ) -> Trace:
-    jaxpr, alias = closed.jaxpr, {}
+    jaxpr = closed.jaxpr
+    alias: dict[Any, Any] = {}
     begun: dict[int, tuple[Any, ...]] = {}
     ended: dict[int, tuple[Any, ...]] = {}
     equations, now = [], None
@@ -240,10 +255,11 @@ def _read(
         alias.update(zip(eqn.outvars, reads, strict=True))
     for call in calls:
         if call.number not in ended:
-            raise ValueError(
+            raise HiddenCallError(
+                call.path,
                 f"{dotted(call.path)} is called within a loop, a branch, or a function that jax or "
                 f"nnx transform (scan, cond, jit, remat): a pipeline cuts between calls in plain "
-                f"Python; name blocks that are called there, by blocks=, or let call= do it"
+                f"Python; name blocks that are called there, by blocks=, or let call= do it",
             )
     invars = iter(jaxpr.invars)
     of_state = {

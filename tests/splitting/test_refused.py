@@ -81,7 +81,7 @@ class Scanned(nnx.Module):
 
 
 def refusal(*args, **options) -> str:
-    with pytest.raises(ValueError, match="") as error:
+    with pytest.raises(ValueError, match=r".") as error:
         split(*args, **options)
     return str(error.value)
 
