@@ -32,7 +32,7 @@ extensions = [
 exclude_patterns = ["_ext", "_static", "**.ipynb_checkpoints"]
 nitpicky = True
 # Types of other packages have no page here; what they are stands in the signature.
-nitpick_ignore_regex = [("py:.*", ".*")]
+nitpick_ignore_regex = [("py:.*", "(?s).*")]
 
 # --- pages ---
 
@@ -40,8 +40,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 # A notebook is kept with what it printed: tests run it, a build does not.
 nb_execution_mode = "off"
-# Pages are found by patterns, so that a new one needs no line here.
-suppress_warnings = ["mystnb.unknown_mime_type", "toc.empty_glob"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
 
 # --- the reference ---
 

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,10 @@ def draw(arguments: str, folder: Path) -> tuple[str, str]:
     Raises:
       PageError: arguments that `python -m schedules draw` refuses, with what it says.
     """
-    given = shlex.split(arguments)
+    try:
+        given = shlex.split(arguments)
+    except ValueError as error:  # a quotation without an end
+        raise PageError(f"{arguments}: {error}") from error
     if any(OURS.match(word) for word in given):
         raise PageError(f"{arguments!r} names an output file; leave it out, the page is the output")
     name = hashlib.sha256(arguments.encode()).hexdigest()[:16]
@@ -60,7 +64,7 @@ def command(arguments: list[str]) -> None:
 # --- commands ---
 
 COLUMNS = 92  # of a help text: what a page has room for
-HELP = {"pipeline": "pipeline.cli", "schedules": "schedules.cli.main"}
+HELP = {"pipeline": "pipeline.cli.main", "schedules": "schedules.cli.main"}
 
 
 def help_of(words: list[str]) -> str:
@@ -146,12 +150,36 @@ def expanded(text: str) -> str:
     def block(match: re.Match[str]) -> str:
         names = [f"{match[1]}.{name}" for name in match[2].split()]
         lines = [".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   ~{name}" for name in names]
+        lines += [f"   ~{name}" for name in names if callable(named(name))]
         for name in names:
             lines += ["", *entry(name)]
         return "\n".join(["```{eval-rst}", *lines, "```"])
 
     return ENTRIES.sub(block, text)
+
+
+def named(name: str) -> Any:
+    """What a full name is.
+
+    Raises:
+      PageError: a module has no such name.
+    """
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError) as error:
+        raise PageError(f"{{api}}: {module} has no {last}; take it out of the page") from error
+
+
+def starred(text: str) -> str:
+    """A docstring whose products and ``*names`` are not taken for the start of emphasis."""
+    parts = re.split(r"(`+[^`]+`+)", text)
+    kept = r"(?<![\\\w*])\*\w(?:[^*\n]*\w)?\*(?![\w*])"  # *emphasis*
+    for n in range(0, len(parts), 2):
+        pieces = re.split(f"({kept})", parts[n])
+        pieces[::2] = [re.sub(r"(?<!\\)\*(?! )|(?<=\S )\*", r"\\*", piece) for piece in pieces[::2]]
+        parts[n] = "".join(pieces)
+    return "".join(parts)
 
 
 def entry(name: str) -> list[str]:
@@ -160,13 +188,13 @@ def entry(name: str) -> list[str]:
     Raises:
       PageError: a module has no such name.
     """
-    module, _, last = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), last)
-    except (ImportError, AttributeError) as error:
-        raise PageError(f"{{api}}: {module} has no {last}; take it out of the page") from error
+    found = named(name)
+    if isinstance(found, dict):
+        return [f".. data:: {name}", "", f"   {', '.join(f'``{key}``' for key in found)}."]
+    if not callable(found):
+        return [f".. data:: {name}", f"   :value: {found!r}"]
     if not inspect.isclass(found):
-        return [f".. auto{'function' if callable(found) else 'data'}:: {name}"]
+        return [f".. autofunction:: {name}"]
     own = [one for one in ("__call__",) if getattr(vars(found).get(one), "__doc__", None)]
     kind = "exception" if issubclass(found, Exception) else "class"
     special = [f"   :special-members: {', '.join(own)}"] if own else []

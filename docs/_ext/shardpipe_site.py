@@ -21,10 +21,11 @@ import html
 import os
 import re
 import shutil
+from logging import Filter
 from pathlib import Path
 from typing import Any
 
-from contents import PageError, draw, expanded, help_of, missing, relinked
+from contents import PageError, draw, expanded, help_of, missing, relinked, starred
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
@@ -70,7 +71,7 @@ def open_frame(writer: Any, node: timetable) -> None:
         f'<figure class="timetable"><iframe src="{address}#embedded" title="Timetable: {said}" '
         f'loading="lazy" style="height: {node["height"]}px"></iframe>'
         f"<figcaption><code>python -m schedules draw {said} -o page.html</code>"
-        f'<a href="{address}">alone</a></figcaption>'
+        f'<a href="{address}">open alone</a></figcaption>'
         f"<details><summary>As text</summary>"
     )
 
@@ -131,6 +132,20 @@ def check_reference(_: Sphinx, env: BuildEnvironment) -> None:
         )
 
 
+def read_docstring(_: Sphinx, *said: Any) -> None:
+    """As autodoc reads a docstring: its last argument is the lines."""
+    lines: list[str] = said[-1]
+    lines[:] = starred("\n".join(lines)).split("\n")
+
+
+class NotYet(Filter):
+    """Keeps quiet about patterns of the navigation for pages that are still to be written."""
+
+    def filter(self, record: Any) -> bool:
+        """Whether it is another warning."""
+        return "glob pattern" not in str(record.msg)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """What conf.py asks for by this module's name."""
     app.add_node(
@@ -146,5 +161,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", read_page)
     app.connect("include-read", read_include)
     app.connect("env-check-consistency", check_reference)
+    app.connect("autodoc-process-docstring", read_docstring, priority=600)  # after napoleon
+    logging.getLogger("sphinx.directives.other").logger.addFilter(NotYet())
     app.connect("build-finished", copy_timetables)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -18,7 +18,7 @@ from schedules.families import FAMILIES
 from tests.support.sizes import MICROBATCHES, RANKS, is_legal, sizes
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-TEXT = TEXT.partition("## A schedule in five minutes")[2]
+TEXT = TEXT.partition("## A schedule in five minutes")[2].partition("\n## ")[0]
 STEPS = [
     textwrap.dedent(block)
     for block in re.findall(r"^   ```\w*\n(.*?)^   ```", TEXT, re.MULTILINE | re.DOTALL)

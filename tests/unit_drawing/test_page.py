@@ -617,6 +617,47 @@ def test_colours_follow_the_scheme_and_the_printer(open_page):
     assert page.run("return document.documentElement.className") == "dark"
 
 
+HOST = """<!doctype html><html><body data-told="">
+<iframe src="page.html#embedded" width="700"></iframe>
+<script>
+addEventListener("message", (event) => { document.body.dataset.told = event.data.height; });
+</script></body></html>"""
+
+
+def test_in_a_frame_it_is_the_timelines_alone_in_the_theme_around_it(driver, tmp_path):
+    """The page around it is told how high the frame has to be, and says which theme it has."""
+    drawn = saved(tmp_path, ONE)
+    drawn.rename(tmp_path / "page.html")
+    (tmp_path / "host.html").write_text(HOST, encoding="utf-8")
+    page = Page(driver, tmp_path / "host.html")
+    driver.switch_to.frame(0)
+    try:
+        page.settle()
+        assert page.run("return document.documentElement.className") == "embedded"
+        hidden = "header, main > section, main > details"
+        assert not any(element.is_displayed() for element in page.all(hidden))
+        assert page.all(".timeline")[0].is_displayed()
+        height = page.run("return document.body.getBoundingClientRect().height")
+        for dark, palette in ((True, DARK), (False, LIGHT)):
+            driver.switch_to.parent_frame()
+            page.run("frames[0].postMessage({dark: arguments[0]}, '*')", dark)
+            driver.switch_to.frame(0)
+            page.settle()
+            assert page.colour(ONE.starts[0][2] + 0.2, 0) == palette.fill["B"]
+    finally:
+        driver.switch_to.default_content()
+    assert 0 < float(page.run("return document.body.dataset.told")) - height <= 3
+
+
+def test_opened_alone_the_same_address_is_the_whole_page(open_page, driver):
+    page = open_page(ONE)
+    driver.get(driver.current_url + "#embedded")
+    driver.refresh()
+    page.settle()
+    assert page.run("return document.documentElement.className") == ""
+    assert page.all("header")[0].is_displayed()
+
+
 def test_it_glides_unless_the_reader_prefers_stillness(open_page):
     page = open_page(ONE)
     page.emulate(prefers_reduced_motion="no-preference")

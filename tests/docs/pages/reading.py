@@ -68,7 +68,7 @@ def blocks(page: Path) -> list[Block]:
         return [Block("python", "".join(cell["source"]) + "\n", n) for n, cell in enumerate(cells)]
     found = []
     for match in FENCE.finditer(text):
-        before = text[: match.start()].rstrip("\n").rpartition("\n")[2]
+        before = text[: match.start()].removesuffix("\n").rpartition("\n")[2]
         mark = MARK.fullmatch(before)
         line = text.count("\n", 0, match.start("code")) + 1
         info = match["info"].strip()

@@ -30,7 +30,7 @@ def test_the_navigation_has_every_page() -> None:
         for body in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL)
         for pattern in body.splitlines()
         if pattern and not pattern.startswith(":")
-        for found in DOCS.glob(f"{pattern}*")
+        for found in DOCS.glob(f"{pattern}.*")
     ]
     site = [page for page in PAGES if page.is_relative_to(DOCS) and page != DOCS / "index.md"]
     assert sorted(set(site) - set(listed)) == []

@@ -93,7 +93,7 @@ def test_a_timetable(contents: ModuleType, tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ("1f1b -S 0 -M 2", "argument -S/--ranks: "),
-        ("2f2b -S 2 -M 2", "2f2b: no family of this name"),
+        ("2f2b -S 2 -M 2", "2f2b"),
         (
             "1f1b -S 2 -M 2 -o a.html",
             "'1f1b -S 2 -M 2 -o a.html' names an output file; leave it out",
