@@ -149,8 +149,10 @@ def expanded(text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         names = [f"{match[1]}.{name}" for name in match[2].split()]
-        lines = [".. autosummary::", "   :nosignatures:", ""]
-        lines += [f"   ~{name}" for name in names if callable(named(name))]
+        lines = []
+        if len(names) > 1:
+            lines = [".. autosummary::", "   :nosignatures:", ""]
+            lines += [f"   ~{name}" for name in names if callable(named(name))]
         for name in names:
             lines += ["", *entry(name)]
         return "\n".join(["```{eval-rst}", *lines, "```"])

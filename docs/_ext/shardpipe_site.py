@@ -21,6 +21,7 @@ import html
 import os
 import re
 import shutil
+from inspect import isfunction
 from logging import Filter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
-from sphinx.util import logging
+from sphinx.util import inspect, logging
 from sphinx.util.docutils import SphinxDirective
 
 FOLDER = "_timetables"
@@ -132,6 +133,20 @@ def check_reference(_: Sphinx, env: BuildEnvironment) -> None:
         )
 
 
+def read_signature(app: Sphinx, what: str, _: str, found: Any, *__: Any) -> tuple[str, str] | None:
+    """That of a class is its constructor's; a metaclass, as flax has one, takes anything."""
+    if what != "class" or not isfunction(found.__init__):
+        return None
+    signature = inspect.signature(found.__init__, bound_method=True)
+    said = inspect.stringify_signature(
+        signature,
+        show_return_annotation=False,
+        unqualified_typehints=True,
+        short_literals=app.config.python_display_short_literal_types,
+    )
+    return said, ""
+
+
 def read_docstring(_: Sphinx, *said: Any) -> None:
     """As autodoc reads a docstring: its last argument is the lines."""
     lines: list[str] = said[-1]
@@ -161,6 +176,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", read_page)
     app.connect("include-read", read_include)
     app.connect("env-check-consistency", check_reference)
+    app.connect("autodoc-process-signature", read_signature)
     app.connect("autodoc-process-docstring", read_docstring, priority=600)  # after napoleon
     logging.getLogger("sphinx.directives.other").logger.addFilter(NotYet())
     app.connect("build-finished", copy_timetables)

@@ -18,6 +18,7 @@ OWN = {
     "ahead.md": "tests/forecast/test_ahead.py",
     "checkpoints.md": "tests/docs/test_checkpoints_page.py",
     "generation.md": "tests/docs/test_pages_run.py",
+    "split.md": "tests/splitting/test_docs.py",
     "state.md": "tests/docs/test_pages_run.py",
     "trainers.md": "tests/trainers/test_docs.py",
     "training.md": "tests/training/test_docs.py",
@@ -37,17 +38,12 @@ OWN = {
 RUNS = {"python", "console", "text", "toml", "json"}
 
 
-def own(page: Path) -> bool:
-    test = OWN.get(name_of(page))
-    return test is not None and (ROOT / test).exists()
-
-
 def runnable() -> list[object]:
     """Pages with something to run, heavy ones marked."""
     return [
         pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] * ("slow" in marks(page)))
         for page in pages()
-        if not own(page) and any(block.language in RUNS for block in blocks(page))
+        if name_of(page) not in OWN and any(block.language in RUNS for block in blocks(page))
     ]
 
 
@@ -60,7 +56,7 @@ def test_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("page", "test"), OWN.items())
 def test_a_page_with_a_test_of_its_own_is_named_there(page: str, test: str) -> None:
-    if (ROOT / test).exists():
+    if page in map(name_of, pages()):
         assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
 
 
