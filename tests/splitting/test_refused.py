@@ -101,24 +101,24 @@ CASES = {
         lambda: (Chain(), 2),
         {},
         (
-            "the model is given no array: give split an example of what it is called with, such as "
-            "split(model, 4, tokens)"
+            "the model is given no array: give split an example of what it is called with, "
+            "such as split(model, 4, tokens)"
         ),
     ),
     "other rows": (
         lambda: (models.UNet(), 2, jnp.ones((4, 4, 4, 2)), jnp.ones(3)),
         {},
         (
-            "time is float32[3], images float32[4,4,4,2]: all arrays have the batch as leading axis; "
-            "repeat for each row what has none, or leave it to call="
+            "time is float32[3], images float32[4,4,4,2]: all arrays have the batch as leading "
+            "axis; repeat for each row what has none, or leave it to call="
         ),
     ),
     "random streams": (
         lambda: (Streams(), 2, x(), nnx.Rngs(0)),
         {},
         (
-            "rngs is of type Rngs, a part of a model: what has state or random streams belongs to the "
-            "model itself; make the model with it (rngs=), or leave it to call="
+            "rngs is of type Rngs, a part of a model: what has state or random streams belongs "
+            "to the model itself; make the model with it (rngs=), or leave it to call="
         ),
     ),
     "unknown extras": (
@@ -130,50 +130,51 @@ CASES = {
         lambda: (Chain(), 2, x()),
         {"blocks": "blocks"},
         (
-            "blocks='blocks': Chain has no list of two or more modules of that path, nor modules of "
-            "that name and a number; it has 'layers'"
+            "blocks='blocks': Chain has no list of two or more modules of that path, nor "
+            "modules of that name and a number; it has 'layers'"
         ),
     ),
     "no blocks": (
         lambda: (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 2, x()),
         {},
         (
-            "Linear has no list of modules, nor modules that are numbered, between whose calls it "
-            "could be cut; where one module holds all layers on a leading axis (nnx.vmap, nnx.scan), "
-            "give that to Pipeline as stages"
+            "Linear has no list of modules, nor modules that are numbered, between whose calls "
+            "it could be cut; where one module holds all layers on a leading axis (nnx.vmap, "
+            "nnx.scan), give that to Pipeline as stages"
         ),
     ),
     "stacked layers": (
         lambda: (Scanned(), 2, x()),
         {},
         (
-            "Scanned has no list of modules, nor modules that are numbered, between whose calls it "
-            "could be cut; where one module holds all layers on a leading axis (nnx.vmap, nnx.scan), "
-            "give that to Pipeline as stages"
+            "Scanned has no list of modules, nor modules that are numbered, between whose "
+            "calls it could be cut; where one module holds all layers on a leading axis "
+            "(nnx.vmap, nnx.scan), give that to Pipeline as stages"
         ),
     ),
     "too few blocks": (
         lambda: (Chain(3), 4, x()),
         {},
         (
-            "num_stages=4: Chain can be cut between calls of numbered modules, and on this example "
-            "calls 3 of 'layers'; ask for fewer stages, or name blocks that lie deeper, by blocks="
+            "num_stages=4: Chain can be cut between calls of numbered modules, and on this "
+            "example calls 3 of 'layers'; ask for fewer stages, or name blocks that lie "
+            "deeper, by blocks="
         ),
     ),
     "too few of those named": (
         lambda: (Chain(3), 4, x()),
         {"blocks": "layers"},
         (
-            "num_stages=4, and the model calls 3 blocks of 'layers': ask for fewer stages, or give a "
-            "cut= in which some have none"
+            "num_stages=4, and the model calls 3 blocks of 'layers': ask for fewer stages, or "
+            "give a cut= in which some have none"
         ),
     ),
     "blocks that are not called": (
         lambda: (Chain(), 2, x()),
         {"blocks": "layers", "call": lambda model, x: x},
         (
-            "blocks='layers': the model calls none of them on this example; name those that it calls, "
-            "or give an example on which it does"
+            "blocks='layers': the model calls none of them on this example; name those that it "
+            "calls, or give an example on which it does"
         ),
     ),
     "a cut that does not add up": (
@@ -195,25 +196,25 @@ CASES = {
         lambda: (Twice(2), 2, x()),
         {},
         (
-            "layers.0.bias is used in stages[0], stages[1] (in calls of layers.0): a parameter lies "
-            "in one stage, or in embed and head; cut so that one stage has all that use it, by cut=, "
-            "or give each a parameter of its own"
+            "layers.0.bias is used in stages[0], stages[1] (in calls of layers.0): a parameter "
+            "lies in one stage, or in embed and head; cut so that one stage has all that use "
+            "it, by cut=, or give each a parameter of its own"
         ),
     ),
     "state that is made": (
         lambda: (Sowing(), 2, x()),
         {},
         (
-            "the model makes the Intermediate outputs when it is called, and a pipeline keeps no such "
-            "state: return what is needed, or leave it out (sow: switch it off)"
+            "the model makes the Intermediate outputs when it is called, and a pipeline keeps "
+            "no such state: return what is needed, or leave it out (sow: switch it off)"
         ),
     ),
     "an array that is written": (
         lambda: (Writing(), 2, x()),
         {},
         (
-            "the model writes to its array count when it is called: make it an nnx.Variable, and "
-            "declare it by Pipeline(state=...)"
+            "the model writes to its array count when it is called: make it an nnx.Variable, "
+            "and declare it by Pipeline(state=...)"
         ),
     ),
 }
