@@ -253,7 +253,9 @@ class Watchdog:
         index, count = jax.process_index(), jax.process_count()
         lines = [f"process {index} of {count}{self._ranks()} is stuck: {self._state()}"]
         if count > 1:
-            others = service.hear("stuck", count, 4 * look)
+            others: dict[int, str] = {}
+            with contextlib.suppress(Exception):  # the service has gone with its process
+                others = service.hear("stuck", count, 4 * look)
             for process in range(count):
                 if process != index:
                     said = others.get(process, "says nothing: it is dead, cut off, or has ended")
@@ -267,6 +269,8 @@ class Watchdog:
         os.write(2, ("\n".join(lines) + "\n").encode())
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        if count > 1:  # who is about to say the same would be ended with this process
+            time.sleep(2 * look)
         self._end(STUCK)
 
     def _ranks(self) -> str:

@@ -216,6 +216,28 @@ def test_a_step_that_fails_while_others_are_asked_speaks_for_itself(
     assert (ended, capfd.readouterr().err) == ([], "")
 
 
+def test_a_stuck_process_speaks_when_the_service_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(monkeypatch)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def gone(folder: str) -> None:
+        raise OSError(f"nobody answers of {folder}")
+
+    ended: list[int] = []
+    with Watchdog(0.2, end=ended.append) as dog:
+        dog.beat(6)
+        dog.beat(7)
+        while "shardpipe/stuck/0" not in store.texts:
+            time.sleep(0.01)
+        monkeypatch.setattr(store, "key_value_dir_get", gone)
+        time.sleep(0.6)
+    err = capfd.readouterr().err
+    assert err.startswith("process 0 of 2 is stuck: for 0 s in step 7\n  process 1: says nothing: ")
+    assert ended == [70]
+
+
 def test_steps_that_end_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
     with Watchdog(0.4) as dog:
         for step in range(10):
