@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def expanded(text: str) -> str:
         lines = []
         if len(names) > 1:
             lines = [".. autosummary::", "   :nosignatures:", ""]
-            lines += [f"   ~{name}" for name in names if callable(named(name))]
+            lines += [f"   ~{name}" for name in names if is_described(named(name))]
         for name in names:
             lines += ["", *entry(name)]
         return "\n".join(["```{eval-rst}", *lines, "```"])
@@ -171,6 +171,11 @@ def named(name: str) -> Any:
         return getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError) as error:
         raise PageError(f"{{api}}: {module} has no {last}; take it out of the page") from error
+
+
+def is_described(found: Any) -> bool:
+    """Whether it is a class or a function: what else there is has no docstring of its own."""
+    return callable(found) and get_origin(found) is None
 
 
 def starred(text: str) -> str:
@@ -193,7 +198,7 @@ def entry(name: str) -> list[str]:
     found = named(name)
     if isinstance(found, dict):
         return [f".. data:: {name}", "", f"   {', '.join(f'``{key}``' for key in found)}."]
-    if not callable(found):
+    if not is_described(found):
         return [f".. data:: {name}", f"   :value: {found!r}"]
     if not inspect.isclass(found):
         return [f".. autofunction:: {name}"]

@@ -632,7 +632,7 @@ def test_in_a_frame_it_is_the_timelines_alone_in_the_theme_around_it(driver, tmp
     page = Page(driver, tmp_path / "host.html")
     driver.switch_to.frame(0)
     try:
-        page.settle()
+        page.emulate(prefers_color_scheme="light", prefers_reduced_motion="reduce")
         assert page.run("return document.documentElement.className") == "embedded"
         hidden = "header, main > section, main > details"
         assert not any(element.is_displayed() for element in page.all(hidden))
