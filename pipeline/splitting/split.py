@@ -423,10 +423,15 @@ def _check_called(groups: Sequence[Group], trace: Trace) -> None:
 
 def _too_few(model: nnx.Module, used: Mapping[Group, tuple[float, int]], num_stages: int) -> str:
     found = ", ".join(f"{number} of {group.name!r}" for group, (_, number) in used.items())
+    remedy = (
+        "ask for fewer stages, or name blocks that lie deeper, by blocks="
+        if found
+        else "calls within functions that nnx transforms (nnx.jit, nnx.remat, nnx.scan) are not "
+        "seen: switch these off, or give the layers to Pipeline as stages yourself"
+    )
     return (
         f"num_stages={num_stages}: {type(model).__name__} can be cut between calls of numbered "
-        f"modules, and on this example calls {found or 'none'}; ask for fewer stages, or name "
-        f"blocks that lie deeper, by blocks="
+        f"modules, and on this example calls {found or 'none'}; {remedy}"
     )
 
 
@@ -559,7 +564,7 @@ def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, w
     calls = [dotted(call.path) for call in trace.calls]
     blocks = tuple(tuple(calls[start:stop]) for start, stop in itertools.pairwise(ends))
     ids = {id(node): path for path, node in variables.items()}
-    tables = {
+    tables: dict[str, Any] = {
         "stages": [_table(stage, ids) for stage in stages],
         "embed": _table(embed, ids),
         "head": _table(head, ids),

@@ -39,13 +39,14 @@ def flax_gemma(monkeypatch):
     if not GEMMA.exists():
         pytest.skip(f"no {GEMMA}")
     monkeypatch.syspath_prepend(str(GEMMA))
-    before = set(sys.modules)
     try:
         yield pytest.importorskip("transformer", exc_type=ImportError)
     finally:
-        for name in set(sys.modules) - before:
-            if "." not in name:
-                del sys.modules[name]
+        own = [
+            n for n, m in sys.modules.items() if str(GEMMA) in (getattr(m, "__file__", "") or "")
+        ]
+        for name in own:
+            del sys.modules[name]
 
 
 def foreign(name):

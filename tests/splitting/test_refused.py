@@ -220,6 +220,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("name", CASES)
 def test_refusal(name) -> None:
     arguments, options, message = CASES[name]
@@ -228,7 +229,22 @@ def test_refusal(name) -> None:
 
 def test_blocks_within_a_transformed_function_are_not_found() -> None:
     """nnx gives the function a copy of the model."""
-    assert "calls none" in refusal(Jitted(), 2, x())
+    assert refusal(Jitted(), 2, x()) == (
+        "num_stages=2: Jitted can be cut between calls of numbered modules, and on this example "
+        "calls none; calls within functions that nnx transforms (nnx.jit, nnx.remat, nnx.scan) are "
+        "not seen: switch these off, or give the layers to Pipeline as stages yourself"
+    )
+
+
+def test_blocks_within_a_loop() -> None:
+    def call(model, x):
+        return jax.lax.fori_loop(0, 2, lambda _, x: model(x), x)
+
+    assert refusal(Chain(), 2, x(), call=call) == (
+        "layers.0 is called within a loop, a branch, or a function that jax or nnx transform "
+        "(scan, cond, jit, remat): a pipeline cuts between calls in plain Python; name blocks that "
+        "are called there, by blocks=, or let call= do it"
+    )
 
 
 def test_one_stage_may_call_a_block_twice() -> None:
