@@ -43,9 +43,9 @@ OURS: dict[str, tuple[str | None, Any]] = {
 }
 
 
-def by_hand(case: Case, *, remat: bool) -> Any:
+def by_hand(case: Case, *, remat: bool = False, chunks: int = CHUNKS) -> Any:
     """A step of one who needs no pipeline: () to loss and gradients in layer order."""
-    parts = [nnx.split(stage) for stage in case.stages(CHUNKS)]
+    parts = [nnx.split(stage) for stage in case.stages(chunks)]
     graphdef, params = parts[0][0], [params for _, params in parts]
 
     def stage(params: Any, x: jax.Array) -> jax.Array:

@@ -3,7 +3,9 @@
 Peers: GPipe written with `shard_map` and differentiated by `jax.grad`; `vmap` over stages with a
 shifted buffer; with ``--torch-python`` also torch.distributed.pipelining (processes over gloo, one
 thread each). Everybody starts from the same weights, and is timed only if loss and gradients are
-those of the unpipelined model. Letters: S ranks, V chunks, M microbatches.
+those of the unpipelined model. Ideal is (M + S - 1) / M times one rank's work, unpipelined, in a
+process of one core: what is left to win for who keeps GPipe's bubble. Letters: S ranks, V chunks,
+M microbatches.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from typing import Any
 
 import bench
 from bench import autodiff, torch_peer
+from bench.accumulation import by_hand
 from bench.cases import Case, gradients_of, mean_square, reference, see_that_it_agrees
 from bench.measure import Timer, interleaved, seconds, table
+from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
 import flax
@@ -41,6 +45,7 @@ OURS = (
     ("eager_1f1b", 1, "stage"),
     ("eager_1f1b", 1, None),
     ("interleaved_1f1b", 2, None),
+    ("dualpipe_v", 2, None),
     ("zb_v", 2, None),
 )
 FOUR = (
@@ -52,9 +57,10 @@ FOUR = (
     ("zb_v", 2, None),
 )
 PEERS = {"gpipe": autodiff.gpipe, "shifted": autodiff.shifted}
-# What ours is to be at most, of the best of each kind of peer.
-WANTED = {"gpipe": 0.90, "shifted": 0.65, "torch": 0.80}
+# What ours is to be at most, of the best of each kind of peer and of what is ideal.
+WANTED = {"gpipe": 0.80, "shifted": 0.65, "torch": 0.80, "ideal": 1.05}
 WANTED_256 = WANTED | {"torch": 0.70}
+ALONE = "one rank alone"
 
 Check = Callable[[], tuple[Any, list[Any]]]  # loss, and gradients in layer order
 Variants = dict[str, tuple[Timer, Check]]
@@ -119,14 +125,35 @@ def torch_variants(case: Case, ranks: int, python: str | None) -> Iterator[Varia
         print(f"torch {torch.version}")
 
 
-def contest(case: Case, variants: Variants, rounds: int) -> dict[str, float]:
-    """Check everybody, time everybody; prints the table, best of ours = 1."""
+def alone(case: Case, ranks: int) -> Builders:
+    """One rank's work without a pipeline."""
+    part = dataclasses.replace(case, layers=case.layers // ranks)
+    return {ALONE: functools.partial(by_hand, part, chunks=1)}
+
+
+def contest(case: Case, variants: Variants, rounds: int, ranks: int = 0) -> dict[str, float]:
+    """Check everybody, time everybody; prints the table, best of ours = 1.
+
+    With a core for each of its ``ranks``, also what is ideal.
+    """
     wanted = reference(case)
     errors = {name: see_that_it_agrees(name, c(), wanted) for name, (_, c) in variants.items()}
-    taken = interleaved({name: timer for name, (timer, _) in variants.items()}, rounds)
+    timers = {name: timer for name, (timer, _) in variants.items()}
+    with contextlib.ExitStack() as stack:
+        if ranks:
+            pinned = stack.enter_context(Pinned(functools.partial(alone, case, ranks)))
+            timers["ideal"] = functools.partial(pinned.seconds, ALONE)
+        taken = interleaved(timers, rounds)
+    if ranks:
+        taken["ideal"] *= (case.microbatches + ranks - 1) / case.microbatches
     best = min(time for name, time in taken.items() if name.startswith("ours"))
     rows = [
-        [name, f"{errors[name]:.0e}", f"{1e3 * time:.0f}", f"{time / best:.2f}"]
+        [
+            name,
+            f"{errors[name]:.0e}" if name in errors else "",
+            f"{1e3 * time:.0f}",
+            f"{time / best:.2f}",
+        ]
         for name, time in taken.items()
     ]
     print(table(["variant", "largest error", "ms", "/ best of ours"], rows))
@@ -152,7 +179,7 @@ def time_case(case: Case, arguments: argparse.Namespace) -> None:
     print(f"{case.text()}, S=2")
     with torch_variants(case, 2, arguments.torch_python) as torch:
         variants = our_variants(case, 2, OURS) | jax_variants(case, 2) | torch
-        taken = contest(case, variants, arguments.rounds)
+        taken = contest(case, variants, arguments.rounds, 2)
     claims(taken, WANTED_256 if case.rows == 256 else WANTED)
 
 
