@@ -144,7 +144,8 @@ def read_signature(app: Sphinx, what: str, _: str, found: Any, *__: Any) -> tupl
         unqualified_typehints=True,
         short_literals=app.config.python_display_short_literal_types,
     )
-    return said, ""
+    # What Python cannot parse, Sphinx does not lay out: a default is named by its last part.
+    return re.sub(r"<(?:class|function) '?(?:\w+\.)*(\w+)[^>]*>", r"\1", said), ""
 
 
 def read_docstring(_: Sphinx, *said: Any) -> None:
