@@ -618,7 +618,7 @@ def test_colours_follow_the_scheme_and_the_printer(open_page):
 
 
 HOST = """<!doctype html><html><body data-told="">
-<iframe src="page.html#embedded" width="700"></iframe>
+<iframe src="page.html#embedded" width="700" height="900"></iframe>
 <script>
 addEventListener("message", (event) => { document.body.dataset.told = event.data.height; });
 </script></body></html>"""
