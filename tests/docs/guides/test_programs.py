@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.docs.guides.pages import GUIDES, ROOT, blocks, commands, missing, run, write_files
+from tests.docs.guides.pages import GUIDES, blocks, commands, missing, run, write_files
 
 
 def program(page: str, mark: str = "", **names: Any) -> dict[str, Any]:
@@ -84,19 +84,3 @@ def test_torch_and_jax_print_the_same_losses(tmp_path: Path) -> None:
     for command in found:
         printed = run(command.line, tmp_path)
         assert missing(command, printed) == "", printed
-
-
-def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as code hosts make them."""
-    lines = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", lines, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*GUIDES.glob("*.md"), ROOT / "docs" / "alternatives.md"]:
-        text = page.read_text(encoding="utf-8")
-        for target, _, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(#([^)\s]+))?\)", text):
-            there = page.parent / target if target else page
-            assert there.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
