@@ -179,7 +179,10 @@ def is_described(found: Any) -> bool:
 
 
 def starred(text: str) -> str:
-    """A docstring whose products and ``*names`` are not taken for the start of emphasis."""
+    """A docstring in which ``M * D`` and ``*names`` start no emphasis, and ``S.`` no list."""
+    text = re.sub(
+        r"^(\s*(?::[^:\n]+:)? *)([A-Za-z])\.(?=\s|$)", r"\1\2\\.", text, flags=re.MULTILINE
+    )
     parts = re.split(r"(`+[^`]+`+)", text)
     kept = r"(?<![\\\w*])\*\w(?:[^*\n]*\w)?\*(?![\w*])"  # *emphasis*
     for n in range(0, len(parts), 2):

@@ -149,6 +149,22 @@ def test_links_out_of_the_folder(contents: ModuleType) -> None:
     assert contents.relinked(text, DOCS / "a.md") == "[a](/contributing.md#x) [b](../kernel.md)"
 
 
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("M * D parts", r"M \* D parts"),
+        ("under (*path), **options", r"under (\*path), \*\*options"),
+        ("the *layer view* of `a*b` and ``c * d``", "the *layer view* of `a*b` and ``c * d``"),
+        ("* one\n* other", "* one\n* other"),
+        (":param num_ranks: S.", r":param num_ranks: S\."),
+        ("M.", r"M\."),
+        ("A batch of M.", "A batch of M."),
+    ],
+)
+def test_docstrings_are_read_as_they_are_meant(contents: ModuleType, said: str, read: str) -> None:
+    assert contents.starred(said) == read
+
+
 def test_a_name_that_there_is_not(contents: ModuleType) -> None:
     with pytest.raises(contents.PageError) as error:
         contents.expanded("```{api} schedules\nbuild\nbuilt\n```\n")
