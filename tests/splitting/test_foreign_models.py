@@ -6,11 +6,12 @@ models with the same difficulties are in `tests.splitting.test_split`.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -169,16 +170,18 @@ def test_tunix(name) -> None:
     check_parts(model, parts, cross_entropy, words(), *of_decoder(), call=logits)
 
 
-def test_vision_transformer() -> None:
-    """DinoV2 of jimmy-vision: its blocks are attributes named ``blocks.0``."""
-    vit = foreign("jimmy.models.vit")
-    model = vit.DinoV2(
-        img_size=8, patch_size=4, embed_dim=16, depth=6, num_heads=2, rngs=nnx.Rngs(0)
-    )
+def test_vision_transformer(monkeypatch) -> None:
+    """The one of jaxnn: a Sequential of blocks, a class token, a pooled head."""
+    if importlib.util.find_spec("torchvision") is None:  # which only its transforms of images use
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+            monkeypatch.setitem(sys.modules, name, MagicMock())
+    make = foreign("jaxnn.models.vision_transformer").VisionTransformer
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "num_heads": 2, "num_classes": WORDS}
+    model = make(depth=6, rngs=nnx.Rngs(0), **sizes)
     images = jax.random.normal(jax.random.key(1), (N, 8, 8, 3))
     parts = split_vision(model, images)
     assert parts.why == ""
-    check_parts(model, parts, squares, jnp.ones((N, 6, 16)), images)
+    check_parts(model, parts, cross_entropy, words()[:, 0], images)
 
 
 def test_unet() -> None:
@@ -218,7 +221,8 @@ def test_swin_unet() -> None:
     model = module.SwinUnet(params, rngs=nnx.Rngs(0))
     images = jax.random.normal(jax.random.key(1), (N, 16, 16, 3))
     parts = split_vision(model, images)
-    check_parts(model, parts, squares, jnp.ones((N, 16, 16, 2)), images)
+    # Its gradients pass norms of few numbers: 1.4e-5 was seen, of entries up to 0.2.
+    check_parts(model, parts, squares, jnp.ones((N, 16, 16, 2)), images, tolerance=3e-5)
 
 
 def test_encoder_decoder() -> None:
