@@ -6,6 +6,7 @@ models with the same difficulties are in `tests.splitting.test_split`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -175,9 +176,12 @@ def test_vision_transformer(monkeypatch) -> None:
     if importlib.util.find_spec("torchvision") is None:  # which only its transforms of images use
         for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
             monkeypatch.setitem(sys.modules, name, MagicMock())
-    make = foreign("jaxnn.models.vision_transformer").VisionTransformer
+    vit = foreign("jaxnn.models.vision_transformer")
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "num_heads": 2, "num_classes": WORDS}
-    model = make(depth=6, rngs=nnx.Rngs(0), **sizes)
+    # Its checks of an image's size are those of checkify, which no jit takes as they are.
+    patches = functools.partial(vit.PatchEmbed, strict_img_size=False)
+    options = {"embed_layer": patches, "dynamic_img_pad": True}
+    model = vit.VisionTransformer(depth=6, rngs=nnx.Rngs(0), **options, **sizes)
     images = jax.random.normal(jax.random.key(1), (N, 8, 8, 3))
     parts = split_vision(model, images)
     assert parts.why == ""
