@@ -140,23 +140,18 @@ def ours(case: Case, keep: Path | None, name: str) -> Step:
     waits = sum(
         each.waits * (M if scope.action != ONCE else 1)
         for scope, each in read.items()
-        if not scope.end
-        and ("inner" in scope.action or not scope.action.endswith(("first", "last")))
+        if not scope.action.endswith(("first", "last"))
     )
     return Step(actions, seconds, waits / machine.clock, used(case, machine, seconds), made.hbm)
 
 
 def by_action(read: dict[Scope, Cycles]) -> dict[str, Cycles]:
-    """The slowest of those actions that share a kind, at whatever end of the model."""
+    """The slowest of those actions that share a kind."""
     found: dict[str, Cycles] = {}
     for scope, one in read.items():
-        if scope.end:
-            continue
-        ends = [read[at] for end in ("first", "last") if (at := scope._replace(end=end)) in read]
-        whole = one + max(ends, key=lambda cycles: cycles.total, default=Cycles())
         kind = scope.action[0] if scope.action[0] in "FBIW" else scope.action
-        if kind not in found or found[kind].total < whole.total:
-            found[kind] = whole
+        if kind not in found or found[kind].total < one.total:
+            found[kind] = one
     return found
 
 

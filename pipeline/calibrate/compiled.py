@@ -29,24 +29,12 @@ from collectives import make_mesh
 from pipeline.base.tree import Tree, shape_text
 from pipeline.calibrate.calibration import Calibration
 from pipeline.calibrate.conclude import CalibrationError
-from pipeline.calibrate.cycles import (
-    AROUND,
-    EFFICIENCY,
-    ONCE,
-    Cycles,
-    Machine,
-    Scope,
-    cycles,
-    of_op,
-)
+from pipeline.calibrate.cycles import AROUND, EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.kernel.scopes import COMMON
 from pipeline.options.plan import Plan
 from pipeline.planner.chips import CHIPS, Chip, known
 from pipeline.replace import ends_of
 from schedules import Costs, Schedule, from_orders
-from schedules.core.action import KINDS as ALL
-from schedules.core.action import Kind
-from schedules.lowering.program import Op
 
 # What libtpu else asks the machine it is on for, which is none of Google's.
 _ENVIRONMENT = {
@@ -267,7 +255,7 @@ def costs_of(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine, message
       message: bytes of a message between ranks.
     """
     stages, clock = range(plan.schedule.num_stages), machine.clock
-    of = {kind: [_of_stage(read, plan, k, kind).total / clock for k in stages] for kind in ALL}
+    of = {kind: [_of_stage(read, plan, k, kind).total / clock for k in stages] for kind in "FBIW"}
     common = {
         name: max((c.total for s, c in read.items() if s.action == name), default=0.0)
         for name in COMMON
@@ -291,11 +279,14 @@ def beside(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine) -> float:
     return (once + len(plan.training.op) * max(around, default=0.0)) / machine.clock
 
 
-def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> Cycles:
+def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: str) -> Cycles:
     """What one action of a stage takes; nothing, where its program has no such action."""
     rank = plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
-    return of_op(read, Op(kind, chunk, *plan.training.ends_of(k)), k)
+    first, last = plan.training.ends_of(k)
+    label = f"{kind}{chunk}{'_first' * first}{'_last' * last}"
+    of = [c for s, c in read.items() if s.action == label and (not s.stages or k in s.stages)]
+    return max(of, key=lambda one: one.total, default=Cycles())
 
 
 def _calibration(

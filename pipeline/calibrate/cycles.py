@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from pipeline.base.hlo import computations
 from pipeline.calibrate.conclude import CalibrationError
-from pipeline.kernel.scopes import COMMON, LABEL, is_of
+from pipeline.kernel.scopes import COMMON
 from pipeline.planner.chips import Chip
-from schedules.lowering.program import Op
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.
@@ -47,7 +46,7 @@ _CALLS = re.compile(r" (?:call|conditional)\(.*?(?:to_apply=|branch_computations
 _FUSED = re.compile(r" (?:fusion|async-start)\(.*?calls=%([\w.-]+)")
 _PLACE = re.compile(
     rf"/(ticks\d+_\d+)/(?:.*/)?(slot\d+)/(?:stages((?:_\d+)+)/)?"
-    rf"({LABEL}|{'|'.join(COMMON)})(?:/(?:.*/)?at_(first|last))?(?:/|$)"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})(?:/|$)"
 )
 _TICKS = re.compile(r"/(ticks\d+_\d+)/while/body")
 _COLLECTIVE = re.compile(
@@ -74,15 +73,12 @@ class Scope(NamedTuple):
       ticks: the loop over ticks, such as "ticks0_38"; empty for `ONCE`.
       slot: of every tick, such as "slot1"; empty for `AROUND` and `ONCE`.
       stages: that share its code, where stages are not alike.
-      end: "first" or "last" for what an action does at that end of the model, where others that
-        share its code do not.
     """
 
     action: str
     ticks: str = ""
     slot: str = ""
     stages: tuple[int, ...] = ()
-    end: str = ""
 
 
 @dataclass
@@ -105,14 +101,6 @@ class Cycles:
     def total(self) -> float:
         """All that takes time."""
         return self.fusions + self.kernels + self.waits
-
-    def __add__(self, other: Cycles) -> Cycles:
-        return Cycles(
-            self.fusions + other.fusions,
-            self.kernels + other.kernels,
-            self.waits + other.waits,
-            self.sent + other.sent,
-        )
 
 
 @dataclass(frozen=True)
@@ -194,23 +182,6 @@ def cycles(text: str, machine: Machine) -> dict[Scope, Cycles]:
     walk = _Walk(_whole_lines(text), machine)
     walk.run(entry, Scope(ONCE), 1)
     return dict(walk.found)
-
-
-def of_op(read: Mapping[Scope, Cycles], op: Op, stage: int | None = None) -> Cycles:
-    """What one action takes: its code, and of what ends do alone within it, that of its end.
-
-    Args:
-      read: the cycles of a step.
-      op: which action; of several slots that have it, the one that takes longest.
-      stage: where stages are not alike, whose.
-    """
-    ends = {"": True, "first": op.first, "last": op.last}
-    found: dict[Scope, Cycles] = defaultdict(Cycles)
-    for scope, one in read.items():
-        is_mine = not scope.stages or stage in scope.stages
-        if is_mine and is_of(scope.action, op) and ends[scope.end]:
-            found[scope._replace(end="")] += one
-    return max(found.values(), key=lambda one: one.total, default=Cycles())
 
 
 def _whole_lines(text: str) -> dict[str, list[str]]:
@@ -319,9 +290,9 @@ def scope_of(line: str, around: Scope) -> Scope:
     if name is None:
         return around
     if match := _PLACE.search(name[1]):
-        ticks, slot, stages, action, end = match.groups()
+        ticks, slot, stages, action = match.groups()
         alike = tuple(map(int, stages.strip("_").split("_"))) if stages else ()
-        return Scope(action, ticks, slot, alike, end or "")
+        return Scope(action, ticks, slot, alike)
     if around.action == ONCE and (match := _TICKS.search(name[1])):
         return Scope(AROUND, match[1])
     return around

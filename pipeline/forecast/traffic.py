@@ -130,8 +130,7 @@ class _Walk:
                 aval: Any = eqn.outvars[0].aval
                 self.message += nbytes(aval) // aval.shape[0]
             elif name == "while":
-                is_known = known and not scopes.is_at_end(str(eqn.source_info.name_stack))
-                self._loop(eqn, times, here, known=is_known)
+                self._loop(eqn, times, here, known=known)
             elif name == "cond":
                 branches = [branch.jaxpr for branch in bodies(eqn)]
                 self.read(max(branches, key=self._bytes), times, here, known=known)

@@ -9,18 +9,12 @@ last stage's forward, whose output only its own backward needs, does nothing. Wi
 ``keep="residuals"`` it starts from what the forward stashed. A backward in two halves does all but
 the gradients of the stage's weights in I, and W reads only what its I left. Embed, head and loss
 are always differentiated within B or I; nothing of theirs is stashed.
-
-Actions of one kind on one chunk share their code, wherever in the model their stages are: what only
-the first stage does, or only the last, is a loop of at most one trip within it. So what is compiled
-does not grow with the ends. Where nobody wants the gradient of the model's input, the first stage's
-backward does less than others and has code of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,47 +22,12 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
-from pipeline.kernel import scopes
 from pipeline.kernel.memory import Memory, Step, at_most_once
 from pipeline.model.loss import logprobs_of
 from pipeline.rank.local_model import LocalModel
-from schedules.core.action import Kind
 from schedules.lowering.program import Op, Slot
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Code:
-    """What some ops of a slot share: actions of one kind on one chunk.
-
-    Attributes:
-      kind: what they compute.
-      chunk: on which of the rank's stages.
-      first: whether it is stage 0; a traced boolean where some of the ops say so and some do not.
-      last: whether it is stage K-1, likewise.
-    """
-
-    kind: Kind
-    chunk: int
-    first: Any
-    last: Any
-
-
-def joined(ops: Mapping[int, Op], branch: Any) -> Code:
-    """What ops, by their branch, share, for a rank that runs one branch of its slot."""
-
-    def holds(fact: Callable[[Op], bool]) -> Any:
-        at_end = [n for n, op in ops.items() if fact(op)]
-        return bool(at_end) if len(at_end) in (0, len(ops)) else is_any(branch, at_end)
-
-    (one, *_) = ops.values()
-    return Code(one.kind, one.chunk, holds(lambda op: op.first), holds(lambda op: op.last))
-
-
-def is_any(branch: Any, of: Sequence[int]) -> Any:
-    """Whether a rank runs one of some branches of its slot."""
-    return functools.reduce(jnp.logical_or, [branch == n for n in of])
 
 
 class Actions:
@@ -107,21 +66,15 @@ class Actions:
     def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         message = self.no_message() if message is None else message
-        for ops in self._alike(slot):
-            action = functools.partial(self._run, joined(ops, row["op"]), row)
-            with jax.named_scope(scopes.of_ops(list(ops.values()))):
-                message = at_most_once(is_any(row["op"], list(ops)), action, message)
+        for branch, op in enumerate(slot.ops, start=1):
+            if not self._does_anything(op):
+                continue
+            action = functools.partial(self._run, op, row)
+            with jax.named_scope(op.label):
+                message = at_most_once(row["op"] == branch, action, message)
         return message
 
-    def _alike(self, slot: Slot) -> list[dict[int, Op]]:
-        """The slot's ops that do anything, by branch; those together that share their code."""
-        found: dict[Any, dict[int, Op]] = {}
-        for branch, op in enumerate(slot.ops, start=1):
-            if self._does_anything(op):
-                found.setdefault((op.kind, op.chunk, self._goes_further(op)), {})[branch] = op
-        return list(found.values())
-
-    def _run(self, op: Code, row: Row) -> Tree:
+    def _run(self, op: Op, row: Row) -> Tree:
         return {
             "F": self._forward,
             "B": self._backward,
@@ -137,10 +90,11 @@ class Actions:
         """An output in the form of a message."""
         return y
 
-    def _forward(self, op: Code, row: Row) -> Tree:
+    def _forward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
-        if self._is_left_out("F", last=op.last):  # and yet embed may write its state
-            self.operand(op, row, now=True)
+        if self.step.training and op.last and self.memory.residuals is None and not local.writes:
+            if op.first and local.state.held is not None:
+                self.operand(op, row, now=True)
             return self.no_message()
         x = self.operand(op, row, now=True)
         arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
@@ -154,19 +108,18 @@ class Actions:
         if local.writes:
             y, after = y
             local.keep(op.chunk, microbatch, after)
-        if not self.step.training:
-            _either(op.last, functools.partial(self._finish, y, microbatch), lambda: None, "last")
+        if op.last and not self.step.training:
+            self._finish(y, microbatch)
         return self.sent(y)
 
-    def operand(self, op: Code, row: Row, *, now: bool = False) -> Tree:
+    def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
         """A stage's input: from its message, or made from the user's inputs.
 
         ``now`` where a forward takes it, which leaves the state that embed writes.
         """
-        embedded = functools.partial(self._embedded, row["microbatch"], now=now)
-        return _either(op.first, embedded, lambda: self.memory.buffers[row["operand"]], "first")
-
-    def _embedded(self, microbatch: Any, *, now: bool) -> Tree:
+        if not op.first:
+            return self.memory.buffers[row["operand"]]
+        microbatch = row["microbatch"]
         inputs = at(self.local.batch.inputs, microbatch)
         if self.counts and self.local.state.adding_embed:
             x, added = self.local.embed_counted(inputs, microbatch)
@@ -198,7 +151,7 @@ class Actions:
             return found
         return logprobs_of(found, at(self.local.batch.targets, microbatch))
 
-    def _backward(self, op: Code, row: Row) -> Tree:
+    def _backward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
         if self.memory.residuals is None:
             y, stage = local.stage_pullback(op.chunk, microbatch, self.operand(op, row))
@@ -212,7 +165,7 @@ class Actions:
         dx = stage(dy, self.chunk_refs(op.chunk), want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
-    def _input_half(self, op: Code, row: Row) -> Tree:
+    def _input_half(self, op: Op, row: Row) -> Tree:
         halves, microbatch = self.memory.halves, row["microbatch"]
         arguments = self.local.stage_arguments(op.chunk, microbatch)
         dy: Any
@@ -225,19 +178,19 @@ class Actions:
             y = self.local.stage(*arguments, stash) if again else self.own_output(row)
             self._loss_gradient(y, microbatch)
             return self.no_message()
-        if op.last is False:
+        if not op.last:
             dy = self._arrived(row)
         elif self.memory.residuals is None:
-            dy = functools.partial(self._output_gradient, op, row)
+            dy = functools.partial(self._loss_gradient, microbatch=microbatch)
         else:
-            dy = self._output_gradient(op, row, self.own_output(row))
+            dy = self._loss_gradient(self.own_output(row), microbatch)
         refs = self.chunk_refs(op.chunk)
         dx, self.memory.crossings[row["crossing"]] = halves.input_half(
             *arguments, stash, dy, refs, want_x=self._wants_x(op)
         )
         return self._upstream(op, row, dx)
 
-    def _weight_half(self, op: Code, row: Row) -> Tree:
+    def _weight_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.memory.crossings[row["crossing"]]
         self.memory.halves.weight_half(*arguments, crossing, self.chunk_refs(op.chunk))
@@ -252,53 +205,35 @@ class Actions:
         """Whether an action has anything to do; a backward of the last stage takes the loss."""
         if op.kind == "W":
             return any(self.local.way.weights)
-        if self._is_left_out(op.kind, last=op.last):
-            return op.first and self.local.state.held is not None
         return op.kind == "F" or op.last or self._wants_x(op) or any(self.local.way.weights)
 
-    def _is_left_out(self, kind: Kind, *, last: Any) -> bool:
-        """Whether it is a forward that the backward runs anyway, and nobody else needs."""
-        is_last = kind == "F" and last is True and self.step.training
-        return is_last and self.memory.residuals is None and not self.local.writes
-
-    def _goes_further(self, op: Op) -> bool:
-        """Whether what an action makes is for another stage, or for embed."""
-        return op.kind in "FW" or self._wants_x(op)
-
-    def _wants_x(self, op: Op | Code) -> bool:
+    def _wants_x(self, op: Op) -> bool:
         """Whether anybody needs the gradient for a stage's input."""
-        return self.local.way.x and (self.wants_upstream or not op.first)
+        return self.local.way.x and (not op.first or self.wants_upstream)
 
     def _arrived(self, row: Row) -> Leaves:
         """The gradient that the next stage has sent."""
         floats, _ = partition(self.memory.returned[row["gradient"]])
         return floats
 
-    def _upstream(self, op: Code, row: Row, dx: Leaves) -> Tree:
+    def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
         """Where the gradient for a stage's input goes: into a message, or through embed."""
-
-        def through_embed() -> Tree:
-            if self.wants_upstream:
-                _, embed = self.local.embed_pullback(row["microbatch"])
-                found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
-                if self.step.want_inputs:
-                    self.memory.input_grads[row["microbatch"]] = found
-            return self.no_message()
-
-        def into_message() -> Tree:
+        if not op.first:
             return self.as_message(dx) if self.local.way.x else self.no_message()
-
-        return _either(op.first, through_embed, into_message, "first")
+        if self.wants_upstream:
+            _, embed = self.local.embed_pullback(row["microbatch"])
+            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
+            if self.step.want_inputs:
+                self.memory.input_grads[row["microbatch"]] = found
+        return self.no_message()
 
     def own_output(self, row: Row) -> Tree:
         """The last stage's output, which lies where others find the gradient that has arrived."""
         return self.memory.returned[row["gradient"]]
 
-    def _output_gradient(self, op: Code, row: Row, y: Tree) -> Leaves:
+    def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
         """The gradient for a stage's output: of the loss, or as the next stage has sent it."""
-        of_loss = functools.partial(self._loss_gradient, y, row["microbatch"])
-        found: Leaves = _either(op.last, of_loss, functools.partial(self._arrived, row), "last")
-        return found
+        return self._loss_gradient(y, row["microbatch"]) if op.last else self._arrived(row)
 
     def loss_cotangent(self) -> jax.Array:
         """What a microbatch's loss is differentiated with."""
@@ -316,20 +251,3 @@ class Actions:
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
-
-
-def _either(
-    at_end: Any, there: Callable[[], Tree], elsewhere: Callable[[], Tree], end: str
-) -> Tree:
-    """What an action does ``there``, at an end of the model, or elsewhere.
-
-    Args:
-      at_end: whether it is there; if that is traced, in a loop of at most one trip.
-      there: makes a tree.
-      elsewhere: makes one of the same types.
-      end: "first" or "last".
-    """
-    if isinstance(at_end, bool):
-        return there() if at_end else elsewhere()
-    with jax.named_scope(scopes.at_end(end)):
-        return at_most_once(at_end, there, elsewhere())

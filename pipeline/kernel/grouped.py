@@ -20,7 +20,7 @@ from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.kernel import scopes
-from pipeline.kernel.actions import Actions, Code, Row
+from pipeline.kernel.actions import Actions, Row
 from pipeline.kernel.masked import run_masked
 from pipeline.kernel.memory import Memory, PoolView, Step, TotalView, make_memory
 from pipeline.model.overlay import Spot, View
@@ -132,7 +132,7 @@ class GroupActions(Actions):
         mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
         return part, {**row, "op": mine[row["op"]]}
 
-    def _run(self, op: Code, row: Row) -> Tree:
+    def _run(self, op: Op, row: Row) -> Tree:
         total = self.memory.chunk_grads[op.chunk]
         if op.kind == "F" or not isinstance(total, TotalView):
             return super()._run(op, row)

@@ -1,35 +1,30 @@
 """The name scopes of the kernel, and how often what stands in them runs.
 
 Letters: S ranks. What a profile or the HLO shows of a step is named ``ticks0_38/slot1/B0_last``:
-in ticks 0..37, in the second slot of each, the backward of the last stage, of chunk 0. Where others
-share its code it is ``B0_first_or_inner_or_last``, and what only the first stage does, or only the
-last, is in ``at_first`` or ``at_last`` within. Stages that are not alike put ``stages_0_2`` before
-it, those that share its code. An action, what it does at an end of the model, and what all ranks do
-together around a slot, are loops of at most one trip: the tables say how many a rank makes.
+in ticks 0..37, in the second slot of each, the backward of the last stage, of chunk 0. Stages that
+are not alike put ``stages_0_2`` before it, those that share its code. An action, and what all ranks
+do together around a slot, is a loop of at most one trip: the tables say how many a rank makes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedules.core.action import Action
-from schedules.lowering.program import Op, Program
+from schedules.lowering.program import Program
 
 ONCE = "once"  # a loop of exactly one trip
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
-LABEL = r"[FBIW]\d+(?:_(?:first|inner|last|or))*"  # of an action
-_OR = "_or_"
-_END = re.compile(r"at_(first|last)")
 _PLACE = re.compile(
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
-    rf"({LABEL}|{'|'.join(COMMON)})(?![^/])"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})"
 )
 
 
@@ -40,7 +35,7 @@ class Place(NamedTuple):
       start: its ticks are start..stop - 1.
       stop: likewise.
       slot: of every one of them.
-      label: that of the ops (`of_ops`), or one of `COMMON`.
+      label: `Op.label`, or one of `COMMON`.
       stages: that share its code, where stages are not alike.
     """
 
@@ -60,7 +55,7 @@ class Place(NamedTuple):
         branches = dict(enumerate(program.slots[self.slot].ops, start=1))
         for tick in ticks:
             op = branches.get(int(program.op[tick, self.slot, rank]))
-            if op is None or not is_of(self.label, op):
+            if op is None or op.label != self.label:
                 continue
             stage = program.schedule.stages_of[rank][op.chunk]
             if self.stages is None or stage in self.stages:
@@ -89,35 +84,6 @@ def of_slot(index: int) -> str:
     return f"slot{index}"
 
 
-def of_ops(ops: Sequence[Op]) -> str:
-    """Ops of one kind and chunk that share their code: ``B0_last``, ``F1_first_or_inner``."""
-    if len(ops) == 1:
-        return ops[0].label
-    return f"{ops[0].kind}{ops[0].chunk}_{_OR.join(sorted(map(_where, ops)))}"  # by the alphabet
-
-
-def is_of(label: str, op: Op) -> bool:
-    """Whether an op is among those with a label."""
-    if _OR not in label:
-        return label == op.label
-    kind_and_chunk, _, where = label.partition("_")
-    return kind_and_chunk == f"{op.kind}{op.chunk}" and _where(op) in where.split(_OR)
-
-
-def _where(op: Op) -> str:
-    return "first" * op.first + "last" * op.last or "inner"
-
-
-def at_end(end: str) -> str:
-    """What an action does at the "first" stage alone, or at the "last"."""
-    return f"at_{end}"
-
-
-def is_at_end(scope: str) -> bool:
-    """Whether the name scope of a loop is that of what an action does at an end."""
-    return _END.fullmatch(scope) is not None
-
-
 def of_stages(stages: Iterable[int]) -> str:
     """Stages that share their code."""
     return "_".join(["stages", *map(str, stages)])
@@ -142,20 +108,14 @@ def trips(program: Program, scope: str) -> NDArray[np.int64] | None:
         if name in names:
             count = int((getattr(program, name)[part, index] >= 0).sum())
             return np.full(schedule.num_ranks, count, np.int64)
-    label = next((name for name in names if re.fullmatch(LABEL, name)), "")
-    end = _last(_END, names)
-    found: Any = None
     for branch, op in enumerate(program.slots[index].ops, start=1):
-        if not is_of(label, op):
-            continue
-        times = (program.op[part, index] == branch).sum(axis=0)
-        if group is not None:
-            alike = set(map(int, group[1].strip("_").split("_")))
-            times = times * [held[op.chunk] in alike for held in schedule.stages_of]
-        if end is not None:
-            times = times * (op.first if end[1] == "first" else op.last)
-        found = times if found is None else found + times
-    return None if found is None else np.asarray(found, np.int64)
+        if op.label in names:
+            found = (program.op[part, index] == branch).sum(axis=0)
+            if group is not None:
+                alike = set(map(int, group[1].strip("_").split("_")))
+                found = found * [held[op.chunk] in alike for held in schedule.stages_of]
+            return np.asarray(found, np.int64)
+    return None
 
 
 def _last(pattern: re.Pattern[str], names: Iterable[str]) -> re.Match[str] | None:

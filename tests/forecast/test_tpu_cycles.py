@@ -19,18 +19,9 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.calibrate import compiled
-from pipeline.calibrate.cycles import (
-    EFFICIENCY,
-    Cycles,
-    Machine,
-    Scope,
-    cycles,
-    group_of,
-    of_op,
-)
+from pipeline.calibrate.cycles import EFFICIENCY, Cycles, Machine, Scope, cycles, group_of
 from pipeline.planner.chips import CHIPS, Chip
 from schedules import Costs, ScheduleError
-from schedules.lowering.program import Op
 from tests.support import models
 from tests.support.models import WIDTH, Block
 
@@ -123,29 +114,6 @@ def test_cycles_are_summed_by_action_and_times_the_trips_within() -> None:
         Scope("ticks", "ticks0_9"): 3,
         Scope("step"): 1000,
     }
-
-
-def test_what_an_end_does_alone_is_counted_at_that_end() -> None:
-    name = f"{IN}/slot1/B0_first_or_inner_or_last/while"
-    text = program(
-        back_body=[
-            fusion(f"{name}/body/dot", 500),
-            loop("loss", f"{name}/body/at_last/while"),
-            loop("embed", f"{name}/body/at_first/while"),
-        ],
-        loss_cond=ONCE,
-        loss_body=[fusion(f"{name}/body/at_last/while/body/dot", 40)],
-        embed_cond=ONCE,
-        embed_body=[fusion("no scope", 8)],
-    )
-    read = cycles(text, MACHINE)
-    found = [
-        of_op(read, Op("B", 0, first=first, last=last)).total
-        for first, last in ((True, False), (False, False), (False, True))
-    ]
-    assert found == [508, 500, 540]
-    assert of_op(read, Op("B", 1, first=False, last=False)) == Cycles()
-    assert of_op(read, Op("F", 0, first=True, last=False)).total == 4 * 100 + 7
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,6 @@ def test_every_action_is_counted_once(family, V, options):
             assert (whole == sum(own)).all()
             total = total + whole
     assert total.tolist() == [len(order) for order in program.schedule.orders]
-    for index, slot in enumerate(program.slots):
-        for kind, chunk in {(op.kind, op.chunk) for op in slot.ops}:
-            ops = [op for op in slot.ops if (op.kind, op.chunk) == (kind, chunk)]
-            around = f"jit(train)/ticks0_{T}/while/body/slot{index}"
-            each = {op: scopes.trips(program, f"{around}/{op.label}") for op in ops}
-            label = scopes.of_ops(ops)
-            assert (scopes.trips(program, f"{around}/{label}/while") == sum(each.values())).all()
-            for end in ("first", "last"):
-                found = scopes.trips(program, f"{around}/{label}/while/body/{scopes.at_end(end)}")
-                want = sum(n for op, n in each.items() if getattr(op, end))
-                assert (found == want).all()
     for name in scopes.COMMON if "shared" in options else ():
         found = [
             scopes.trips(program, f"ticks0_{T}/slot{n}/{name}") for n in range(len(program.slots))

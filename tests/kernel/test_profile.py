@@ -17,7 +17,6 @@ import pytest
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline, profile
-from pipeline.kernel import scopes
 from pipeline.kernel.scopes import Place, place_of_loop
 from schedules import Costs, lower, simulate
 from schedules.drawing.draw import save_timeline
@@ -81,18 +80,8 @@ def played(program, loops, durations, *, fetched=False, steps=2, gap=7.0):
     return found
 
 
-def joined(program):
-    """One for each kind of action, whose ops share their code."""
-    slot = program.slots[0]
-    labels = [scopes.of_ops([op for op in slot.ops if op.kind == kind]) for kind in "FB"]
-    assert labels == ["F0_first_or_last", "B0_first_or_last"]
-    places = [Place(0, program.num_ticks, 0, label, None) for label in labels]
-    return {f"while.{n}": profile.Loop(place, frozenset()) for n, place in enumerate(places)}
-
-
 @pytest.mark.parametrize("fetched", [False, True])
-@pytest.mark.parametrize("loops_of", [loops_of, joined])
-def test_ticks_that_were_played_are_read_again(loops_of, fetched: bool) -> None:
+def test_ticks_that_were_played_are_read_again(fetched: bool) -> None:
     """Against the lockstep clock, to whose exchanges the gap is added."""
     lowered = program()
     loops = loops_of(lowered)
@@ -182,9 +171,6 @@ def test_the_loops_of_a_compiled_step() -> None:
         "call.7": profile.Loop(Place(3, 4, 0, "head", None), body),
     }
     assert place_of_loop(f"{SCOPE}/while/body/while") is None
-    shared = f"{SCOPE[: -len('B0_last')]}B0_first_or_inner_or_last"
-    assert place_of_loop(f"{shared}/while") == Place(0, 3, 1, "B0_first_or_inner_or_last", (0, 2))
-    assert place_of_loop(f"{shared}/while/body/{scopes.at_end('last')}/while") is None
     with pytest.raises(ValueError, match=r"^the compiled step has none of the kernel's name scop"):
         profile.loops_of(HLO.replace("WHERE", "body"))
 
