@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.base.arguments import is_whole
 from pipeline.base.layouts import parse_layout
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
@@ -197,7 +198,7 @@ def split(
     """
     if not isinstance(model, nnx.Module):
         raise ValueError(f"model is of type {type(model).__name__}: must be an nnx.Module")
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+    if not is_whole(num_stages, 1):
         raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")
     is_own = call is None
     call = call if call is not None else _own_call
