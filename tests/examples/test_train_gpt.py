@@ -130,6 +130,7 @@ def test_fewer_devices_than_stages_share_them() -> None:
     assert dict(train_gpt.make_model(options).mesh.shape) == {"data": 2, "stage": 2}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_and_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_loss_that_is_not_finite_stops_and_saves(
     assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_by_one_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

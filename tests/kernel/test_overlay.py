@@ -6,6 +6,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def test_the_cells_of_a_group_are_as_large_as_its_longest_list(given):
         assert stored == max(sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(lists)
 def test_what_is_filled_in_is_read_again(given):

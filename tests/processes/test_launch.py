@@ -127,7 +127,10 @@ def ended(pid: int) -> bool:
     ("number", "code", "said"),
     [
         (signal.SIGINT, 130, "launch: SIGINT: stopping all processes\n"),
-        (signal.SIGTERM, 143, "launch: SIGTERM: stopping all processes\n"),
+        pytest.param(
+            *(signal.SIGTERM, 143, "launch: SIGTERM: stopping all processes\n"),
+            marks=pytest.mark.slow,
+        ),
         (signal.SIGKILL, -9, ""),
     ],
 )

@@ -88,6 +88,7 @@ def test_the_example_gives_the_losses_of_one_process(tmp_path: Path) -> None:
     assert found[2] == found[0]
 
 
+@pytest.mark.slow
 def test_the_example_says_how_many_data_shards_there_can_be() -> None:
     err = io.BytesIO()
     command = [sys.executable, str(ROOT / "examples" / "train_processes.py"), "--data=9"]
@@ -135,6 +136,7 @@ def test_a_single_process_initializes_nothing() -> None:
     assert not jax.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_different_options_are_told_before_anything_runs() -> None:
     code, err = launch(3, 1, "config")
     assert code == 1

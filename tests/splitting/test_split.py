@@ -55,6 +55,7 @@ def test_decoder() -> None:
     assert extras == {}  # of tokens only their shape is needed
 
 
+@pytest.mark.slow
 def test_what_is_made_of_an_argument_goes_as_extras() -> None:
     tokens, padding = words(), jnp.arange(LENGTH)[None] < (jnp.arange(N)[:, None] % 4 + 2)
     args = tokens, None, padding
@@ -75,6 +76,7 @@ def test_vision_transformer() -> None:
     assert parts.blocks[0][0] == "block_0"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poison")
 def test_unet() -> None:
     """Skips and the embedding of times travel in messages, the last of them beside the image."""

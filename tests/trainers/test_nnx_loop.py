@@ -66,6 +66,7 @@ def with_accuracy(logits: jax.Array, words: jax.Array) -> Any:
     return cross_entropy(logits, words), {"right": right}
 
 
+@pytest.mark.slow
 def test_losses_and_metrics_are_those_of_the_plain_model():
     plain, pipe, sharded = (
         Plain(),

@@ -198,6 +198,7 @@ def test_a_run_that_is_not_finite_ends_with_its_state(path, capsys):
     assert f"{path.parent}/out/checkpoints holds the weights before them\n" in said
 
 
+@pytest.mark.slow
 def test_a_continuation_is_that_of_the_whole_model():
     made = runnable.parts()
 
@@ -226,6 +227,7 @@ def test_a_continuation_is_that_of_the_whole_model():
     )
 
 
+@pytest.mark.slow
 def test_a_model_with_caches_continues_by_them(monkeypatch):
     """And it draws what all of the model draws that has seen as much."""
     sizes = {"vocabulary": 20, "width": 8, "layers": 2, "heads": 2, "kv_heads": 1}

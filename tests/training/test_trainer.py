@@ -281,6 +281,7 @@ def test_a_run_ends_when_too_many_are_not_finite():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(trainer.step.model)))
 
 
+@pytest.mark.slow
 def test_an_update_that_takes_too_long_ends_the_process(monkeypatch, capfd):
     ended: list[int] = []
     monkeypatch.setattr(faults.os, "_exit", ended.append)
