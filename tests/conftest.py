@@ -5,9 +5,11 @@ The environment is set while this file is imported, before any test module can i
 
 import gc
 import os
+from collections import defaultdict
 from pathlib import Path
 
 MANY_MAPS = 20_000
+MANY_CASES = 6
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -15,6 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # Promotion between dtypes or ranks is nearly always a bug: an int tick times a float loss, a
 # `[N]` weight broadcast over `[N, N]`. Flax and optax run under both.
@@ -24,6 +27,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Examples that compile have no use for a deadline, and a red run must be red everywhere.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where a test has many slow cases, CI runs every second of them; `make test-all` runs all."""
+    of_test = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    for cases in of_test.values():
+        if len(cases) > MANY_CASES:
+            for item in cases[1::2]:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:
