@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.guides.pages import GUIDES, ROOT, commands, missing, run, write_files
+import pipeline
+from tests.docs.guides.pages import GUIDES, commands, missing, run, write_files
 
 
 @pytest.mark.slow
@@ -31,6 +32,7 @@ def test_errors_of_the_table_are_those_of_the_code() -> None:
     table = text[text.index("| it says |") :]
     rows = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
     assert len(rows) == 13
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipeline").rglob("*.py"))
+    package = Path(pipeline.__file__).parent  # in the checkout or in site-packages
+    code = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)
     assert [part for row in rows for part in row.split("...") if part.strip() not in code] == []
