@@ -108,6 +108,9 @@ _8B = LlamaConfig.llama_8b(dtype="bfloat16", **SAVING)
 _8B_KEEPING = replace(_8B, keep_attention=True)
 # All residuals. Under a scan over layers products would write into a stack of them.
 _8B_KEEPING_ALL = replace(_8B, scan_layers=False, remat_blocks=False)
+_8B_LOOPED = Case(
+    "v5p:4x4x4", {"data": 32, "stage": 2}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=8
+)
 _70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING, keep_attention=True)
 _70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
 CASES = {
@@ -120,25 +123,9 @@ CASES = {
         microbatches=8,
     ),
     "8B": Case("v5p:4x4x4", {"data": 8, "stage": 8}, _8B, SHARED),
-    "8B-looped": Case(
-        "v5p:4x4x4", {"data": 32, "stage": 2}, _8B, {**SHARED, **LOOPED}, chunks=4, microbatches=8
-    ),
-    "8B-again": Case(
-        "v5p:4x4x4",
-        {"data": 32, "stage": 2},
-        _8B_KEEPING,
-        {**SHARED, **LOOPED},
-        chunks=4,
-        microbatches=8,
-    ),
-    "8B-best": Case(
-        "v5p:4x4x4",
-        {"data": 32, "stage": 2},
-        _8B_KEEPING_ALL,
-        {**SHARED, **LOOPED},
-        chunks=4,
-        microbatches=8,
-    ),
+    "8B-looped": _8B_LOOPED,
+    "8B-again": replace(_8B_LOOPED, config=_8B_KEEPING),
+    "8B-best": replace(_8B_LOOPED, config=_8B_KEEPING_ALL),
     "70B": Case("v5p:8x8x8", {"data": 16, "stage": 8, "tensor": 4}, _70B_OVER_TENSOR, USUAL),
     "70B-best": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
 }

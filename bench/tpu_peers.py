@@ -71,6 +71,7 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
     graphs, states = zip(*(nnx.split(part) for part in (parts[0][0], *parts[1:])), strict=True)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((S, *w.shape), w.dtype), states[0])
     weights = (stacked, *states[1:])
+    M, one_by_one = case.microbatches, kind == "fsdp" and case.microbatches > 1
     lead = 2 if case.config.scan_layers else 1  # stages, and layers where they are stacked
     specs = specs_of(weights, sizes, lead)
     loss = make(case, mesh, graphs, specs)
@@ -95,7 +96,7 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
             out_shardings=(where, parts_of, None),
         )
         def step(weights: Any, state: Any, words: Any, targets: Any) -> Any:
-            if kind == "fsdp" and case.microbatches > 1:
+            if one_by_one:
                 value, grads = summed(jax.value_and_grad(loss), weights, words, targets)
             else:
                 value, grads = jax.value_and_grad(loss)(weights, words, targets)
@@ -103,8 +104,8 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
             updates, state = tx.update(grads, state, weights)
             return optax.apply_updates(weights, updates), state, value
 
-        M, rows = case.microbatches, sizes["data"] * case.rows
-        if kind == "fsdp" and M > 1:
+        rows = sizes["data"] * case.rows
+        if one_by_one:
             shape, spec = (M, rows, case.length), P(None, "data")
         else:
             shape, spec = (M * rows, case.length), P("data")
