@@ -55,7 +55,7 @@ class Cut:
 
     def place(self, trace: Trace, counts: Sequence[int]) -> Placed:
         """A trace in parts."""
-        return place(trace, counts, dict(self.recipe.state), self.recipe.loose)
+        return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
         self, types: Types, modes: Modes = (), dtype: Any = None
@@ -108,7 +108,7 @@ class Cut:
         placed = found.placed if isinstance(found, Regular) else found
         if isinstance(found, Regular) and number:
             number = len(placed.trace.calls) + 1
-        kinds = dict(self.recipe.state)
+        kinds = self.recipe.kinds
         return {
             path: atoms
             for path, atoms in placed.trace.written.items()

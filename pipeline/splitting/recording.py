@@ -177,7 +177,7 @@ def find_groups(model: nnx.Module) -> list[Group]:
             *above, last = path
             number = re.fullmatch(r"(.*?)[._]?(\d+)", str(last))
             if number is None:
-                if isinstance(_member(model, tuple(above)), (nnx.Dict, dict)):
+                if isinstance(member(model, tuple(above)), (nnx.Dict, dict)):
                     name = dotted(above)
                     found.setdefault(name, {})[len(found.get(name, ()))] = path
                 continue
@@ -193,11 +193,9 @@ def dotted(path: Sequence[Any]) -> str:
     return ".".join(map(str, path))
 
 
-def _member(node: Any, path: Path) -> Any:
+def member(node: Any, path: Path) -> Any:
+    """What lies at a path in a module."""
     for name in path:
         is_item = isinstance(node, (list, tuple, dict, nnx.List)) or isinstance(name, int)
         node = node[name] if is_item else getattr(node, str(name))
     return node
-
-
-member = _member

@@ -15,18 +15,16 @@ import jax
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
-from pipeline.base.layouts import parse_layout
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
+from pipeline.splitting.blocks import find_blocks
+from pipeline.splitting.cutting import choose_counts
 from pipeline.splitting.parts import Blocks, Cut, Part
 from pipeline.splitting.placing import Placed, costs_of_calls
-from pipeline.splitting.recording import Group, Path, Slots, dotted, find_groups, is_object, member
-from pipeline.splitting.regular import Regular, find_regular
-from pipeline.splitting.tracing import MODES, HiddenCallError, Recipe, Trace, types_of
+from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
+from pipeline.splitting.regular import Regular
+from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
-
-SMALL = 0.05  # of the operations of all numbered modules: groups with less are no blocks
-MOST = 0.7  # of them: a group that has so much may be the only blocks, if that is simpler
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +115,7 @@ class Parts:
             (tables["embed"], layers["embed"]),
             (tables["head"], layers["head"]),
         ]
-        kinds, found = dict(self._recipe.state), {}
+        kinds, found = self._recipe.kinds, {}
         for table, part in pairs:
             for own, path in table.items():
                 value = _at(part, own)
@@ -211,9 +209,9 @@ def split(
     flat = nnx.to_flat_state(state)
     recipe = Recipe(graphdef, tuple(map(_typed, flat)), call, slots, names, (), loose)
     types = types_of(leaves)
-    found, trace, regular = _find(model, recipe, types, num_stages, blocks)
+    found, trace, regular = find_blocks(model, recipe, types, num_stages, blocks)
     recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
-    counts = _counts(trace, num_stages, cut, costs, found)
+    counts = choose_counts(trace, num_stages, cut, costs, found)
     is_regular = isinstance(regular, Regular)
     cutting = Cut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)
@@ -307,203 +305,6 @@ def _slots_text(slots: Slots) -> str:
     args, kwargs = slots.fill(["an array"] * slots.values)
     parts = [*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())]
     return f"({', '.join(parts)})"
-
-
-# --- blocks ---
-
-
-def _find(
-    model: nnx.Module, recipe: Recipe, types: Any, num_stages: int, blocks: Any
-) -> tuple[list[Group], Trace, Regular | str]:
-    """The blocks, the model's call, and how they follow each other in it."""
-    groups = find_groups(model)
-
-    def traced(chosen: Sequence[Group]) -> tuple[Trace, Regular | str]:
-        recipe.blocks = tuple(dict.fromkeys(itertools.chain(*(group.paths for group in chosen))))
-        trace = recipe.trace(types)
-        cut = Cut(recipe, (), is_regular=False)
-        return trace, find_regular(trace, lambda counts: cut.place(trace, counts))
-
-    if blocks is not None:
-        chosen = _named(model, groups, blocks)
-        trace, regular = traced(chosen)
-        _check_called(chosen, trace)
-        return chosen, trace, regular
-    if not groups:
-        raise ValueError(
-            f"{type(model).__name__} has no list of modules, nor modules that are numbered, "
-            f"between whose calls it could be cut; where one module holds all layers on a leading "
-            f"axis (nnx.vmap, nnx.scan), give that to Pipeline as stages"
-        )
-    chosen, (trace, regular), used = _outermost(model, groups, num_stages, traced)
-    total = sum(cost for cost, _ in used.values())
-    large = [group for group, (cost, _) in used.items() if cost >= SMALL * total]
-    enough = sum(used[group][1] for group in large) >= num_stages
-    if len(large) < len(chosen) and enough:
-        chosen = large
-        trace, regular = traced(chosen)
-    if isinstance(regular, str) and len(chosen) > 1:
-        biggest = max(used, key=lambda group: used[group][0])
-        if used[biggest][0] >= MOST * total and used[biggest][1] >= num_stages:
-            alone = traced([biggest])
-            if isinstance(alone[1], Regular):
-                return [biggest], *alone
-            traced(chosen)
-    return list(chosen), trace, regular
-
-
-def _outermost(
-    model: nnx.Module,
-    groups: Sequence[Group],
-    num_stages: int,
-    traced: Callable[[Sequence[Group]], tuple[Trace, Regular | str]],
-) -> tuple[list[Group], tuple[Trace, Regular | str], dict[Group, tuple[float, int]]]:
-    """Groups whose calls are enough for the stages; what lies within others is not called alone."""
-    chosen = list(groups)
-    while True:
-        try:
-            found = traced(chosen)
-        except HiddenCallError as hidden:
-            chosen = [one for one in chosen if hidden.path not in one.paths]
-            if not chosen:
-                raise
-            continue
-        used = _by_group(chosen, found[0])
-        if len(found[0].calls) >= num_stages:
-            return chosen, found, used
-        wide = [one for one in used if _holds_others(one, chosen)]
-        if not wide:
-            raise ValueError(_too_few(model, used, num_stages))
-        largest = max(wide, key=lambda group: used[group][0])
-        chosen = [one for one in chosen if one is not largest]
-
-
-def _holds_others(group: Group, groups: Sequence[Group]) -> bool:
-    return any(
-        other is not group and other.paths[0][: len(path)] == path
-        for other in groups
-        for path in group.paths
-    )
-
-
-def _by_group(groups: Sequence[Group], trace: Trace) -> dict[Group, tuple[float, int]]:
-    """Operations and number of the calls of those groups that are called."""
-    costs, _, _ = costs_of_calls(trace)
-    found: dict[Group, tuple[float, int]] = {}
-    for call in trace.calls:
-        group = next(group for group in groups if call.path in group.paths)
-        cost, number = found.get(group, (0.0, 0))
-        found[group] = cost + costs[call.number], number + 1
-    return found
-
-
-def _named(model: nnx.Module, groups: Sequence[Group], blocks: Any) -> list[Group]:
-    names = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    known = {group.name: group for group in groups}
-    chosen = []
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"blocks={name!r}: {type(model).__name__} has no list of two or more modules of "
-                f"that path, nor modules of that name and a number; it has "
-                f"{', '.join(map(repr, known)) or 'none at all'}"
-            )
-        chosen.append(known[name])
-    return chosen
-
-
-def _check_called(groups: Sequence[Group], trace: Trace) -> None:
-    used = _by_group(groups, trace)
-    for group in groups:
-        if group not in used:
-            raise ValueError(
-                f"blocks={group.name!r}: the model calls none of them on this example; name those "
-                f"that it calls, or give an example on which it does"
-            )
-
-
-def _too_few(model: nnx.Module, used: Mapping[Group, tuple[float, int]], num_stages: int) -> str:
-    found = ", ".join(f"{number} of {group.name!r}" for group, (_, number) in used.items())
-    remedy = (
-        "ask for fewer stages, or name blocks that lie deeper, by blocks="
-        if found
-        else "calls within functions that nnx transforms (nnx.jit, nnx.remat, nnx.scan) are not "
-        "seen: switch these off, or give the layers to Pipeline as stages yourself"
-    )
-    return (
-        f"num_stages={num_stages}: {type(model).__name__} can be cut between calls of numbered "
-        f"modules, and on this example calls {found or 'none'}; {remedy}"
-    )
-
-
-# --- where to cut ---
-
-
-def _counts(
-    trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[Group]
-) -> tuple[int, ...]:
-    """[K] how many calls each stage has."""
-    number = len(trace.calls)
-    what = ", ".join(repr(group.name) for group in groups)
-    if cut is not None and costs is not None:
-        raise ValueError("cut= and costs= are both given: costs are there to choose a cut")
-    if isinstance(cut, str):
-        cut = parse_layout(cut, number)
-    if cut is not None:
-        counts = tuple(cut)
-        if len(counts) != num_stages or sum(counts) != number or min(counts) < 0:
-            raise ValueError(
-                f"cut={list(counts)}: must be {num_stages} numbers, which add up to the {number} "
-                f"calls of {what}"
-            )
-        return counts
-    if number < num_stages:
-        raise ValueError(
-            f"num_stages={num_stages}, and the model calls {number} blocks of {what}: ask for "
-            f"fewer stages, or give a cut= in which some have none"
-        )
-    counted, before, behind = costs_of_calls(trace)
-    if costs is not None:
-        given = [float(cost) for cost in costs]
-        if len(given) != number or min(given) < 0:
-            raise ValueError(
-                f"costs= has {len(given)} numbers: must be {number}, none below 0, one for each "
-                f"call of {what}"
-            )
-        scale = sum(counted) / sum(given) if sum(given) else 1.0
-        counted = [cost * scale for cost in given]
-    return balance(counted, num_stages, before, behind)
-
-
-def balance(
-    costs: Sequence[float], num_stages: int, before: float = 0.0, behind: float = 0.0
-) -> tuple[int, ...]:
-    """[K] how many of a row of costs each stage gets, so that the costliest is as cheap as can be.
-
-    Among such cuts it is the one whose squares add up to least. Each stage gets one at least.
-
-    Args:
-      costs: of what is cut.
-      num_stages: K.
-      before: what the first stage has beside.
-      behind: what the last has.
-    """
-    sums = [0.0, *itertools.accumulate(costs)]
-    n, none = len(costs), (float("inf"), float("inf"), ())
-    best: list[Any] = [none] * (n + 1)
-    best[0] = 0.0, 0.0, ()
-    for k in range(num_stages):
-        now: list[Any] = [none] * (n + 1)
-        beside = before * (k == 0) + behind * (k == num_stages - 1)
-        for stop in range(k + 1, n + 1):
-            for start in range(k, stop):
-                worst, squares, counts = best[start]
-                own = sums[stop] - sums[start] + beside
-                found = max(worst, own), squares + own * own, (*counts, stop - start)
-                if found[:2] < now[stop][:2]:
-                    now[stop] = found
-        best = now
-    return tuple(best[n][2])
 
 
 # --- parts ---

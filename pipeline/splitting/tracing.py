@@ -6,6 +6,7 @@ microbatch, so that nothing knows the size of the example that it was made with.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,11 @@ class Recipe:
     blocks: tuple[Path, ...]
     loose: frozenset[int] = frozenset()
 
+    @functools.cached_property
+    def kinds(self) -> dict[Path, Any]:
+        """Path to variable of types."""
+        return dict(self.state)
+
     def leaves_of(self, given: Any) -> list[Any]:
         """The arrays of inputs, as `Parts.inputs` makes them."""
         if isinstance(given, dict) and set(given) == set(self.names):
@@ -174,7 +180,7 @@ class Recipe:
         """The dtype that a pipeline has given to parameters of floats, None if it has not."""
         for path, variable in held.items():
             if isinstance(variable, nnx.Param):
-                was = jax.tree.leaves(dict(self.state)[path])
+                was = jax.tree.leaves(self.kinds[path])
                 for one, old in zip(jax.tree.leaves(variable), was, strict=True):
                     if one.dtype != old.dtype:
                         return one.dtype
@@ -209,7 +215,7 @@ class Recipe:
             outs, trees["out"] = jax.tree.flatten(found)
             after = dict(nnx.to_flat_state(nnx.state(model)))
             for path, variable in after.items():
-                if path not in dict(self.state):
+                if path not in self.kinds:
                     raise ValueError(
                         f"the model makes the {kind_text(variable)} {dotted(path)} when it is "
                         f"called, and a pipeline keeps no such state: return what is needed, or "

@@ -10,19 +10,13 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, split
-from pipeline.splitting.split import balance
+from pipeline.splitting.cutting import balance
 from tests.splitting import models
 from tests.splitting.parity import assert_same, check, check_parts, cross_entropy, plain, squares
 from tests.support.poison import poison  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.usefixtures("lenient")
 N, LENGTH = 8, 5
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-    """Models of others promote ranks and dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def words(rows=N, length=LENGTH):
