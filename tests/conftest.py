@@ -29,6 +29,20 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.fixture
+def lenient():
+    """Models and trainers of others promote ranks and dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def standard_promotion():
+    """Optax multiplies its int32 step by floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a test has many slow cases, CI runs every second of them; `make test-all` runs all."""

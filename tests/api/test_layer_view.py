@@ -21,15 +21,9 @@ from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHea
 from tests.support import models
 from tests.support.hlo import computations, opcode, result
 
+pytestmark = pytest.mark.usefixtures("lenient")
 K, M, WIDTH = 4, 4, 8
 Layers = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax multiplies its int32 step by floats."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Stage(nnx.Module):

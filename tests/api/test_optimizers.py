@@ -33,11 +33,11 @@ from tests.api.test_layer_view import (
     pipeline,
     plain,
     refusal,
-    standard_promotion,  # noqa: F401  a fixture
 )
 from tests.support import models
 from tests.support.models import CLASSES
 
+pytestmark = pytest.mark.usefixtures("lenient")
 contrib = optax.contrib
 slow, exhaustive = pytest.mark.slow, (pytest.mark.slow, pytest.mark.exhaustive)
 ROWS = 16

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def program(page: str) -> dict[str, Any]:
-    """What a page's blocks of Python leave, run one after the other."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert blocks
-    found: dict[str, Any] = {"__name__": page}
-    exec(compile("\n".join(blocks), page, "exec"), found)
-    return found
+from tests.docs.pages.reading import DOCS
+from tests.docs.pages.running import run
 
 
 @pytest.mark.slow
-def test_state() -> None:
-    found = program("state.md")
+def test_state(tmp_path: Path) -> None:
+    found = run(DOCS / "state.md", tmp_path).names
     pipe, moe = found["pipe"], found["moe"]
     assert all(float(abs(stage.norm.mean[...]).max()) > 0 for stage in pipe.stages())
     for stage in moe.stages():
@@ -32,7 +21,7 @@ def test_state() -> None:
 
 
 @pytest.mark.slow
-def test_generation() -> None:
-    found = program("generation.md")
+def test_generation(tmp_path: Path) -> None:
+    found = run(DOCS / "generation.md", tmp_path).names
     assert found["text"].shape == found["drawn"].shape == (6, 20)
     assert found["scores"].shape == (6, 16)

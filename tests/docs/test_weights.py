@@ -6,27 +6,25 @@ import re
 import shlex
 from pathlib import Path
 
-import jax
 import pytest
 
 from pipeline import weights
 from pipeline.cli.main import main
+from tests.docs.pages.reading import DOCS
+from tests.docs.pages.running import run
 from tests.weights import tiny
 
-PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "weights.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+@pytest.mark.usefixtures("standard_promotion")
+def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tiny.write(
         tmp_path / "checkpoint", tiny.CONFIGS["llama"], tiny.tensors_of(tiny.CONFIGS["llama"])
     )
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
-    with jax.numpy_dtype_promotion("standard"):  # of optax
-        exec("\n".join(blocks), {})
-    said = capsys.readouterr().out
+    said = run(DOCS / "weights.md", tmp_path).printed
     assert [line.split()[0] for line in said.splitlines()] == [
         "embed",
         "layers.0",

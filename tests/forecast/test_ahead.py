@@ -36,6 +36,7 @@ from tests.support.models import CLASSES, Hostile
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import LlamaConfig, build, loss_fn
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 M, ROWS = 4, 32
 OPTIONS: dict[str, dict[str, Any]] = {
     "replicated": {},
@@ -44,13 +45,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "action": {"data_parallel": "fsdp", "gather": "action"},
 }
 adam = functools.partial(optax.adam, 1e-2, eps=1e-3)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax multiplies its int32 step by floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def slow(value: str) -> Any:

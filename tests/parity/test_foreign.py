@@ -16,7 +16,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
-from tests.support.foreign import Blocks, Embed, Head
+from tests.support.foreign import LENGTH, SIZES, WORDS, Blocks, Embed, Head, N
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -24,16 +24,7 @@ with warnings.catch_warnings():
     from tunix.models.gemma import model as gemma2
     from tunix.models.gemma3 import model as gemma3
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-N, LENGTH, WORDS = 4, 6, 32
-SIZES = {"embed_dim": 16, "hidden_dim": 24, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1}
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-    """They promote ranks and dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [pytest.mark.usefixtures("lenient"), pytest.mark.filterwarnings("ignore")]
 
 
 def make_qwen3(remat, layers, **options):

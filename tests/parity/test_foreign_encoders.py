@@ -21,15 +21,8 @@ transformers = pytest.importorskip(
     "artifex.generative_models.core.layers.transformers", exc_type=ImportError
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("lenient"), pytest.mark.slow]
 N, M, WIDTH, HEADS, LAYERS = 4, 4, 16, 2, 4
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-    """They promote ranks and dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def assert_alike(pipe, found, loss, wanted):

@@ -35,13 +35,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def standard_promotion():
-    """Optax multiplies its int32 step by floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @functools.cache
 def batch() -> tuple:
     return models.words(ROWS), models.words(ROWS, most=CLASSES, seed=4)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,16 +15,16 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
 def test_the_page(capsys) -> None:
     own = [block for block in BLOCKS if not block.startswith("# ")]
     assert (len(BLOCKS), len(own)) == (5, 2)
     names: dict[str, Any] = {"__name__": "split.md"}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile("\n".join(own), "docs/split.md", "exec"), names)
-        printed = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
-        assert printed is not None
-        assert capsys.readouterr().out == printed[1]
-        pipe, parts, given = names["pipe"], names["parts"], (names["tokens"], names["padding"])
-        inputs, extras = parts.inputs(*given)
-        wanted = nnx.jit(names["call"])(names["model"], *given)
-        np.testing.assert_allclose(pipe(inputs, extras=extras), wanted, atol=1e-5)
+    exec(compile("\n".join(own), "docs/split.md", "exec"), names)
+    printed = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert printed is not None
+    assert capsys.readouterr().out == printed[1]
+    pipe, parts, given = names["pipe"], names["parts"], (names["tokens"], names["padding"])
+    inputs, extras = parts.inputs(*given)
+    wanted = nnx.jit(names["call"])(names["model"], *given)
+    np.testing.assert_allclose(pipe(inputs, extras=extras), wanted, atol=1e-5)

@@ -21,18 +21,14 @@ from flax import nnx
 
 from pipeline import split
 from tests.splitting.parity import check_parts, cross_entropy, squares
+from tests.support.foreign import LENGTH, SIZES, WORDS, N
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("lenient"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
 GEMMA = Path(sys.prefix) / "share" / "flax-examples" / "gemma"
-N, LENGTH, WORDS = 4, 6, 32
-SIZES = {"embed_dim": 16, "hidden_dim": 24, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1}
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-    """They promote ranks and dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture

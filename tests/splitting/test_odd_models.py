@@ -10,14 +10,8 @@ from flax import nnx
 from tests.splitting.models import WIDTH
 from tests.splitting.parity import check, squares
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("lenient"), pytest.mark.slow]
 N = 4
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def x():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
+N, LENGTH, WORDS = 4, 6, 32
+SIZES = {"embed_dim": 16, "hidden_dim": 24, "num_heads": 2, "head_dim": 8, "num_kv_heads": 1}
+
 
 class Blocks(nnx.Module):
     """Some of a model's decoder layers."""

@@ -84,10 +84,3 @@ def assert_equal_losses(found: list[float], wanted: list[float], *, count: int) 
     """To 1e-5."""
     assert len(found) == len(wanted) == count
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
-
-
-@pytest.fixture
-def lenient() -> Iterator[None]:
-    """Others promote ranks and dtypes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.models import lenient  # noqa: F401  a fixture
-
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

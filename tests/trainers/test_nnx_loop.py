@@ -19,7 +19,6 @@ from tests.trainers.models import (
     assert_equal_losses,
     batches,
     cross_entropy,
-    lenient,  # noqa: F401  a fixture
     pipelined,
 )
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 from tests.support import models
@@ -78,13 +77,6 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 def compiles() -> int:
     """How many training programs this process has compiled so far."""
     return sum(name in ("jit(_train)", "jit(_add)") for name in _compiled)
-
-
-@pytest.fixture(scope="package")
-def standard_promotion():
-    """Optax multiplies its int32 step by floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def equal(found: Any, wanted: Any) -> None:

@@ -36,7 +36,6 @@ from tests.training.plain import (
     assert_layers,
     by_hand,
     compiles,
-    standard_promotion,  # noqa: F401  a fixture
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pipeline.training.config import Config
-from tests.training.plain import standard_promotion  # noqa: F401  a fixture
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

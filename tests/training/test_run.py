@@ -23,7 +23,6 @@ from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt
 from pipeline.training.trainer import Trainer, means
 from tests.training import runnable
-from tests.training.plain import standard_promotion  # noqa: F401  a fixture
 from tests.weights import tiny
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -28,7 +28,6 @@ from tests.training.plain import (
     by_hand,
     compiles,
     equal,
-    standard_promotion,  # noqa: F401  a fixture
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -31,7 +31,6 @@ from tests.training.plain import (
     Chain,
     compiles,
     equal,
-    standard_promotion,  # noqa: F401  a fixture
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

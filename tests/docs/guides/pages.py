@@ -2,65 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-GUIDES = ROOT / "docs" / "guides"
+from tests.docs.pages import consoles, reading
+from tests.docs.pages.consoles import Command
+
+GUIDES = reading.DOCS / "guides"
 LIMIT = 900  # seconds that a command may take on a busy machine
 
 
-@dataclass(frozen=True)
-class Command:
-    """A line of a console, and the lines that the page shows below it; ``...`` is anything."""
-
-    line: str
-    shown: tuple[str, ...]
-
-
 def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page in a language, in order."""
-    text = (GUIDES / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    """The blocks of a guide in a language, in order."""
+    return [one.code for one in reading.blocks(GUIDES / page) if one.language == language]
 
 
 def commands(page: str) -> list[Command]:
-    """All commands of a page's consoles."""
-    found = []
-    for block in blocks(page, "console"):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            line, *shown = part.splitlines()
-            found.append(Command(line, tuple(shown)))
-    return found
+    """All commands of a guide's consoles."""
+    found = [one for one in reading.blocks(GUIDES / page) if one.language == "console"]
+    return [command for block in found for command in consoles.commands(block)]
 
 
 def write_files(page: str, folder: Path) -> list[str]:
-    """Write the page's programs, blocks that begin with a comment of their name."""
-    names = []
-    for block in blocks(page, "python"):
-        if found := re.match(r"# (\w+\.py)\n", block):
-            (folder / found[1]).write_text(block, encoding="utf-8")
-            names.append(found[1])
-    return names
+    """Write the guide's programs; returns their names."""
+    files = [one for one in reading.blocks(GUIDES / page) if one.file]
+    for one in files:
+        (folder / one.file).write_text(one.code, encoding="utf-8")
+    return [one.file for one in files]
 
 
 def run(line: str, folder: Path, **variables: str) -> str:
     """What a command prints, on both streams."""
-    where = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=os.environ | {"PATH": where, "PYTHONPATH": str(ROOT)} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=LIMIT,
-        check=False,
-    )
-    return done.stdout.decode(errors="replace")
+    return consoles.run(line, folder, LIMIT, **variables)[1]
 
 
 def missing(command: Command, printed: str) -> str:

@@ -13,19 +13,17 @@ import contextlib
 import doctest
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.docs.pages.reading import ROOT, Block, blocks, name_of
+from tests.docs.pages.consoles import commands
+from tests.docs.pages.consoles import run as run_command
+from tests.docs.pages.reading import Block, blocks, name_of
 
-LIMIT = 300  # seconds that a command may take on a busy machine
 READERS: dict[str, Callable[[str], Any]] = {"toml": tomllib.loads, "json": json.loads}
 
 
@@ -73,21 +71,11 @@ class Run:
         assert "".join(said) == "", where
 
     def _console(self, block: Block, where: str) -> None:
-        for part in re.split(r"^\$ ", block.code, flags=re.MULTILINE)[1:]:
-            line, _, shown = part.partition("\n")
-            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-            done = subprocess.run(
-                ["bash", "-c", line],
-                cwd=self.folder,
-                env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=LIMIT,
-                check=False,
-            )
-            assert done.returncode == 0, f"{where}: {line}\n{done.stdout}"
-            assert says(shown, done.stdout), f"{where}: {line} printed\n{done.stdout}"
+        for command in commands(block):
+            code, printed = run_command(command.line, self.folder)
+            assert code == 0, f"{where}: {command.line}\n{printed}"
+            shown = "\n".join(command.shown)
+            assert says(shown, printed), f"{where}: {command.line} printed\n{printed}"
 
 
 def says(shown: str, printed: str) -> bool:

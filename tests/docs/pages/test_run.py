@@ -16,7 +16,6 @@ OWN = {
     "README.md": "tests/docs/test_readme.py",
     "CONTRIBUTING.md": "tests/docs/test_contributing.py",
     "ahead.md": "tests/forecast/test_ahead.py",
-    "checkpoints.md": "tests/docs/test_checkpoints_page.py",
     "generation.md": "tests/docs/test_pages_run.py",
     "split.md": "tests/splitting/test_docs.py",
     "state.md": "tests/docs/test_pages_run.py",
