@@ -19,12 +19,12 @@ SMALL = dataclasses.replace(CASE, width=128, context=64)
 
 @functools.cache
 def measured(chunks: int) -> Calibration:
-    return calibrated(SMALL, chunks * RANKS, None, rounds=5)
+    return calibrated(SMALL, chunks * RANKS, None, rounds=5, busy=True)
 
 
 @pytest.mark.parametrize(("family", "chunks"), [("eager_1f1b", 1), ("zb_h1", 1)])
 def test_clock(benchmark: Any, family: str, chunks: int) -> None:
-    (((pipe, step)),) = pipelines(SMALL, None, only=[(family, chunks)]).values()
+    (((pipe, step)),) = pipelines(SMALL, None, RANKS, only=[(family, chunks)]).values()
     slots, makespan = predict(pipe, measured(chunks).costs)
     benchmark.extra_info |= {"slots": slots, "predicted": makespan + measured(chunks).overhead}
     benchmark.pedantic(functools.partial(seconds, step), rounds=5, warmup_rounds=1)

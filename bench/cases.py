@@ -18,13 +18,14 @@ import numpy as np
 from flax import nnx
 
 from bench.pinned import call
-from bench.waiting import Waiting
+from bench.waiting import Halves, Waiting
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import Calibration, Pipeline
 
 TOLERANCE = 1e-5
 SMALL = 64  # the width from which an action takes about a millisecond
+HALF = 0.005  # seconds that F, I and W of a layer of "halves" wait
 
 
 class Layer(nnx.Module):
@@ -60,7 +61,7 @@ class Case:
 
     Attributes:
       name: what the tables call it.
-      kind: "mlp", "gpt" or "wait".
+      kind: "mlp", "gpt", "wait" or "halves", which wait too, as long in F as in I and in W.
       layers: of the whole model, shared by all stages.
       width: d.
       microbatches: M.
@@ -94,6 +95,8 @@ class Case:
         """K equal stages."""
         rngs = nnx.Rngs(0)
         each = self.layers // count
+        if self.kind == "halves":
+            return [Halves(self.width, HALF, rngs, each) for _ in range(count)]
         if self.kind != "gpt":
             kind = {"mlp": Layers, "wait": Waiting}[self.kind]
             return [kind(self.width, each, rngs) for _ in range(count)]
@@ -109,7 +112,8 @@ class Case:
     def text(self) -> str:
         """A line on what it is."""
         inner = f"{self.rows} x {self.context} tokens" if self.context else f"{self.rows} rows"
-        whats = {"mlp": "residual MLP layers", "gpt": "GPT blocks", "wait": "layers that wait"}
+        wait = "layers that wait"
+        whats = {"mlp": "residual MLP layers", "gpt": "GPT blocks", "wait": wait, "halves": wait}
         what = whats[self.kind]
         return (
             f"{self.name}: {self.layers} {what}, d={self.width}, M={self.microbatches}, {inner} "
@@ -118,16 +122,18 @@ class Case:
 
 
 def calibrated(
-    case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True
+    case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True, busy: bool = False
 ) -> Calibration:
     """What actions of K stages take on one core; I and W only if ``split``.
+
+    If ``busy``, every other core does the same meanwhile, as in a step.
 
     Where actions are short they are repeated more often.
 
     Raises:
       CalibrationError: the times are noise, or they contradict each other.
     """
-    return call(_calibrated, case, stages, remat, rounds, split)
+    return call(_calibrated, case, stages, remat, rounds, split, busy=busy)
 
 
 def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -> Calibration:

@@ -3,22 +3,28 @@
 The clock is given F, B, I and W of every stage, calibrated in a process of one core, and the slots
 that the kernel runs. To that comes what the same step takes when every entry of its table is idle:
 memory that is made and cleared (much of it for gpipe, whose stashes are many), exchanges, dispatch.
-Measured / predicted is wanted within .95 and 1.05 for every family. Where the calibration
-contradicts itself, or is drowned in noise, nothing is compared: the reason is printed, and the exit
-code is 1. S = 2, V = 1 and 2, every family that is legal there. Letters: S ranks, K stages, V
-chunks, M microbatches.
+Measured / predicted is wanted within .95 and 1.05 for every family that is legal, V = 1 and 2.
+
+Twice: S = 4 with stages that wait and do not compute (`bench.waiting`), where nothing but the
+timetable decides, and S = 2 with GPT blocks, a core a rank. Cores of one machine share its memory
+and its clock rate, so there each stage is calibrated while the other cores do the same.
+
+Where the calibration contradicts itself, or is drowned in noise, nothing is compared: the reason is
+printed, and the exit code is 1. Letters: S ranks, K stages, V chunks, M microbatches.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import platform
+import os
+import statistics
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+from bench import waiting
 from bench.cases import Case, calibrated, gradients_of, mean_square, reference, see_that_it_agrees
 from bench.measure import Timer, interleaved, seconds, table
 
@@ -28,20 +34,24 @@ from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
-from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline import CalibrationError, Pipeline
 from pipeline.calibrate.measure import partial_step
 
-RANKS = 2
+ROUNDS = 5
 NEAR = 0.95, 1.05
+CHUNKS = 1, 2
+RANKS = 2  # of CASE
 CASE = Case("gpt", "gpt", 4, 256, microbatches=16, rows=4, context=128, heads=4)
+WAITING_RANKS = 4
+WAITING = Case("waits", "halves", 8, 64, microbatches=8, rows=1)
 
 
-def families(microbatches: int) -> list[schedules.Schedule]:
+def families(ranks: int, microbatches: int) -> list[schedules.Schedule]:
     """Every family that can run, each timetable once."""
     found: list[schedules.Schedule] = []
-    for chunks in (1, 2):
+    for chunks in CHUNKS:
         for name in schedules.names():
-            sizes = {"num_ranks": RANKS, "num_stages": chunks * RANKS}
+            sizes = {"num_ranks": ranks, "num_stages": chunks * ranks}
             try:
                 one = schedules.build(name, num_microbatches=microbatches, **sizes)
             except schedules.ScheduleError:
@@ -52,14 +62,14 @@ def families(microbatches: int) -> list[schedules.Schedule]:
 
 
 def pipelines(
-    case: Case, remat: Any, only: list[tuple[str, int]] | None = None
+    case: Case, remat: Any, ranks: int, only: list[tuple[str, int]] | None = None
 ) -> dict[str, tuple[Pipeline, Any]]:
     """Every family (or those named, with their V), checked, and its step."""
-    wanted, mesh = reference(case), make_mesh(stage=RANKS)
+    wanted, mesh = reference(case), make_mesh(stage=ranks)
     batch = jax.device_put(case.data(), jax.sharding.NamedSharding(mesh, P()))
     found = {}
-    for schedule in families(case.microbatches):
-        if only is not None and (schedule.name, schedule.num_stages // RANKS) not in only:
+    for schedule in families(ranks, case.microbatches):
+        if only is not None and (schedule.name, schedule.num_stages // ranks) not in only:
             continue
         pipe = Pipeline(
             case.stages(schedule.num_stages),
@@ -71,25 +81,73 @@ def pipelines(
         )
         step = functools.partial(pipe.value_and_grad, *batch)
         loss, grads = step()
-        name = f"{schedule.name}, V={schedule.num_stages // RANKS}"
+        name = f"{schedule.name}, V={schedule.num_stages // ranks}"
         see_that_it_agrees(name, (loss, gradients_of(pipe, grads)), wanted)
         found[name] = pipe, step
     return found
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found for a family: its slots, and seconds."""
+class Asked:
+    """Steps to be measured: of a case, with one remat.
 
+    Attributes:
+      waits: whether its stages wait.
+      remat: None or "stage".
+      small: tiny sizes, to see that it runs.
+    """
+
+    waits: bool
+    remat: str | None
+    small: bool
+
+    @property
+    def case(self) -> Case:
+        """The model and its batch."""
+        case = WAITING if self.waits else CASE
+        return case.small() if self.small else case
+
+    @property
+    def ranks(self) -> int:
+        """S."""
+        return WAITING_RANKS if self.waits else RANKS
+
+    def __str__(self) -> str:
+        stages = "stages that wait" if self.waits else "GPT"
+        return f"{stages}, S={self.ranks}, remat={self.remat}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for a family: its slots, and seconds.
+
+    Attributes:
+      of: what was asked.
+      name: of the family, and its V.
+      slots: of a tick, that ran.
+      makespan: of the clock.
+      empty: of a step whose entries are idle.
+      taken: measured.
+      costs: calibrated, as text.
+    """
+
+    of: str
+    name: str
     slots: str
     makespan: float
     empty: float
     taken: float
+    costs: str
 
     @property
-    def said(self) -> float:
-        """What was predicted."""
-        return self.makespan + self.empty
+    def ratio(self) -> float:
+        """Measured / predicted."""
+        return self.taken / (self.makespan + self.empty)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is what is wanted."""
+        return NEAR[0] <= self.ratio <= NEAR[1]
 
 
 def predict(pipe: Pipeline, costs: schedules.Costs) -> tuple[str, float]:
@@ -101,14 +159,25 @@ def predict(pipe: Pipeline, costs: schedules.Costs) -> tuple[str, float]:
     return slots, report.makespan
 
 
-def run(case: Case, remat: Any, rounds: int) -> tuple[dict[str, Found], dict[int, Calibration]]:
-    """Each family, predicted and measured; and for each V, by what costs.
+def run(some: Sequence[Asked], rounds: int) -> list[Found]:
+    """Each family, predicted and measured.
 
     Raises:
       CalibrationError: the costs are noise, or they contradict each other.
     """
-    measured = {V: calibrated(case, V * RANKS, remat, rounds) for V in (1, 2)}
-    pipes = pipelines(case, remat)
+    return [found for asked in some for found in _run(asked, rounds)]
+
+
+def _run(asked: Asked, rounds: int) -> list[Found]:
+    case, ranks = asked.case, asked.ranks
+    try:
+        measured = {
+            V: calibrated(case, V * ranks, asked.remat, rounds, busy=not asked.waits)
+            for V in CHUNKS
+        }
+    except CalibrationError as error:
+        raise CalibrationError(f"{asked}: {error}") from error
+    pipes = pipelines(case, asked.remat, ranks)
     timers: dict[tuple[str, str], Timer] = {}
     for name, (pipe, step) in pipes.items():
         timers[name, "step"] = functools.partial(seconds, step)
@@ -116,56 +185,79 @@ def run(case: Case, remat: Any, rounds: int) -> tuple[dict[str, Found], dict[int
         empty = functools.partial(partial_step(pipe, *step.args), idle)
         timers[name, "empty"] = functools.partial(seconds, empty)
     taken = interleaved(timers, rounds)
-    found = {}
+    found = []
     for name, (pipe, _) in pipes.items():
-        slots, makespan = predict(pipe, measured[pipe.plan.num_chunks].costs)
-        found[name] = Found(slots, makespan, taken[name, "empty"], taken[name, "step"])
-    return found, measured
+        calibration = measured[pipe.plan.num_chunks]
+        slots, makespan = predict(pipe, calibration.costs)
+        times = makespan, taken[name, "empty"], taken[name, "step"]
+        found.append(Found(str(asked), name, slots, *times, str(calibration)))
+    return found
 
 
-def conclusion(found: dict[tuple[str, str], Found], case: Case, rounds: int) -> str:
-    """What a reader should know, of families by remat and name."""
-    ratios = {key: one.taken / one.said for key, one in found.items()}
-    near = [key for key, ratio in ratios.items() if NEAR[0] <= ratio <= NEAR[1]]
-    remat, name = max(ratios, key=lambda key: abs(ratios[key] - 1))
-    return (
-        f"{len(near)} of {len(found)} steps took .95 to 1.05 of what the lockstep clock says; the "
-        f"farthest {ratios[remat, name]:.3f} ({name}, remat={remat}).\n{case.text()}, S={RANKS}, "
-        f"jax {jax.__version__}, {platform.machine()}; medians of {rounds} interleaved runs"
-    )
+# --- text
+
+
+def conclusion(found: Sequence[Found]) -> str:
+    """What a reader should know."""
+    lines = []
+    for of in dict.fromkeys(one.of for one in found):
+        own = [one for one in found if one.of == of]
+        farthest = max(own, key=lambda one: abs(one.ratio - 1))
+        lines.append(
+            f"{of}: {sum(one.is_near for one in own)} of {len(own)} steps took {NEAR[0]} to "
+            f"{NEAR[1]} of what the lockstep clock says, their median "
+            f"{statistics.median(one.ratio for one in own):.3f}; the farthest "
+            f"{farthest.ratio:.3f} ({farthest.name})."
+        )
+    return "\n".join(lines)
+
+
+def tables(found: Sequence[Found]) -> str:
+    """A table for each thing that was asked, and by what costs it was predicted."""
+    parts = []
+    for of in dict.fromkeys(one.of for one in found):
+        own = [one for one in found if one.of == of]
+        rows = [
+            [
+                one.name,
+                one.slots,
+                *(f"{1e3 * t:.0f}" for t in (one.makespan, one.empty, one.taken)),
+                f"{one.ratio:.3f}",
+            ]
+            for one in own
+        ]
+        header = [of, "slots", "clock ms", "+ empty", "measured ms", "ratio"]
+        parts += [table(header, rows), *dict.fromkeys(one.costs for one in own)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.clock", description=__doc__)
-    parser.add_argument("--remat", choices=["None", "stage", "both"], default="None")
-    parser.add_argument("--rounds", type=int, default=5, help="runs per variant (5)")
+    """Print conclusion and tables."""
+    parser = waiting.parser_of("bench.clock", __doc__, ROUNDS)
+    parser.add_argument("--remat", choices=["None", "stage", "both"], default="both")
+    parser.add_argument("--stages", choices=["wait", "gpt", "both"], default="both")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
-    arguments = parser.parse_args()
-    case = CASE.small() if arguments.small else CASE
-    remats = {"None": [None], "stage": ["stage"], "both": [None, "stage"]}
-    every: dict[tuple[str, str], Found] = {}
-    parts: list[str] = []
-    for remat in remats[arguments.remat]:
-        try:
-            found, measured = run(case, remat, arguments.rounds)
-        except CalibrationError as error:
-            sys.exit(f"no comparison, remat={remat}: {error}")
-        every |= {(str(remat), name): one for name, one in found.items()}
-        rows = [
-            [
-                name,
-                one.slots,
-                *(f"{1e3 * t:.0f}" for t in (one.makespan, one.empty, one.taken)),
-                f"{one.taken / one.said:.3f}",
-            ]
-            for name, one in found.items()
-        ]
-        header = [f"remat={remat}", "slots", "clock ms", "+ empty", "measured ms", "ratio"]
-        ratio = found["zb_v, V=2"].taken / found["eager_1f1b, V=1"].taken
-        parts += [table(header, rows), f"zb_v / eager_1f1b: {ratio:.3f} (wanted < 1)"]
-        parts += [f"V={V}, on one core: {calibration}" for V, calibration in measured.items()]
-    print(conclusion(every, case, arguments.rounds), *parts, sep="\n\n")
+    options = parser.parse_args()
+    remats = {"None": [None], "stage": ["stage"], "both": [None, "stage"]}[options.remat]
+    kinds = {"wait": [True], "gpt": [False], "both": [True, False]}[options.stages]
+    asked = [Asked(waits, remat, options.small) for waits in kinds for remat in remats]
+    try:
+        if waiting.is_elsewhere(options, Asked, run):
+            return
+        there = [one for one in asked if one.waits]
+        found: list[Found] = []
+        if there:
+            each = waiting.elsewhere("bench.clock", there, WAITING_RANKS, options.rounds)
+            found += [Found(**one) for one in each]
+        found += run([one for one in asked if not one.waits], options.rounds)
+    except (CalibrationError, RuntimeError) as error:
+        sys.exit(f"no comparison: {error}")
+    where = (
+        f"{waiting.machine(len(os.sched_getaffinity(0)))}; medians of {options.rounds} "
+        f"interleaved turns\n{WAITING.text()}\n{CASE.text()}"
+    )
+    records = [asdict(one) | {"ratio": one.ratio} for one in found]
+    waiting.show(options, conclusion(found), where, ("steps", records), tables(found))
 
 
 if __name__ == "__main__":

@@ -161,17 +161,21 @@ def waited(x: jax.Array, forward: float, backward: float) -> jax.Array:
 
 
 class Halves(nnx.Module):
-    """A stage whose F, I and W wait equally long: [rows, d] -> [rows, d].
+    """Layers whose F, I and W wait equally long: [rows, d] -> [rows, d].
 
     Args:
       d: width.
       duration: of each, in seconds.
-      rngs: for its weight.
+      rngs: for the weights.
+      count: of layers.
     """
 
-    def __init__(self, d: int, duration: float, rngs: nnx.Rngs) -> None:
-        self.scale, self.duration = nnx.Param(rngs.params.normal((1, d))), duration
+    def __init__(self, d: int, duration: float, rngs: nnx.Rngs, count: int = 1) -> None:
+        self.scales = nnx.List([nnx.Param(rngs.params.normal((1, d))) for _ in range(count)])
+        self.duration = duration
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = waited(self.scale[...], 0.0, self.duration)
-        return x + waited(0.1 * jnp.tanh(x * scale), self.duration, self.duration)
+        for scale in self.scales:
+            held = waited(scale[...], 0.0, self.duration)
+            x = x + waited(0.1 * jnp.tanh(x * held), self.duration, self.duration)
+        return x

@@ -23,13 +23,13 @@ def calibrated(*given, **options):
     conclude([Timed([0.030], [0.046], times, repeats=2)], {0: "stage 0"})
 
 clock.calibrated = calibrated
-sys.argv = ["bench.clock", "--small"]
+sys.argv = ["bench.clock", "--small", "--stages", "gpt", "--remat", "None"]
 clock.main()
 """
 REASON = (
-    "no comparison, remat=None: what was measured contradicts itself: F of stage 0 takes 0 ms, and "
-    "another of its actions 8 ms: what it computes was not run; measure again on a quiet machine, "
-    "with more rounds= or repeats=, and if it stays report it with these numbers\n"
+    "no comparison: GPT, S=2, remat=None: what was measured contradicts itself: F of stage 0 takes "
+    "0 ms, and another of its actions 8 ms: what it computes was not run; measure again on a quiet "
+    "machine, with more rounds= or repeats=, and if it stays report it with these numbers\n"
 )
 
 
