@@ -4,9 +4,9 @@ Two virtual CPU devices that compute on one core each: on a machine with two fre
 then a real pipeline, in which no rank borrows the other's core. Who wants another number of
 devices says so in XLA_FLAGS.
 
-What a step has freed stays with the process, as it does on accelerators. Else glibc gives every
-large buffer back, and the next step takes its pages anew from the system, one fault a page: 140 of
-730 ms of a step of gpipe (docs/kernel.md), and most of what differed from run to run.
+What a step has freed stays with the process where glibc can keep it. Else it gives every large
+buffer back, and the next step takes its pages anew from the system, one fault a page:
+docs/kernel.md.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
-# Parameters of malloc.h and their values: no buffer is mapped on its own, none is given back, and
-# all threads have one heap.
-MALLOC = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
+# Parameters of malloc.h and their values: no buffer is mapped on its own, none is given back. One
+# heap for all threads (M_ARENA_MAX) would keep the largest too, but makes remat="stage" slower.
+MALLOC = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1)}
 if sys.platform == "linux":
     _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     for _parameter, _value in MALLOC.values() if _mallopt is not None else ():
