@@ -27,6 +27,7 @@ from jax.experimental import topologies
 from examples.llama import LlamaConfig
 from pipeline import make_optimizer, plan
 from pipeline.planner.costs import Estimate
+from pipeline.planner.layout import BUT_ATTENTION
 from pipeline.planner.plans import short
 
 GB = 10**9
@@ -65,7 +66,8 @@ def case_of(one: Estimate, devices: int, seq: int) -> Case:
         # What a scan over layers leaves for its backward is not cut down to what is needed: of two
         # blocks of 4096 positions 3.2 GB, where a loop leaves 0.8.
         scan_layers=at.remat is not None,
-        remat_blocks=at.remat == "block",
+        remat_blocks=at.remat in ("block", BUT_ATTENTION),
+        keep_attention=at.remat == BUT_ATTENTION,
         sequence_parallel=at.tensor > 1,
         loss_chunks=8 if at.vocabulary == "ends" else 1,
     )

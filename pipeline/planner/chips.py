@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 GB = 10**9
 GIB = 2**30
 
-# The share of peak that the products of a block reach. TPUs: by the cycles that the compiler of v5p
-# writes (docs/tpu.md; attention apart) .69 in 8B, .78 in 70B, recomputation counted: nothing ran.
-# GPUs: the plain step of docs/gpu.md, 249 ms for 1.19e14 operations on an H100, is .48 of peak.
-TPU_EFFICIENCY = 0.7
-GPU_EFFICIENCY = 0.5
+# What a block takes beside attention: its products at a share of peak, and how often what its
+# backward reads passes HBM in F, for norms, rotary positions, SwiGLU and layouts. TPUs: the
+# products by the cycles that the compilers of v5e and v5p write; the passes fitted to F of 8B and
+# 70B on v5p (docs/planner.md). GPUs: all of the plain step of docs/gpu.md, 249 ms for 1.19e14
+# operations on an H100, is .48 of peak.
+TPU_EFFICIENCY, TPU_PASSES = 0.93, 10.0
+_GPU: dict[str, Any] = {"efficiency": 0.5, "passes": 0.0, "keeps_attention": False}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Chip:
       domain: the most chips that such links join: of a pod, or of a host with NVLink.
       network: bytes a second of a chip, one way, to chips outside its slice or host.
       efficiency: the share of `flops` that the products of a block reach.
+      passes: of what a block's backward reads through HBM in its forward, beside products; and of
+        float32 logits in the head.
+      keeps_attention: whether what its attention kernel gives can be kept where the rest of a block
+        is computed again: splash attention names it.
       clock: cycles a second, None where nobody knows them.
       devices: of JAX, that are one chip.
       closes: from how many chips on an axis of the torus is a ring, and not a line.
@@ -47,6 +54,8 @@ class Chip:
     clock: float | None = None
     devices: int = 1
     closes: int = 4
+    passes: float = TPU_PASSES
+    keeps_attention: bool = True
 
     def ring(self, axes: int = 1) -> float:
         """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
@@ -75,8 +84,8 @@ _TABLE = (
     Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9, clock=2.2e9, devices=2),
     # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
     # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU).
-    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, GPU_EFFICIENCY),
-    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, GPU_EFFICIENCY),
+    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, **_GPU),
+    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, **_GPU),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.planner.layout import WEIGHT, Job, Layout, layers_of_stages, parameters_of
+from pipeline.planner.layout import (
+    BUT_ATTENTION,
+    WEIGHT,
+    Job,
+    Layout,
+    layers_of_stages,
+    parameters_of,
+)
 from pipeline.planner.makespan import makespan
 from pipeline.planner.memory import alone_bytes, pipeline_bytes
 from pipeline.planner.models import COMPUTE_BYTES
@@ -25,6 +32,8 @@ ATTENTION_EFFICIENCY = 0.5
 FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
+# Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
+BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class _Block:
     i: float
     w: float
     b: float
+    again: float  # F in its backward, which has no use for what the last product gives
+    scores: float  # of F, attention
     tensor: float  # of one pass
     head: float
     head_tensor: float
@@ -91,22 +102,28 @@ def _block(job: Job, rows: int, tensor: int, ring: float) -> _Block:
             for name in ("f", "i", "w", "head", "embed")
         )
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
-        return _Block(f, i, w, b, passing, head, head_tensor, embed)
+        return _Block(f, i, w, b, f, 0.0, passing, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     product = 2 * model.block_matrices * tokens / rate
     score = model.scores(job.seq) / FORWARD_SCORES * tokens / tensor
     score /= chip.flops * ATTENTION_EFFICIENCY
     weights = model.block_matrices / tensor / chip.hbm_bandwidth  # seconds to read one byte of each
-    f = max(product, COMPUTE_BYTES * weights) + FORWARD_SCORES * score
-    i = max(product, COMPUTE_BYTES * weights) + BACKWARD_SCORES * score
+    passes = chip.passes * model.plain_residuals * tokens / tensor / chip.hbm_bandwidth
+    logits = chip.passes * 4 * model.vocabulary * tokens / tensor / chip.hbm_bandwidth
+    last = model.width * model.hidden / model.block_matrices  # of the products
+    through = max(product, COMPUTE_BYTES * weights)
+    f = through + passes + FORWARD_SCORES * score
+    i = through + BACKWARD_PASSES * passes + BACKWARD_SCORES * score
     w = max(product, 2 * WEIGHT * weights)  # sums of gradients are read and written
     return _Block(
         f=f,
         i=SPLIT * i,
         w=SPLIT * w,
         b=i + w,
+        again=(1 - last) * through + AGAIN_PASSES * passes + FORWARD_SCORES * score,
+        scores=FORWARD_SCORES * score,
         tensor=passing,
-        head=3 * 2 * model.table * tokens / rate,
+        head=3 * 2 * model.table * tokens / rate + logits,
         head_tensor=head_tensor,
         embed=4 * activation / tensor / chip.hbm_bandwidth,
     )
@@ -172,7 +189,7 @@ def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> 
         inside = layout.data // layout.data_slices
         gather = _gather(size, inside, layout.data_slices, links.data, job.chip.network)
     forward = n * (block.f + block.tensor)
-    beside = n * block.tensor + (0.0 if layout.remat is None else forward) + gather
+    beside = n * block.tensor + _again(layout, block, n) + gather
     head = block.head + block.head_tensor
     if layout.vocabulary == "stage":
         head += S * _words(job, layout, links)  # a rank does 1/S of the head, and all of this
@@ -185,6 +202,16 @@ def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> 
         embed=block.embed,
         gather=gather,
     )
+
+
+def _again(layout: Layout, block: _Block, n: float) -> float:
+    """Seconds of what the backward of n blocks computes again."""
+    if layout.remat is None:
+        return 0.0
+    if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
+        return (n - 1) * block.f + block.again + n * block.tensor
+    kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
+    return n * (block.again - kept + block.tensor)
 
 
 def _words(job: Job, layout: Layout, links: _Links) -> float:
@@ -290,7 +317,7 @@ def _alone(job: Job, layout: Layout) -> dict[str, float]:
     L = model.layers
     passes = 2 if layout.remat is None else 3
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
-    recompute = 0.0 if layout.remat is None else M * L * block.f
+    recompute = M * _again(layout, replace(block, tensor=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)
     busy = (compute + recompute + tensor) / M
     inside, outside = layout.data // layout.data_slices, layout.data_slices

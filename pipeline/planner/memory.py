@@ -6,7 +6,7 @@ float32, all else bfloat16.
 
 from __future__ import annotations
 
-from pipeline.planner.layout import WEIGHT, Job, Layout, parameters_of
+from pipeline.planner.layout import BUT_ATTENTION, WEIGHT, Job, Layout, parameters_of
 from pipeline.planner.makespan import peak
 from pipeline.planner.models import COMPUTE_BYTES
 
@@ -14,6 +14,9 @@ from pipeline.planner.models import COMPUTE_BYTES
 LOGIT_PARTS = 8
 # What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
 USABLE = 0.95
+# What autodiff alone leaves of a block for its backward, over the smallest set: 8B on v5p by its
+# compiler (`8B-fsdp-kept`, docs/tpu.md).
+UNTRIMMED = 2.25
 
 
 def usable(job: Job) -> float:
@@ -31,6 +34,12 @@ def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
     return whole / layout.tensor, residuals, beside
 
 
+def _attention_bytes(job: Job, layout: Layout) -> float:
+    """Of one block and microbatch: what attention gave, and a float32 log sum of each head."""
+    tokens = layout.rows * job.seq / layout.tensor
+    return (COMPUTE_BYTES * job.model.queries + 4 * job.model.heads) * tokens
+
+
 def _logits(job: Job, layout: Layout) -> float:
     """Bytes of logits and their gradient, float32."""
     parts = layout.stage if layout.vocabulary == "stage" else layout.tensor * LOGIT_PARTS
@@ -44,7 +53,12 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
     kept = job.model.residuals * layout.rows * job.seq / layout.tensor
-    stash = {None: n * kept, "block": n * given, "stage": given}[layout.remat]
+    stash = {
+        None: n * kept,
+        "block": n * given,
+        BUT_ATTENTION: n * (given + _attention_bytes(job, layout)),
+        "stage": given,
+    }[layout.remat]
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
     schedule = layout.schedule or ""
@@ -73,13 +87,18 @@ def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
     parts = shards.get(layout.data_parallel, 1)
     moments = layout.data if layout.data_parallel == "zero1" else parts
     given, residuals, beside = _block_bytes(job, layout)
+    stash = {
+        None: UNTRIMMED * residuals,
+        "block": given,
+        BUT_ATTENTION: given + _attention_bytes(job, layout),
+    }[layout.remat]
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
     cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
     return {
         "weights": size / parts,
         "optimizer": 2 * size / moments,
         "gradients": size / parts,
-        "stashes": L * (residuals if layout.remat is None else given),
+        "stashes": L * stash,
         "weights cast": cast,
         "messages": 0.0,
         "workspace": max(beside, _logits(job, layout)),

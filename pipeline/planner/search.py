@@ -18,17 +18,17 @@ from typing import Any
 from collectives.sizes import is_size
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import Job, Layout
+from pipeline.planner.layout import BUT_ATTENTION, Job, Layout
 from pipeline.planner.makespan import CLOCKS, built
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
-from pipeline.planner.plans import GB, DoesNotFitError, Plans, short, why
+from pipeline.planner.plans import GB, NEAR, DoesNotFitError, Plans, short, why
 from schedules import Costs, ScheduleError, names
 from schedules.build import options
 
 # All that are the same for all costs: those made to measure take longer than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
-REMAT = (None, "block", "stage")
+REMAT = (None, "block", BUT_ATTENTION, "stage")
 CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
 MOST_TENSOR = 16
@@ -62,7 +62,8 @@ def plan(
       seq: positions of each.
       slices: groups that only the network joins; as few as the chip allows by default. GPUs: hosts.
       schedules: families to try.
-      remat: what may be computed again: None, "block" or "stage".
+      remat: what may be computed again: None, "block", "block_but_attention" (which spares splash
+        attention, so only TPUs have it) or "stage".
       clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
         every exchange, as on virtual CPU devices, or "event".
       efficiency: the share of peak that products reach; the chip's by default.
@@ -77,6 +78,13 @@ def plan(
     job = _job(model, devices, chip, batch, seq, slices, clock, efficiency, costs)
     _check_known("schedules", schedules, names())
     _check_known("remat", remat, REMAT)
+    if not job.chip.keeps_attention:
+        remat = [one for one in remat if one != BUT_ATTENTION]
+        if not remat:
+            raise ValueError(
+                f"remat has {BUT_ATTENTION!r} alone, and nothing that attention of {job.chip.name} "
+                f"gives can be kept by name: give 'block', None or 'stage' too"
+            )
     faults: dict[str, list[int]] = {}
     layouts = list(layouts_of(job, schedules, remat, faults))
     if not layouts:
@@ -297,6 +305,8 @@ def _search(
     ranked = sorted(alone + piped, key=lambda one: one.step)
     if not ranked:
         return None
+    if alone and alone[0].step <= (1 + NEAR) * ranked[0].step:
+        ranked = [alone[0], *(one for one in ranked if one is not alone[0])]
     return tuple(ranked), alone[0] if alone else None, piped[0] if piped else None
 
 
