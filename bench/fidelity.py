@@ -1,6 +1,7 @@
 """How near the predicted step is to the step: ``python -m bench.fidelity``.
 
-Each model is calibrated once for each number of stages and each remat, in a process of one core.
+Each model is calibrated once for each number of stages and each remat, in a process of one core
+while the other does the same, as in a step.
 From that alone, with the slots that the kernel runs, follows what a step takes of every schedule
 and number of microbatches: the lockstep clock's makespan, and what the calibration found that a
 step takes beside its actions. Then all steps are measured in turns. There are two cores: S = 1 runs
@@ -244,7 +245,7 @@ def calibrate(some: Iterable[Config], rounds: int) -> dict[Any, Calibration]:
     for key, config in by.items():
         model, stages, remat = key
         try:
-            found[key] = call(_calibrated, config, rounds)
+            found[key] = call(_calibrated, config, rounds, busy=model not in WAITING)
         except CalibrationError as error:
             raise CalibrationError(f"{model}, K={stages}, remat={remat}: {error}") from error
     return found

@@ -513,6 +513,7 @@ class Pipeline(nnx.Module):
 
         Raises:
           ImportError: a topology, and no libtpu.
+          RuntimeError: a topology, and another process has libtpu loaded.
           ValueError: arguments that do not fit, a mesh of several processes or one that is in
             force, or ``auto_axes`` on virtual CPU devices; a topology that nobody knows.
           CalibrationError: times that cannot all be right, which and what to do; or whose spread is

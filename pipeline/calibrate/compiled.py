@@ -42,6 +42,8 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+# What an error says where another process has loaded libtpu, or was killed while it did.
+LOCKED = "lockfile", "already in use"
 MICROBATCHES = 2  # of the step that is compiled: what one takes does not depend on how many follow
 KINDS = "FB", "FIW"
 
@@ -54,6 +56,7 @@ def find_slice(topology: Any) -> tuple[Chip, list[Any]]:
 
     Raises:
       ImportError: libtpu is not installed.
+      RuntimeError: another process has it loaded.
       ValueError: no such chip, or a slice that the compiler does not know.
     """
     what = f"topology={topology!r}"
@@ -74,11 +77,16 @@ def find_slice(topology: Any) -> tuple[Chip, list[Any]]:
         with _told():
             found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:
+        if any(word in str(error) for word in LOCKED):
+            raise RuntimeError(
+                f"{what}: another process of this machine has the TPU compiler loaded, and libtpu "
+                f"allows one; wait until it has ended, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 where "
+                f"no TPU is to be shared: compiling needs none"
+            ) from error
         raise ValueError(
             f"{what}: the TPU compiler (libtpu {metadata.version('libtpu')}) does not know this "
             f"slice: {str(error).splitlines()[0][:200]}; give a shape that is sold, such as "
-            f"'v5p:2x2x1', 'v5p:4x4x4', 'v5e:2x4', 'v6e:8x8', and see that no other process of "
-            f"this machine has libtpu loaded"
+            f"'v5p:2x2x1', 'v5p:4x4x4', 'v5e:2x4', 'v6e:8x8'"
         ) from error
     return chip, list(found.devices)
 

@@ -36,6 +36,9 @@ PASSED_ON[signal.SIGHUP] = signal.SIGTERM
 # What happens to the launcher: a process has ended (its number), or a signal has come (its number).
 Events = queue.SimpleQueue[tuple[Literal["end", "signal"], int]]
 
+# What a process is until the guard knows its group. If the launcher dies before, the pipe closes.
+GATE = 'read -r _ && exec "$@" </dev/null'
+
 # Runs alone: a file of this package would load jax, for nothing.
 GUARD = """
 import os, signal, sys, time
@@ -130,6 +133,7 @@ def run(job: Job, out: BinaryIO | None = None, err: BinaryIO | None = None) -> i
             for index in range(job.processes):
                 children.append(_start(job, index, port, log, events))
                 watch_over(children[index].process.pid)
+                children[index].begin()
             return _supervise(children, job.grace, events, log)
         finally:
             for child in children:
@@ -209,6 +213,12 @@ class _Child:
             return f"(pid {self.process.pid}) was ended by {signal.Signals(-code).name}"
         return f"(pid {self.process.pid}) failed with exit code {code}"
 
+    def begin(self) -> None:
+        """Run the program."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), self.process.stdin as gate:  # it has ended
+                gate.write(b"\n")
+
     def signal(self, number: int) -> None:
         """Send a signal to it and to all that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -222,11 +232,11 @@ class _Child:
 
 
 def _start(job: Job, index: int, port: int, log: Log, events: Events) -> _Child:
-    """Start a process of a job, and threads that copy its lines and tell of its end."""
+    """Start a process of a job at its gate, and threads that copy its lines and tell of its end."""
     process = subprocess.Popen(  # noqa: S603  (what the user wants to run)
-        list(job.command),
+        ["/bin/sh", "-c", GATE, "sh", *job.command],
         env=job.environment(index, port, os.environ),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         process_group=0,

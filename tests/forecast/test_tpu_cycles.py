@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
@@ -364,6 +365,21 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         "topology='v5p:4x4x4': to compile for a TPU that is not there takes its compiler, libtpu; "
         "pip install 'shardpipe[tpu]', into an environment of its own, for beside jax it looks for "
         "a TPU at every import unless JAX_PLATFORMS=cpu is set"
+    )
+
+
+def test_where_another_process_has_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(**_: str) -> None:
+        raise RuntimeError("Internal error when accessing libtpu multi-process lockfile.")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(topologies, "get_topology_desc", locked)
+    with pytest.raises(RuntimeError) as caught:
+        compiled.find_slice("v5p:4x4x4")
+    assert str(caught.value) == (
+        "topology='v5p:4x4x4': another process of this machine has the TPU compiler loaded, and "
+        "libtpu allows one; wait until it has ended, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 where no "
+        "TPU is to be shared: compiling needs none"
     )
 
 

@@ -122,6 +122,35 @@ def ended(pid: int) -> bool:
     return False
 
 
+UNGUARDED = """
+import contextlib, os, signal, sys
+from pipeline.processes import launch
+
+@contextlib.contextmanager
+def guard(grace):
+    def watch_over(group):
+        print(group, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield watch_over
+
+launch._guard = guard
+launch.run(launch.Job([sys.executable, sys.argv[1]], 1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_runs_before_it_is_watched(tmp_path: Path) -> None:
+    """A launcher that is killed before its guard knows of a process leaves none."""
+    path = script(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w').close()", FOREVER)
+    command = [sys.executable, "-c", UNGUARDED, path]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert ended(int(done.stdout))
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("number", "code", "said"),

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from pipeline.processes.launch import free_port
-from tests.docs.guides.pages import LIMIT, ROOT, blocks
+from tests.docs.guides.pages import LIMIT, blocks
+from tests.docs.pages.reading import ROOT
 from tests.processes.test_cluster import FOREIGN
 
 PAGE = "slurm-kubernetes.md"
