@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 MANY_MAPS = 20_000
-MANY_CASES = 6
+MANY_CASES = 3
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()

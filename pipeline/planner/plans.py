@@ -14,6 +14,9 @@ from pipeline.planner.memory import usable
 from pipeline.sharding.placement import DataParallel
 
 GB = 10**9
+# By how much steps are off, beside those of the TPU compiler (docs/planner.md): a pipeline, which
+# asks more of who runs it, has to be quicker by more.
+NEAR = 0.05
 COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {"recompute": "recomputed", "bubble": "bubble", "tensor": "tensor", "data": "data"}
 
@@ -30,11 +33,6 @@ class DoesNotFitError(ValueError):
         super().__init__(message)
         self.least = least
         self.nearest = nearest
-
-
-# By how much steps are off, beside those of the TPU compiler (docs/planner.md): a pipeline, which
-# asks more of who runs it, has to be quicker by more.
-NEAR = 0.05
 
 
 @dataclass(frozen=True)
