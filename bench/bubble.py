@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import step
-from bench.measure import ContradictionError, Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, Variant, in_turns, seconds, table
 from bench.pinned import Pinned
 from bench.waiting import FORWARD, Halves, elsewhere, is_elsewhere, machine, show
 
@@ -132,11 +132,11 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
 
 def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
     """The same with stages that wait; on as many devices as there are ranks."""
-    timers: dict[Point, Timer] = {}
+    timers: dict[Any, Timer] = {}
     for point in points:
-        rngs, chunks = nnx.Rngs(0), point.chunks
+        timers[point.chunks] = functools.partial(seconds, _waits_alone(point.chunks))
         pipe = Pipeline(
-            [Halves(WIDTH, FORWARD / chunks, rngs) for _ in range(chunks * point.ranks)],
+            _waiting_stages(point.chunks, point.ranks),
             point.microbatches,
             schedule=point.family,
             mesh=make_mesh(stage=point.ranks),
@@ -147,8 +147,27 @@ def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
         variant = functools.partial(pipe.value_and_grad, x, x)
         timers[point] = functools.partial(seconds, variant)
     taken = in_turns(timers, rounds)
-    found = [_measured(point, [3 * FORWARD], times) for point, times in taken.items()]
+    found = [_measured(point, taken[point.chunks], taken[point]) for point in points]
     return [replace(point, waits=True) for point in found]
+
+
+def _waiting_stages(chunks: int, ranks: int) -> list[Halves]:
+    rngs = nnx.Rngs(0)
+    return [Halves(WIDTH, FORWARD / chunks, rngs) for _ in range(chunks * ranks)]
+
+
+def _waits_alone(chunks: int) -> Variant:
+    """What a rank does for a microbatch, unpipelined: waits take longer than they are told to."""
+    graphdef, params = nnx.split(_waiting_stages(chunks, ranks=1))
+    x = jnp.ones((1, WIDTH))
+
+    def loss(params: Any) -> jax.Array:
+        y = x
+        for stage in nnx.merge(graphdef, params):
+            y = stage(y)
+        return step.mean_square(y, x)
+
+    return functools.partial(jax.jit(jax.value_and_grad(loss)), params)
 
 
 def _measured(point: Point, each: Sequence[float], times: Sequence[float]) -> Point:
