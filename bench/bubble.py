@@ -132,9 +132,11 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
 
 def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
     """The same with stages that wait; on as many devices as there are ranks."""
-    timers: dict[Any, Timer] = {}
+    timers: dict[Any, Timer] = {
+        chunks: functools.partial(seconds, _waits_alone(chunks))
+        for chunks in {point.chunks for point in points}
+    }
     for point in points:
-        timers[point.chunks] = functools.partial(seconds, _waits_alone(point.chunks))
         pipe = Pipeline(
             _waiting_stages(point.chunks, point.ranks),
             point.microbatches,

@@ -34,10 +34,14 @@ def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
     return whole / layout.tensor, residuals, beside
 
 
-def _attention_bytes(job: Job, layout: Layout) -> float:
-    """Of one block and microbatch: what attention gave, and a float32 log sum of each head."""
+def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
+    """Of one block and microbatch: what it leaves for its backward, where not a stage begins anew.
+
+    What attention gave has a float32 log sum of each head beside it.
+    """
     tokens = layout.rows * job.seq / layout.tensor
-    return (COMPUTE_BYTES * job.model.queries + 4 * job.model.heads) * tokens
+    attention = (COMPUTE_BYTES * job.model.queries + 4 * job.model.heads) * tokens
+    return {None: residuals, "block": given, BUT_ATTENTION: given + attention}[layout.remat]
 
 
 def _logits(job: Job, layout: Layout) -> float:
@@ -53,12 +57,7 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
     kept = job.model.residuals * layout.rows * job.seq / layout.tensor
-    stash = {
-        None: n * kept,
-        "block": n * given,
-        BUT_ATTENTION: n * (given + _attention_bytes(job, layout)),
-        "stage": given,
-    }[layout.remat]
+    stash = given if layout.remat == "stage" else n * _left(job, layout, given, kept)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
     schedule = layout.schedule or ""
@@ -87,18 +86,13 @@ def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
     parts = shards.get(layout.data_parallel, 1)
     moments = layout.data if layout.data_parallel == "zero1" else parts
     given, residuals, beside = _block_bytes(job, layout)
-    stash = {
-        None: UNTRIMMED * residuals,
-        "block": given,
-        BUT_ATTENTION: given + _attention_bytes(job, layout),
-    }[layout.remat]
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
     cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
     return {
         "weights": size / parts,
         "optimizer": 2 * size / moments,
         "gradients": size / parts,
-        "stashes": L * stash,
+        "stashes": L * _left(job, layout, given, UNTRIMMED * residuals),
         "weights cast": cast,
         "messages": 0.0,
         "workspace": max(beside, _logits(job, layout)),

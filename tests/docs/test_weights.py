@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import weights
 from pipeline.cli.main import main
-from tests.docs.pages.reading import DOCS
+from tests.docs.pages.reading import DOCS, blocks
 from tests.docs.pages.running import run
 from tests.weights import tiny
 
@@ -24,7 +24,9 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         tmp_path / "checkpoint", tiny.CONFIGS["llama"], tiny.tensors_of(tiny.CONFIGS["llama"])
     )
     monkeypatch.chdir(tmp_path)
-    said = run(DOCS / "weights.md", tmp_path).printed
+    page = DOCS / "weights.md"
+    assert [block.language for block in blocks(page)].count("python") == 5
+    said = run(page, tmp_path).printed
     assert [line.split()[0] for line in said.splitlines()] == [
         "embed",
         "layers.0",

@@ -60,6 +60,11 @@ def test_a_page_with_a_test_of_its_own_is_named_there(page: str, test: str) -> N
         assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
 
 
+def test_the_page_of_checkpoints_has_all_its_programs() -> None:
+    found = [block.language for block in blocks(ROOT / "docs" / "checkpoints.md")]
+    assert found.count("python") == 5
+
+
 def test_marks_are_known() -> None:
     """A mark that nobody reads would turn nothing off, or everything."""
     for page in pages():
