@@ -3,9 +3,11 @@
 Each model is calibrated once for each number of stages and each remat, in a process of one core
 while the other does the same, as in a step.
 From that alone, with the slots that the kernel runs, follows what a step takes of every schedule
-and number of microbatches: the lockstep clock's makespan, and what the calibration found that a
-step takes beside its actions. Then all steps are measured in turns. There are two cores: S = 1 runs
-on one, S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
+and number of microbatches: the lockstep clock's makespan, what the calibration found that a step
+takes beside its actions, and, where temporaries are predicted that no heap of a thread can hold,
+the time of their pages, which are new in every step (docs/kernel.md). Then all steps are measured
+in turns. There are two cores: S = 1 runs on one, S = 2 on both, and S = 4 has stages that wait and
+do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -26,7 +28,7 @@ from typing import Any
 from bench import waiting
 from bench.cases import Layers, mean_square
 from bench.clock import predict
-from bench.measure import ContradictionError, Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, in_turns, seconds, table, touch_seconds
 from bench.pinned import Builders, Pinned, call
 
 import jax  # isort: skip
@@ -36,13 +38,15 @@ from flax import nnx
 from collectives import make_mesh
 from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
 from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.forecast.bytes import predict as predict_bytes
 from schedules import ScheduleError, simulate
 
-ROUNDS = 5
+ROUNDS = 9
 MEDIAN, WORST = 0.03, 0.08  # wanted, of errors
 DRIFT = 0.05  # between the first and the last turn of one rank's work
 QUICKER = 0.10  # that a step may be than its busiest rank's work, for noise
 SAME = 1e-4  # of losses, relative
+HEAP = 2**26  # bytes of the largest that glibc makes for a thread (malloc/arena.c)
 ROWS, CONTEXT, WIDTH, LAYERS, HEADS = 4, 96, 256, 4, 4
 MLP_ROWS, MLP_WIDTH = 128, 512
 WAIT = 0.006  # seconds of F, I and W of a stage that waits
@@ -90,6 +94,7 @@ class Step:
       slots: of a tick, that ran.
       clock: the clock's makespan.
       beside: what the calibration found beside actions.
+      fresh: what pages of memory take that are new in every step.
       taken: the median.
       spread: the median distance from it.
     """
@@ -98,13 +103,14 @@ class Step:
     slots: str
     clock: float
     beside: float
+    fresh: float
     taken: float
     spread: float
 
     @property
     def error(self) -> float:
         """Of what was predicted, relative to what was measured."""
-        return (self.clock + self.beside) / self.taken - 1
+        return (self.clock + self.beside + self.fresh) / self.taken - 1
 
 
 # --- models
@@ -260,6 +266,8 @@ def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: in
     timers: dict[Any, Timer] = {}
     losses: dict[tuple[Any, ...], tuple[Config, float]] = {}
     said: dict[Config, tuple[str, float]] = {}
+    held: dict[Config, int] = {}  # bytes of temporaries
+    touch = call(touch_seconds, busy=True)
     alone = [config for config in some if config.ranks == 1]
     with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
         for config in some:
@@ -270,6 +278,7 @@ def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: in
                 continue
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
+            held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
             timers[config] = functools.partial(seconds, step)
         taken = in_turns(timers, rounds)
     _see_drift(list(taken.values()))
@@ -278,7 +287,9 @@ def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: in
         slots, clock = said[config]
         middle = statistics.median(times)
         spread = statistics.median(abs(t - middle) for t in times)
-        steps.append(Step(config, slots, clock, found[config.key].overhead, middle, spread))
+        beside, size = found[config.key].overhead, held.get(config, 0)
+        fresh = size * touch if size > HEAP else 0.0
+        steps.append(Step(config, slots, clock, beside, fresh, middle, spread))
     return steps
 
 
@@ -365,13 +376,16 @@ def tables(steps: Sequence[Step]) -> str:
             str(step.config.remat),
             step.config.schedule,
             step.slots,
-            *(f"{1e3 * t:.1f}" for t in (step.clock, step.beside, step.taken, step.spread)),
+            *(
+                f"{1e3 * t:.1f}"
+                for t in (step.clock, step.beside, step.fresh, step.taken, step.spread)
+            ),
             f"{step.error:+.1%}",
         ]
         for step in steps
     ]
     header = ["model", "S", "V", "M", "remat", "schedule", "slots"]
-    return table([*header, "clock ms", "+ beside", "measured", "+-", "error"], rows)
+    return table([*header, "clock ms", "+ beside", "+ fresh", "measured", "+-", "error"], rows)
 
 
 def main() -> None:

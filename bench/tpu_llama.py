@@ -126,6 +126,14 @@ CASES = {
     "8B-looped": _8B_LOOPED,
     "8B-again": replace(_8B_LOOPED, config=_8B_KEEPING),
     "8B-best": replace(_8B_LOOPED, config=_8B_KEEPING_ALL),
+    "8B-v6e": Case(
+        "v6e:8x8",
+        {"data": 16, "stage": 4},
+        _8B_KEEPING,
+        {**SHARED, **LOOPED},
+        chunks=8,
+        microbatches=16,
+    ),
     "70B": Case("v5p:8x8x8", {"data": 16, "stage": 8, "tensor": 4}, _70B_OVER_TENSOR, USUAL),
     "70B-best": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
 }

@@ -53,6 +53,8 @@ PEERS = {
     "8B-shifted": _like("8B-best", "shifted"),
     "8B-fsdp": _like("8B-best", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
     "8B-fsdp-kept": _like("8B-best", "fsdp", keeping=True, axes={"data": 64}, microbatches=4),
+    "8B-v6e-fsdp": _like("8B-v6e", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
+    "70B-fsdp": _like("70B-best", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
 }
 
 

@@ -66,7 +66,7 @@ def case_of(one: Estimate, devices: int, seq: int) -> Case:
         # What a scan over layers leaves for its backward is not cut down to what is needed: of two
         # blocks of 4096 positions 3.2 GB, where a loop leaves 0.8.
         scan_layers=at.remat is not None,
-        remat_blocks=at.remat in ("block", BUT_ATTENTION),
+        remat_blocks=at.by_block,
         keep_attention=at.remat == BUT_ATTENTION,
         sequence_parallel=at.tensor > 1,
         loss_chunks=8 if at.vocabulary == "ends" else 1,

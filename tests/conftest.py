@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 MANY_MAPS = 20_000
-MANY_CASES = 3
+MANY_CASES, STRIDE = 3, 3
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -45,15 +45,16 @@ def standard_promotion():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a test has many slow cases, CI runs every second of them; `make test-all` runs all."""
+    """Where a test has many slow cases, CI runs every third of them; `make test-all` runs all."""
     of_test = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
             of_test[item.nodeid.partition("[")[0]].append(item)
     for cases in of_test.values():
         if len(cases) > MANY_CASES:
-            for item in cases[1::2]:
-                item.add_marker(pytest.mark.exhaustive)
+            for n, item in enumerate(cases):
+                if n % STRIDE:
+                    item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:

@@ -26,7 +26,7 @@ from pipeline.training.config import Config, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
-from pipeline.training.step import NotFiniteError, Step
+from pipeline.training.step import DynamicScale, NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
@@ -99,7 +99,7 @@ def make_trainer(
         clip=own.clip,
         ema=own.ema,
         accumulate=own.accumulate,
-        loss_scale=own.scale,
+        loss_scale=DynamicScale() if own.loss_scale == "dynamic" else own.loss_scale,
     )
     evaluation = config.evaluation
     return Trainer(

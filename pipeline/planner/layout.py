@@ -82,6 +82,11 @@ class Layout:
         """D, S and T."""
         return self.data, self.stage, self.tensor
 
+    @property
+    def by_block(self) -> bool:
+        """Whether each block is computed again by itself."""
+        return self.remat in ("block", BUT_ATTENTION)
+
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
     """How many each has; where they differ by one, the ends of the pipeline have less."""

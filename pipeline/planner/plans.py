@@ -180,7 +180,7 @@ def _beside(job: Job, layout: Layout) -> list[str]:
         lines = ["no pipeline: plain jit", sharding, again]
     else:
         lines = [f"{layout.chunks} stages on a rank, of {_counts(job, layout)} layers"]
-        lines += [blocks] if layout.remat in ("block", BUT_ATTENTION) else []
+        lines += [blocks] if layout.by_block else []
     return [*lines, slices] if job.slices > 1 else lines
 
 

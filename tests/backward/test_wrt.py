@@ -156,7 +156,7 @@ def assert_parity(pipe, wrt, found, lengths=(1,) * K):
 
 
 FAST = [
-    ("adapters", {"schedule": "zb_h1", "remat": None}),
+    pytest.param("adapters", {"schedule": "zb_h1", "remat": None}, marks=pytest.mark.slow),
     ("upper stages", {"schedule": "1f1b"}),
     ("kernels above", {"schedule": "zb_v", "S": 2, "D": 2, "data_parallel": "fsdp"}),
     ("head", {"schedule": "zb_h1", "lengths": UNLIKE}),

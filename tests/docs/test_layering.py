@@ -25,7 +25,7 @@ ALLOWED = {
 # lines of progress, event files and checkpoints.
 LAZY = {
     ("schedules", "draw.py"): {"matplotlib"},
-    ("pipeline", "folder.py"): {"orbax"},
+    ("pipeline", "arrays.py"): {"orbax"},
     ("pipeline", "records.py"): {"rich", "tensorboardX"},
 }
 

@@ -13,7 +13,6 @@ import pytest
 from pipeline import plan
 from pipeline.cli import main as cli
 from pipeline.training.config import Config, RunConfigError, rates, rules
-from pipeline.training.step import DynamicScale
 
 ROOT = Path(__file__).parents[2]
 LEAST: dict[str, Any] = {
@@ -90,7 +89,7 @@ def test_what_an_optimizer_is_made_of():
     scale = {"loss_scale": "dynamic"}
     half = {"parallel": PARALLEL | {"compute_dtype": "float16"}}
     own = Config.from_dict(over({"optimizer": given | scale}, half)).optimizer
-    assert own.scale == DynamicScale()
+    assert own.loss_scale == "dynamic"
     assert callable(own.transformation().update)
     assert {"adamw", "lamb", "sgd", "muon"} <= set(rules())
     assert "warmup_cosine_decay_schedule" in rates()

@@ -21,6 +21,7 @@ from pipeline.decoders import DecoderConfig, build
 from pipeline.training import generation
 from pipeline.training.config import Config
 from pipeline.training.generation import continue_prompt
+from pipeline.training.step import DynamicScale
 from pipeline.training.trainer import Trainer, means
 from tests.training import runnable
 from tests.weights import tiny
@@ -176,10 +177,12 @@ def test_a_configuration_without_a_pipeline(path):
         {
             "model": {"function": "tests.training.runnable:module"},
             "data": {"function": "tests.training.test_run:vectors"},
+            "optimizer": {"learning_rate": 1e-3, "loss_scale": "dynamic"},
             "run": {"steps": 3, "stop_after": 1},
         }
     )
     trainer = run.make_trainer(config)
+    assert trainer.step.scaling == DynamicScale()
     assert trainer.run()
     assert len(trainer.losses) == 3
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import collectives
 from collectives import DATA, STAGE
 
-RANKS = (1, 2, 4, 8)
+RANKS = (1, 2, 8)
 
 # name -> (the collective, A for S ranks); identities shifted by one row are neighbour shifts.
 LINEAR: dict[str, tuple[Callable[[Any], Any], Callable[[int], np.ndarray]]] = {

@@ -22,8 +22,8 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
+from pipeline.layerwise.leaf import Leaf
 from pipeline.layerwise.leaves import (
-    Leaf,
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,

@@ -10,26 +10,22 @@ is whole.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
-import numpy as np
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.layerwise.leaves import Leaf, replicated
-from pipeline.pipeline import Pipeline
-from pipeline.sharding import meshes
 from pipeline.training.checkpoints import contents, manifest
+from pipeline.training.checkpoints.arrays import Orbax, read_leaves
 from pipeline.training.checkpoints.contents import Contents
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
@@ -37,7 +33,6 @@ from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints, so that no other is taken
 ARRAYS = "arrays"
-GROUP = 2**28  # bytes of leaves that are read at once
 
 
 class CheckpointError(RuntimeError):
@@ -75,7 +70,7 @@ class Checkpoints:
                 f"best={best!r}: must be None, or 'min' or 'max' for the checkpoint of the least "
                 f"or the greatest metric to be kept too"
             )
-        self._orbax = _orbax()
+        self._orbax = Orbax()
         self._folder, self._keep, self._best, self._read_only = Path(folder), keep, best, read_only
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -141,17 +136,12 @@ class Checkpoints:
         said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
         self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
         temporary, topic = self._folder / f".{_name(step)}.tmp", self._topic("save")
-        tree: dict[str, Any] = {}
-        with _entered(model):
-            for name, leaf in state.leaves.items():
-                if math.prod(leaf.shape):  # Orbax takes no empty arrays
-                    _set(tree, name, _of_all(leaf.read(), model))
+        tree = read_leaves(state.leaves, model)
         try:
             if jax.process_index() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
-            with self._context():
-                response = self._orbax.save_async(temporary / ARRAYS, tree)
+            response = self._orbax.save(temporary / ARRAYS, tree)
         except Exception as error:
             raise self._failed(step, error) from error
         given = step, response, said, topic
@@ -231,7 +221,7 @@ class Checkpoints:
         given = {"plain": plain, "data": data}
         contents.check_same(folder, said, state, given, ignore)
         position = None if data is None else contents.own_position(folder, said["data"])
-        self._load(folder / ARRAYS, state.leaves, model)
+        self._orbax.load(folder / ARRAYS, state.leaves, model)
         if shaped is not None and trees is not None:
             shaped.update(trees)
         if plain is not None:
@@ -420,47 +410,9 @@ class Checkpoints:
                 stacklevel=4,
             )
 
-    def _load(self, folder: Path, leaves: Mapping[str, Leaf], model: Any) -> None:
-        """Read all leaves, so many at once that a process holds a part of the model only."""
-        left: dict[int, int] = {}
-        for leaf in leaves.values():
-            left[id(leaf.cell)] = left.get(id(leaf.cell), 0) + 1
-        with _entered(model):
-            for group in _groups(leaves):
-                wanted: dict[str, Any] = {}
-                for name, leaf in group.items():
-                    if math.prod(leaf.shape):
-                        _set(wanted, name, _wanted(leaf, model))
-                with self._context():
-                    found = self._orbax.load(folder, wanted) if wanted else {}
-                for name, leaf in group.items():
-                    if math.prod(leaf.shape):
-                        leaf.write(_own(_get(found, name), leaf))
-                    left[id(leaf.cell)] -= 1
-                    if not left[id(leaf.cell)]:
-                        leaf.cell.store()
-
-    def _context(self) -> Any:
-        context = self._orbax.Context()
-        context.array.saving.use_compression = False  # weights are noise
-        context.array.saving.enable_write_sharding_file = False
-        context.pytree.loading.partial_load = True
-        return context
-
     def _topic(self, name: str) -> str:
         self._asked += 1
         return f"checkpoints/{self._asked}/{name}"
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint.experimental.v1 as found  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError(
-            f"checkpoints are written by orbax-checkpoint, which is not here ({error}); install "
-            f"the extra: pip install 'shardpipe[training]'"
-        ) from error
-    return found
 
 
 def _name(step: int) -> str:
@@ -506,65 +458,3 @@ def _check_done(texts: list[str]) -> None:
     for process, text in enumerate(texts):
         if text:
             raise RuntimeError(f"process {process}: {text}")
-
-
-def _entered(model: Any) -> Any:
-    if isinstance(model, Pipeline):
-        return meshes.entered(model.plan.mesh, model.plan.home)
-    return contextlib.nullcontext()
-
-
-def _set(tree: dict[str, Any], name: str, value: Any) -> None:
-    *above, last = name.split(".")
-    for key in above:
-        tree = tree.setdefault(key, {})
-    tree[last] = value
-
-
-def _get(tree: Any, name: str) -> Any:
-    for key in name.split("."):
-        tree = tree[key]
-    return tree
-
-
-def _is_local(array: Any, model: Any) -> bool:
-    """Whether several processes have an array each, which Orbax would not write."""
-    several = jax.process_count() > 1 and isinstance(model, Pipeline)
-    return several and getattr(array, "is_fully_addressable", True)
-
-
-def _of_all(array: Any, model: Any) -> Any:
-    return replicated(array, model.plan.mesh) if _is_local(array, model) else array
-
-
-def _wanted(leaf: Leaf, model: Any) -> Any:
-    """What Orbax is to read."""
-    value = leaf.cell.value
-    if _is_local(value, model):
-        sharding = jax.sharding.NamedSharding(model.plan.mesh, jax.sharding.PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, value.dtype, sharding=sharding)
-    return np.empty(leaf.shape, value.dtype) if isinstance(value, np.ndarray) else leaf.type
-
-
-def _own(found: Any, leaf: Leaf) -> Any:
-    """What Orbax has read, as the leaf's cell takes it."""
-    if isinstance(leaf.cell.value, np.ndarray):
-        return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
-    return found
-
-
-def _groups(leaves: Mapping[str, Leaf]) -> Iterator[dict[str, Leaf]]:
-    """Leaves of one array after those of another, in groups that are not large."""
-    cells: dict[int, list[str]] = {}
-    for name, leaf in leaves.items():
-        cells.setdefault(id(leaf.cell), []).append(name)
-    group: dict[str, Leaf] = {}
-    size = 0
-    for name in (name for names in cells.values() for name in names):
-        group[name] = leaves[name]
-        size += leaves[name].size
-        if size >= GROUP:
-            yield group
-            group, size = {}, 0
-    if group:
-        yield group

@@ -1,0 +1,101 @@
+"""A run's configuration as one object, from files, settings or a table."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.training.config.faults import faults_of
+from pipeline.training.config.functions import load, wrong_arguments
+from pipeline.training.config.reading import (
+    RunConfigError,
+    merge,
+    read_file,
+    read_setting,
+    read_table,
+)
+from pipeline.training.config.tables import Source, Table, Tables
+
+READER = "pipeline.weights:parts"  # of checkpoints; a function as any other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Tables):
+    """A run: what is trained on what, how, and for how long.
+
+    Without [parallel] the model's function returns an `nnx.Module` with a loss, trained as it is;
+    with it, the parts of a `Pipeline` by name: stages, loss_fn and perhaps embed, head and others.
+
+    Raises:
+      RunConfigError: a ValueError that lists all that is wrong.
+    """
+
+    def __post_init__(self) -> None:
+        faults = faults_of(self)
+        if faults:
+            raise RunConfigError(*faults)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Config:
+        """From what TOML gives; unknown keys and wrong types are faults."""
+        faults: list[str] = []
+        found = read_table(cls, table, "", faults)
+        if faults:
+            raise RunConfigError(*faults)
+        return typing.cast("Config", found)
+
+    @classmethod
+    def from_files(cls, paths: Iterable[str | Path], settings: Iterable[str] = ()) -> Config:
+        """From TOML files, and from settings such as ``optimizer.learning_rate=1e-3``.
+
+        Raises:
+          OSError: a file that cannot be read.
+        """
+        table: Table = {}
+        for path in paths:
+            merge(table, read_file(Path(path)))
+        for text in settings:
+            merge(table, read_setting(text))
+        return cls.from_dict(table)
+
+    def to_dict(self) -> Table:
+        """All fields, ready for JSON."""
+        found = asdict(self)
+        return found | {"parallel": None if self.parallel is None else self.parallel.to_dict()}
+
+    @property
+    def source(self) -> Source:
+        """The function that makes the model, and what it is called with."""
+        own = self.model
+        if own.function is not None:
+            return Source(function=own.function, arguments=own.arguments)
+        given: Table = {
+            "folder": own.weights,
+            "vocabulary": self.pipeline.vocabulary,
+        } | own.reading()
+        if own.layout is None and own.num_stages is None and self.parallel is not None:
+            given["num_stages"] = self.parallel.stage
+        return Source(function=READER, arguments=given)
+
+    def check_functions(self) -> None:
+        """Import what is named, and compare its arguments; nothing is called.
+
+        Raises:
+          RunConfigError: a function that is not there, or that does not take its arguments.
+        """
+        faults: list[str] = []
+        sources = {"model": self.source, "data": self.data, "evaluation": self.evaluation}
+        for name, source in sources.items():
+            if source is None:
+                continue
+            try:
+                function = load(source.function)
+            except ValueError as error:
+                faults.append(f"{name}.function={source.function!r}: {error}")
+            else:
+                faults += wrong_arguments(f"{name}.arguments", function, source.arguments)
+        if faults:
+            raise RunConfigError(*faults)

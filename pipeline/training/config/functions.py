@@ -1,0 +1,91 @@
+"""Functions that a configuration names: imported, found in optax, and their arguments compared."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optax
+
+
+def load(path: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names.
+
+    Raises:
+      ValueError: there is no such module or function.
+    """
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
+        raise ValueError("must be the import path of a function, as in 'package.module:function'")
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{module} cannot be imported ({error}); run where Python finds it, or set PYTHONPATH"
+        ) from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        known = [one for one, value in vars(found).items() if callable(value)]
+        raise ValueError(f"{module} has no function {name!r}{hint_at(name, known)}")
+    return typing.cast("Callable[..., Any]", function)
+
+
+@functools.cache
+def rules() -> Mapping[str, Callable[..., Any]]:
+    """Functions of optax by name that make a transformation of a learning rate."""
+    found = {}
+    for module in (optax.contrib, optax):
+        for name, value in vars(module).items():
+            is_function = inspect.isfunction(value) and not name.startswith(("_", "scale_by"))
+            if is_function and "learning_rate" in inspect.signature(value).parameters:
+                found[name] = value
+    return found
+
+
+@functools.cache
+def rates() -> Mapping[str, Callable[..., Any]]:
+    """Schedules of optax by name."""
+    schedules = vars(optax.schedules).items()
+    return {n: v for n, v in schedules if inspect.isfunction(v) and n.endswith("schedule")}
+
+
+def wrong_arguments(
+    where: str, function: Callable[..., Any], given: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with the names of arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some built-in functions
+        return []
+    known = [
+        one.name
+        for one in signature.parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    faults = [
+        f"{where}.{name}: {function.__name__} has no such argument{hint_at(name, known)}"
+        for name in given
+        if name not in known and not takes_all
+    ]
+    if not faults:
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            faults.append(f"{where}: {function.__name__} is {error}")
+    return faults
+
+
+def hint_at(word: str, known: Iterable[str]) -> str:
+    """A hint at what was meant."""
+    known = sorted(set(known))
+    near = difflib.get_close_matches(word, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 12 else ""

@@ -1,0 +1,131 @@
+"""Reading a configuration: TOML files and settings of the command line, to dataclasses by type."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pipeline.config import ConfigError, ParallelConfig
+from pipeline.training.config.functions import hint_at
+from pipeline.training.config.tables import Table
+
+
+class RunConfigError(ValueError):
+    """Faults of a run's configuration, all of them.
+
+    Attributes:
+      faults: one line each.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+        super().__init__("\n- ".join([f"the configuration has {count}", *faults]))
+
+
+def read_file(path: Path) -> Table:
+    """What a TOML file says."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunConfigError(f"{path} is no TOML: {error}") from error
+
+
+def read_setting(text: str) -> Table:
+    """A table of one key."""
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(re.fullmatch(r"\w+", key) for key in keys):
+        raise RunConfigError(
+            f"--set {text}: must be KEY=VALUE, as in --set optimizer.learning_rate=1e-3"
+        )
+    try:
+        found: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        found = value.strip()  # a bare word is text
+    for key in reversed(keys):
+        found = {key: found}
+    return typing.cast("Table", found)
+
+
+def merge(table: Table, other: Table) -> None:
+    """Put a table over another, in place."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(table.get(key), dict):
+            merge(table[key], value)
+        else:
+            table[key] = value
+
+
+def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
+    """A dataclass of a table; what is wrong is added to the faults."""
+    if not isinstance(table, Mapping):
+        faults.append(f"{where}={table!r}: must be a table of keys")
+        return None
+    if kind is ParallelConfig:
+        try:
+            return ParallelConfig.from_dict(table)
+        except ConfigError as error:
+            faults += [f"[{where}] {fault}" for fault in error.faults]
+            return None
+    hints, known = get_type_hints(kind), [one.name for one in fields(kind)]
+    before = len(faults)
+    found = {}
+    for key, value in table.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key not in known:
+            faults.append(f"{name}: there is no such key{hint_at(str(key), known)}")
+        else:
+            found[key] = _value(hints[key], value, name, faults)
+    for one in fields(kind):
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if needed and one.name not in table:
+            name = f"{where}.{one.name}" if where else f"[{one.name}]"
+            faults.append(f"{name} is missing")
+    if len(faults) > before:
+        return None
+    try:
+        return kind(**found)
+    except RunConfigError as error:
+        faults += error.faults
+        return None
+
+
+def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
+    """A value of a type, or a fault."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    classes = [one for one in options if is_dataclass(one)]
+    if classes and (isinstance(value, Mapping) or type(None) not in options):
+        return read_table(classes[0], value, name, faults)
+    for one in options:
+        if get_origin(one) is Literal:
+            if isinstance(value, str) and value in get_args(one):
+                return value
+        elif get_origin(one) is dict:
+            if isinstance(value, dict):
+                return value
+        elif one is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif type(value) is one:  # and no bool for a number
+            return value
+    faults.append(f"{name}={value!r}: must be {' or '.join(_said(options))}")
+    return None
+
+
+def _said(options: Iterable[Any]) -> list[str]:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    said: list[str] = []
+    for one in options:
+        if get_origin(one) is Literal:
+            said += [repr(word) for word in get_args(one)]
+        elif get_origin(one) is dict or is_dataclass(one):
+            said.append("a table")
+        elif one in names:
+            said.append(names[one])
+    return said
