@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import pipeline
+from tests.support.elsewhere import python
 
 # In a process of its own: the package is for those that have not imported jax.
 CODE = """
@@ -39,21 +35,9 @@ more --rounds
 """
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    places = os.pathsep.join([str(root), str(Path(pipeline.__file__).parents[1])])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=os.environ | {"PYTHONPATH": places} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_clocks_and_nonsense() -> None:
-    done = run("-c", CODE)
+    done = python("-c", CODE)
     assert (done.returncode, done.stderr) == (0, ERRORS)
     found = json.loads(done.stdout)
     clocks = (
@@ -72,7 +56,7 @@ def test_stages_wait_where_there_are_not_enough_cores() -> None:
     sizes = ["--ranks", "4", "--microbatches", "2", "--measure", "2"]
     given = ["--families", "zb_h1", "interleaved_1f1b:2", "--rounds", "1", "--json"]
     devices = "--xla_force_host_platform_device_count=2"
-    done = run("-m", "bench.bubble", *sizes, *given, XLA_FLAGS=devices)
+    done = python("-m", "bench.bubble", *sizes, *given, XLA_FLAGS=devices)
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
     assert [one["waits"] for one in points] == [True, True]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import pipeline
+from tests.support.elsewhere import python
 
 # In a process of its own: the package is for those that have not imported jax.
 CODE = """
@@ -35,14 +30,6 @@ REASON = (
 
 @pytest.mark.slow
 def test_a_stage_whose_forward_takes_nothing_ends_it() -> None:
-    root = Path(__file__).parents[2]
-    places = os.pathsep.join([str(root), str(Path(pipeline.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", CODE)
     assert done.returncode == 1
     assert (done.stdout, done.stderr) == ("", REASON)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import pipeline
+from tests.support.elsewhere import python
 
 # In a process of its own: the package is for those that have not imported jax.
 CODE = """
@@ -20,7 +15,7 @@ from bench import fidelity as f, plan as p
 one, two = f.configs()[:2]
 assert 40 <= len(f.configs()) == len(set(f.configs()))
 assert 20 <= len(p.problems()) == len(set(p.problems()))
-step = f.Step(one, "FB", clock=1.0, beside=0.02, taken=1.0, spread=0.01)
+step = f.Step(one, "FB", clock=1.0, beside=0.01, fresh=0.01, taken=1.0, spread=0.01)
 far = replace(step, config=two, taken=1.2)
 print(f.conclusion([step] * 2 + [replace(step, taken=1.0)]))
 print(f.conclusion([step, step, far]))
@@ -66,14 +61,6 @@ follows; measure on a quiet one
 
 @pytest.mark.slow
 def test_conclusions_and_contradictions() -> None:
-    root = Path(__file__).parents[2]
-    places = os.pathsep.join([str(root), str(Path(pipeline.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
-        env=os.environ | {"PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", CODE)
     assert (done.returncode, done.stderr) == (0, ERRORS)
     assert done.stdout == SAID

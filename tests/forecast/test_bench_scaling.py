@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import pipeline
+from tests.support.elsewhere import python
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
@@ -61,23 +58,12 @@ llama-70b, 1280 chips, network along data, 1f1b: quicker than where every link i
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    places = os.pathsep.join([str(ROOT), str(Path(pipeline.__file__).parents[1])])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=os.environ | {"PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_tables_of_others() -> None:
     """GPipe's table 2 where a step can be so, and the zero-bubble paper's table 5 to four digits.
 
     Its 1F1B-I is S messages shorter than ours.
     """
-    done = run("-c", PUBLISHED)
+    done = python("-c", PUBLISHED)
     assert done.returncode == 0, done.stderr
     message, errors, rates, bounds = json.loads(done.stdout)
     assert 0 < message < 0.02  # fitted, and not at the end of what was tried
@@ -93,14 +79,14 @@ def test_tables_of_others() -> None:
 
 @pytest.mark.slow
 def test_what_makes_no_sense_ends_it() -> None:
-    done = run("-c", NONSENSE)
+    done = python("-c", NONSENSE)
     assert (done.returncode, done.stderr) == (0, ERRORS)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_page_says_what_the_command_prints() -> None:
-    done = run("-m", "bench.scaling")
+    done = python("-m", "bench.scaling")
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     shown = [line for part in PAGE.split("```")[1::2] for line in part.splitlines()[1:]]
