@@ -1,9 +1,9 @@
 """Whole Llama training steps by the TPU compiler: ``python -m bench.tpu_llama 8B``.
 
-Loss, gradients and Adam's update: Llama 3 8B on described v5p slices of 64 chips, 70B on 512, or
-``tiny`` on 8. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam state,
-bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and no TPU.
-What is printed stands in docs/llama.md, and docs/tpu.md has times (`bench.tpu_cycles`).
+Loss, gradients and Adam's update: Llama 3 8B on described v5p or v6e slices of 64 chips, 70B on
+512, or ``tiny`` on 8. Sequences of 8192 (tiny: 1024), float32 weights, sums of gradients and Adam
+state, bfloat16 activations and products. Nothing is allocated and nothing runs; needs `libtpu` and
+no TPU. What is printed stands in docs/llama.md; docs/tpu.md has times (`bench.tpu_cycles`).
 """
 
 from __future__ import annotations

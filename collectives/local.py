@@ -30,6 +30,8 @@ def local(f: F) -> F:
     argument which varies over less than A is summed over the rest, as everywhere.
 
     Where no surrounding `jax.shard_map` tracks types, or no argument varies, it is ``f`` itself.
+    Elsewhere a policy of `jax.checkpoint` does not see the names that ``f`` gives
+    (`jax.ad_checkpoint.checkpoint_name`), but in the stages of a pipeline, which looks for them.
 
     Args:
       f: takes trees of arrays, by position, and returns one. It may call Pallas kernels; what it
