@@ -5,9 +5,9 @@ while the other does the same, as in a step.
 From that alone, with the slots that the kernel runs, follows what a step takes of every schedule
 and number of microbatches: the lockstep clock's makespan, what the calibration found that a step
 takes beside its actions, and, where temporaries are predicted that no heap of a thread can hold,
-the time of their pages, which are new in every step (docs/kernel.md). Then all steps are measured
-in turns. There are two cores: S = 1 runs on one, S = 2 on both, and S = 4 has stages that wait and
-do not compute (`bench.waiting`).
+the time of their pages, which are new in every step (docs/kernel.md). Then those steps are measured
+in turns, and the next model is calibrated. There are two cores: S = 1 runs on one, S = 2 on both,
+and S = 4 has stages that wait and do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -95,8 +95,7 @@ class Step:
       clock: the clock's makespan.
       beside: what the calibration found beside actions.
       fresh: what pages of memory take that are new in every step.
-      taken: the median.
-      spread: the median distance from it.
+      times: of each turn.
     """
 
     config: Config
@@ -104,8 +103,17 @@ class Step:
     clock: float
     beside: float
     fresh: float
-    taken: float
-    spread: float
+    times: Sequence[float]
+
+    @property
+    def taken(self) -> float:
+        """The median."""
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        """The median distance from it."""
+        return statistics.median(abs(t - self.taken) for t in self.times)
 
     @property
     def error(self) -> float:
@@ -237,34 +245,35 @@ def _calibrated(config: Config, rounds: int) -> Calibration:
     return pipe.calibrate(*batch, rounds=rounds, repeats=8, split=split)
 
 
-def calibrate(some: Iterable[Config], rounds: int) -> dict[Any, Calibration]:
-    """Each model once, with halves wherever one of its schedules has them.
+def calibrate(some: Sequence[Config], rounds: int) -> Calibration:
+    """What the configurations of one key share, with halves if one of their schedules has them.
 
     Raises:
       CalibrationError: which model, and why.
     """
-    found: dict[Any, Calibration] = {}
-    by: dict[Any, Config] = {}
-    for config in some:
-        if config.key not in by or config.schedule.startswith("zb"):
-            by[config.key] = config
-    for key, config in by.items():
-        model, stages, remat = key
-        try:
-            found[key] = call(_calibrated, config, rounds, busy=model not in WAITING)
-        except CalibrationError as error:
-            raise CalibrationError(f"{model}, K={stages}, remat={remat}: {error}") from error
-    return found
+    one = next((config for config in some if config.schedule.startswith("zb")), some[0])
+    try:
+        return call(_calibrated, one, rounds, busy=one.model not in WAITING)
+    except CalibrationError as error:
+        about = f"{one.model}, K={one.stages}, remat={one.remat}"
+        raise CalibrationError(f"{about}: {error}") from error
 
 
-def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: int) -> list[Step]:
+def measure(
+    some: Sequence[Config], found: Calibration, rounds: int, losses: dict[Any, Any]
+) -> list[Step]:
     """Steps of S = 1 in a process of one core, the others here; all in turns.
 
+    Args:
+      some: configurations of one key.
+      found: their calibration.
+      rounds: turns.
+      losses: of each model and batch, what was seen.
+
     Raises:
-      ContradictionError: losses of one model differ, or the machine got slower or quicker.
+      ContradictionError: losses of one model differ.
     """
     timers: dict[Any, Timer] = {}
-    losses: dict[tuple[Any, ...], tuple[Config, float]] = {}
     said: dict[Config, tuple[str, float]] = {}
     held: dict[Config, int] = {}  # bytes of temporaries
     touch = call(touch_seconds, busy=True)
@@ -272,7 +281,7 @@ def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: in
     with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
         for config in some:
             pipe, batch = pipeline_of(config)
-            said[config] = predict(pipe, found[config.key].costs)
+            said[config] = predict(pipe, found.costs)
             if config.ranks == 1:
                 timers[config] = functools.partial(pinned.seconds, str(config))
                 continue
@@ -281,15 +290,12 @@ def measure(some: Sequence[Config], found: Mapping[Any, Calibration], rounds: in
             held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
             timers[config] = functools.partial(seconds, step)
         taken = in_turns(timers, rounds)
-    _see_drift(list(taken.values()))
     steps = []
     for config, times in taken.items():
         slots, clock = said[config]
-        middle = statistics.median(times)
-        spread = statistics.median(abs(t - middle) for t in times)
-        beside, size = found[config.key].overhead, held.get(config, 0)
+        beside, size = found.overhead, held.get(config, 0)
         fresh = size * touch if size > HEAP else 0.0
-        steps.append(Step(config, slots, clock, beside, fresh, middle, spread))
+        steps.append(Step(config, slots, clock, beside, fresh, times))
     return steps
 
 
@@ -324,7 +330,7 @@ def _see_drift(rounds: Sequence[Sequence[float]]) -> None:
         )
 
 
-def see_that_it_can_be(steps: Iterable[Step], found: Mapping[Any, Calibration]) -> None:
+def see_that_it_can_be(steps: Iterable[Step], found: Calibration) -> None:
     """See that no step is quicker than the work of its busiest rank.
 
     Raises:
@@ -333,7 +339,7 @@ def see_that_it_can_be(steps: Iterable[Step], found: Mapping[Any, Calibration]) 
     for step in steps:
         config = step.config
         one, _ = pipeline_of(config)
-        work = max(simulate(one.schedule, found[config.key].costs).work)
+        work = max(simulate(one.schedule, found.costs).work)
         if step.taken < work * (1 - QUICKER) - step.spread:
             raise ContradictionError(
                 f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
@@ -342,10 +348,19 @@ def see_that_it_can_be(steps: Iterable[Step], found: Mapping[Any, Calibration]) 
 
 
 def run(some: Sequence[Config], rounds: int) -> list[Step]:
-    """Calibrate, predict, measure, doubt."""
-    found = calibrate(some, rounds)
-    steps = measure(some, found, rounds)
-    see_that_it_can_be(steps, found)
+    """Calibrate, predict, measure, doubt: what shares a calibration soon after it.
+
+    Raises:
+      ContradictionError: the machine got slower or quicker from turn to turn.
+    """
+    steps: list[Step] = []
+    losses: dict[Any, Any] = {}
+    for key in dict.fromkeys(config.key for config in some):
+        own = [config for config in some if config.key == key]
+        found = calibrate(own, rounds)
+        steps += measure(own, found, rounds, losses)
+        see_that_it_can_be(steps[-len(own) :], found)
+    _see_drift([step.times for step in steps])
     return steps
 
 
@@ -417,7 +432,7 @@ def main() -> None:
         f"{waiting.machine(len(os.sched_getaffinity(0)))}, one a rank; medians of "
         f"{options.rounds} turns; {time.perf_counter() - start:.0f} s in all"
     )
-    found = [asdict(step) | {"error": step.error} for step in steps]
+    found = [asdict(step) | {"taken": step.taken, "error": step.error} for step in steps]
     waiting.show(options, said, where, ("steps", found), tables(steps))
 
 

@@ -15,9 +15,9 @@ from bench import fidelity as f, plan as p
 one, two = f.configs()[:2]
 assert 40 <= len(f.configs()) == len(set(f.configs()))
 assert 20 <= len(p.problems()) == len(set(p.problems()))
-step = f.Step(one, "FB", clock=1.0, beside=0.01, fresh=0.01, taken=1.0, spread=0.01)
-far = replace(step, config=two, taken=1.2)
-print(f.conclusion([step] * 2 + [replace(step, taken=1.0)]))
+step = f.Step(one, "FB", clock=1.0, beside=0.01, fresh=0.01, times=(0.99, 1.0, 1.01))
+far = replace(step, config=two, times=(1.19, 1.2, 1.21))
+print(f.conclusion([step] * 3))
 print(f.conclusion([step, step, far]))
 answer = p.Answer("a", "x", "y", 1.02, 1.2, 0.9, 0.01, 8)
 print(p.conclusion([answer, replace(answer, problem="b", ratio=1.3)]))
