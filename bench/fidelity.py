@@ -276,7 +276,6 @@ def measure(
     timers: dict[Any, Timer] = {}
     said: dict[Config, tuple[str, float]] = {}
     held: dict[Config, int] = {}  # bytes of temporaries
-    touch = call(touch_seconds, busy=True)
     alone = [config for config in some if config.ranks == 1]
     with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
         for config in some:
@@ -289,6 +288,8 @@ def measure(
             _see_the_loss(config, float(step()[0]), losses)
             held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
             timers[config] = functools.partial(seconds, step)
+        large = any(size > HEAP for size in held.values())
+        touch = call(touch_seconds, busy=True) if large else 0.0
         taken = in_turns(timers, rounds)
     steps = []
     for config, times in taken.items():
@@ -358,8 +359,9 @@ def run(some: Sequence[Config], rounds: int) -> list[Step]:
     for key in dict.fromkeys(config.key for config in some):
         own = [config for config in some if config.key == key]
         found = calibrate(own, rounds)
-        steps += measure(own, found, rounds, losses)
-        see_that_it_can_be(steps[-len(own) :], found)
+        measured = measure(own, found, rounds, losses)
+        see_that_it_can_be(measured, found)
+        steps += measured
     _see_drift([step.times for step in steps])
     return steps
 

@@ -30,6 +30,6 @@ REASON = (
 
 @pytest.mark.slow
 def test_a_stage_whose_forward_takes_nothing_ends_it() -> None:
-    done = python("-c", CODE)
+    done = python("-c", CODE, PYTHONWARNINGS="")
     assert done.returncode == 1
     assert (done.stdout, done.stderr) == ("", REASON)

@@ -13,11 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What Python leaves that is given these arguments and variables, and finds what tests do."""
+    """What Python leaves that is given these arguments and variables, and finds what tests do.
+
+    Warnings are not shown, unless ``PYTHONWARNINGS=""`` is among the variables.
+    """
     places = os.pathsep.join([str(ROOT), str(Path(pipeline.__file__).parents[1])])
+    usual = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=os.environ | {"PYTHONPATH": places} | environment,
+        [sys.executable, *arguments],
+        env=os.environ | usual | environment,
         capture_output=True,
         text=True,
         check=False,

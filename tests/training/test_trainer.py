@@ -463,5 +463,6 @@ def test_data_that_ends_or_has_no_position():
 def test_memory_does_not_grow_with_steps(tmp_path):
     code = f"from bench.training import Path, growth; print(*growth(Path({str(tmp_path)!r})))"
     done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split()[-2:])
     assert 0 < after < 1.01 * before
