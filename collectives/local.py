@@ -70,8 +70,9 @@ def _floats(tree: Any) -> Any:
 
 
 def _apart(f: Callable[..., Any], *args: Any) -> Any:
-    """The results of a function as one equation; those that are arguments are handed through.
+    """The results of a function as one equation; arguments among them are handed through.
 
+    Results that are one value inside are one outside: a residual that is also what is returned.
     One equation, so that nobody who takes a jaxpr apart comes upon values without types.
     """
     given, treedef = jax.tree.flatten(args)
@@ -83,9 +84,9 @@ def _apart(f: Callable[..., Any], *args: Any) -> Any:
         types = [typeless(jax.typeof(x)) for x in given]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
     made = _call.bind(*closed.consts, *given, jaxpr=closed.jaxpr)
-    places = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    known = dict(zip(closed.jaxpr.invars, given, strict=True))
     outs = [
-        value if isinstance(var, Literal) or var not in places else given[places[var]]
+        value if isinstance(var, Literal) else known.setdefault(var, value)
         for var, value in zip(closed.jaxpr.outvars, made, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), outs)

@@ -85,7 +85,8 @@ class Pipeline(nnx.Module):
       loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
         module is trained as embed and head are, with which it may share parameters.
       remat: "stage" keeps each stage's input and runs its forward again in the backward; None
-        keeps its residuals; a `jax.checkpoint` policy keeps what it says.
+        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
+        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
       bubbles: "skip" branches around idle slots; "masked" computes through them without any
         conditional.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by

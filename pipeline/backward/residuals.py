@@ -6,7 +6,7 @@
 * what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
   a copy of the weights for every microbatch in flight;
 * of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
-  (`pipeline.backward.min_cut`).
+  (`pipeline.backward.min_cut`); if wanted, what ranks gathered of smaller parts is gathered again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.base.masks import Way
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.jaxpr.evaluate import Var, evaluate, operands, producers
-from pipeline.jaxpr.primitives import is_cheap
+from pipeline.jaxpr.primitives import is_cheap, traits
 
 StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
 
@@ -74,6 +74,7 @@ class Residuals:
       way: how far its backward goes; without, all the way.
       updates: whether f returns a pair, of which only the first is differentiated; `forward` does
         as f.
+      gathers: whether the backward may gather again, from other ranks, what the forward gathered.
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
@@ -90,6 +91,7 @@ class Residuals:
         grad_dtype: GradDtype = None,
         way: Way | None = None,
         updates: bool = False,
+        gathers: bool = False,
     ) -> None:
         def linearized(*arguments: Any) -> Any:
             options: Any = {"grad_dtype": grad_dtype, "way": way, "updates": updates}
@@ -112,7 +114,7 @@ class Residuals:
 
         def before(var: Var) -> list[Var] | None:
             eqn = made_by.get(var)
-            if eqn is None or not is_cheap(eqn):
+            if eqn is None or not (is_cheap(eqn) or (gathers and _gathers(eqn))):
                 return None
             return [v for v in operands(eqn) if v not in free]
 
@@ -133,6 +135,11 @@ class Residuals:
         known |= dict(zip(self._kept, stash, strict=True))
         found = evaluate(self._jaxpr, known, self._residuals)
         return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value)
+
+
+def _gathers(eqn: Any) -> bool:
+    """Whether it makes a whole of the parts that ranks hold."""
+    return traits(eqn).hlo == "all-gather"
 
 
 def _determined(jaxpr: Any, given: set[Var]) -> set[Var]:

@@ -58,7 +58,8 @@ def signature_of(
     if is_one:
         leaves = jax.tree.leaves(nnx.state(stages))
         parts *= leaves[0].shape[0] if leaves else 1
-    named = remat if remat in ("stage", None) else getattr(remat, "__name__", type(remat).__name__)
+    plain = remat is None or isinstance(remat, str)
+    named = remat if plain else getattr(remat, "__name__", type(remat).__name__)
     return ModelSignature(
         tuple(parts),
         _part(embed, param_dtype),

@@ -71,7 +71,7 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
     """Each option that would give the same gradients, as a user writes it; and what would run."""
     schedule = plan.schedule
     if plan.remat != "stage":
-        frugal = dataclasses.replace(model, policy=None)
+        frugal = dataclasses.replace(model, policy=None, gathers_again=False)
         yield 'remat="stage"', _replace(plan, remat="stage"), frugal
     if plan.is_masked and (plan.partners or not plan.auto_axes):
         yield 'bubbles="skip"', _replace(plan, bubbles="skip"), model

@@ -90,8 +90,11 @@ _TABLE = {
     "shift_right_logical": Traits(LIGHT),
     "dynamic_slice gather": Traits(LIGHT, carries=True, part=True),
     "dynamic_update_slice": Traits(LIGHT, carries=True, whole=True),
-    "optimization_barrier": Traits(carries=True, identity=True, view=True, passes=True),
-    "name sharding_constraint": Traits(identity=True),
+    "optimization_barrier": Traits(
+        CHEAP, carries=True, identity=True, view=True, whole=True, passes=True
+    ),
+    "name": Traits(CHEAP, moves=True, carries=True, identity=True, view=True, passes=True),
+    "sharding_constraint": Traits(identity=True),
     "get": Traits(carries=True),
     "swap": Traits(carries=True, writes=True),
     "addupdate": Traits(writes=True),

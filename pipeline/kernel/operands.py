@@ -80,6 +80,7 @@ def make_operands(
         layout=lay_out(chunks, ends),
         trained=trained_by(wrt, chunks, ends, stages_of, plan.traces.filtered, structure)[0],
         policy=plan.remat if callable(plan.remat) else None,
+        gathers_again=plan.remat == "gathered",
         compute_dtype=plan.compute_dtype,
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),

@@ -77,10 +77,10 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         _, t, heads, c = q.shape
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (q * c**-0.5, k, v))
-        y = jax.vmap(_kernel(heads, t, interpret=interpret))(*heads_first)
-        return jnp.swapaxes(y, 1, 2)
+        return jax.vmap(_kernel(heads, t, interpret=interpret))(*heads_first)
 
-    return local(on_this_device)(q, k, v)
+    # Its backward reads what it gives, heads first: as `local` returns it, it is kept once.
+    return jnp.swapaxes(local(on_this_device)(q, k, v), 1, 2)
 
 
 def _kernel(heads: int, t: int, *, interpret: bool) -> Any:

@@ -84,7 +84,8 @@ class Model:
       has_embed, has_head: whether the ends do anything.
       loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
         hold one; where it is None no loss is ever taken.
-      policy: a `jax.checkpoint` policy for the stages, or None. compute_dtype: to which parameters
+      policy: a `jax.checkpoint` policy for the stages, or None. gathers_again: whether a backward
+      gathers again, from other ranks, what its forward gathered. compute_dtype: to which parameters
       and activations are cast before they are used, or None. grad_dtype: in which gradients are
       summed, as `pipeline.backward.accumulate.as_summed` takes it. layout: where the leaves of its
       state lie. trained: which of its parameters have gradients. tables: those of embed and head
@@ -100,6 +101,7 @@ class Model:
     layout: StateLayout
     trained: Trained
     policy: Any = field(default=None, hash=False)
+    gathers_again: bool = False
     grad_dtype: GradDtype = None
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)

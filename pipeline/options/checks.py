@@ -15,7 +15,7 @@ from collectives import DATA, STAGE
 from collectives.sizes import integer, is_size
 from pipeline.base.tree import real, shape_text
 
-Remat = Literal["stage"] | Callable[..., Any] | None
+Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
 Gather = Literal["step", "action"]
 
@@ -33,10 +33,10 @@ def check_microbatches(num_microbatches: Any) -> int:
 
 def check_options(remat: Any, bubbles: Any) -> None:
     """Raise ValueError for an option that cannot be."""
-    if not (remat in ("stage", None) or callable(remat)):
+    if not (remat in ("stage", "gathered", None) or callable(remat)):
         raise ValueError(
-            f"remat={remat!r}: must be 'stage', None, or a jax.checkpoint policy such as "
-            f"jax.checkpoint_policies.dots_saveable"
+            f"remat={remat!r}: must be 'stage', 'gathered', None, or a jax.checkpoint policy such "
+            f"as jax.checkpoint_policies.dots_saveable"
         )
     if bubbles not in ("skip", "masked"):
         raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")

@@ -68,7 +68,8 @@ class Plan:
       home: the same with the axis types that state has.
       schedule: the timetable that runs.
       loss_fn: the user's, or that it is a module; or None.
-      remat: "stage" keeps a stage's input, None its residuals, a policy what it says.
+      remat: "stage" keeps a stage's input, None its residuals, "gathered" these but for what ranks
+        gathered, a policy what it says.
       bubbles: "skip" branches around idle slots, "masked" computes through them.
       why: one line on how the schedule was chosen.
       pattern: the slots of a tick, or None for the fastest.
@@ -195,9 +196,11 @@ class Plan:
     def is_straight(self) -> bool:
         """Whether a step is one loop over microbatches, with no need of a table.
 
-        Where stages are alike; others take their turns in the ticks of a table.
+        Where stages are alike; others take their turns in the ticks of a table. What is to be
+        gathered again needs one too: in one piece of code the compiler keeps what it likes.
         """
-        return self.keep == "residuals" and is_straight(self.schedule)
+        chosen = self.keep == "residuals" and self.remat != "gathered"
+        return chosen and is_straight(self.schedule)
 
     @functools.cached_property
     def training(self) -> Program:

@@ -153,7 +153,8 @@ class LocalModel(Forward):
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
         options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
-        return Residuals(self.forward_stage, *arguments, updates=self.writes, **options)
+        options |= {"updates": self.writes, "gathers": self.model.gathers_again}
+        return Residuals(self.forward_stage, *arguments, **options)
 
     @property
     def forward_stage(self) -> Any:

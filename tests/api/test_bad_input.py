@@ -304,7 +304,7 @@ def test_numbers_may_be_integers_of_any_kind():
 @pytest.mark.parametrize("given", ["full", True, 0, ("stage",)])
 def test_remat_that_is_none(given):
     assert refusal(make, remat=given) == (
-        f"remat={given!r}: must be 'stage', None, or a jax.checkpoint policy such as "
+        f"remat={given!r}: must be 'stage', 'gathered', None, or a jax.checkpoint policy such as "
         f"jax.checkpoint_policies.dots_saveable"
     )
 

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
-from collectives import make_mesh
+from collectives import TENSOR, local, make_mesh, vary
 from pipeline import Pipeline
 from pipeline.backward.accumulate import differentiate
 from pipeline.backward.residuals import Residuals
 from tests.support import models
+from tests.support.group import mesh as group_mesh
 
 WIDTH, HIDDEN, ROWS = 7, 13, 5
 W = [
@@ -122,6 +125,57 @@ def test_one_value_needed_twice_is_stashed_once():
         return (x * x) @ w[0] @ w[1] + jnp.exp(x) * x
 
     assert shapes(check(f, W, (), (), X)).count((ROWS, WIDTH)) == 1
+
+
+@pytest.mark.parametrize("hold", [jax.lax.optimization_barrier, lambda h: checkpoint_name(h, "h")])
+def test_what_is_held_apart_is_computed_again(hold):
+    """A product of two values that are kept anyway, whether or not somebody holds or names it."""
+
+    def f(w, fixed, side, x):
+        h = x @ w[0]
+        return x + hold(jnp.tanh(h) * h) @ w[1]
+
+    assert shapes(check(f, W, (), (), X)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+
+
+def check_on_ranks(f, **options) -> Residuals:
+    """`check` on two ranks, each with its rows."""
+    found = []
+
+    def step(w0, w1, x, ct):
+        w = [vary(w0, TENSOR), vary(w1, TENSOR)]
+        found.append(Residuals(f, w, (), (), x, **options))
+        _, stash = found[0].forward(w, (), (), x)
+        own = found[0].backward(w, (), (), stash).values([ct])
+        plain = jax.vjp(lambda w, x: f(w, (), (), x), w, x)[1](ct)
+        return [a[None] for a in jax.tree.leaves((own, plain))]
+
+    x = jnp.concatenate([X, X[::-1] + 1])
+    specs = (P(), P(), P(TENSOR), P(TENSOR))
+    run = jax.shard_map(step, mesh=group_mesh(2), in_specs=specs, out_specs=P(TENSOR))
+    leaves = jax.jit(run)(*W, x, jnp.cos(x))
+    for a, b in zip(leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    return found[0]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_ranks_gathered(gathers):
+    """The whole, or a rank's part of it, of which the backward gathers the whole again."""
+
+    def f(w, fixed, side, x):
+        whole = jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)
+        return x + jax.lax.psum_scatter(jnp.tanh(whole @ w[0]) @ w[1], TENSOR, tiled=True)
+
+    kept = shapes(check_on_ranks(f, gathers=gathers))
+    assert kept == sorted([(ROWS if gathers else 2 * ROWS, WIDTH), (2 * ROWS, HIDDEN)])
+
+
+def test_what_a_function_apart_returns_and_keeps_is_stashed_once():
+    def f(w, fixed, side, x):
+        return x + local(jnp.exp)(x @ w[0]) @ w[1]
+
+    assert shapes(check_on_ranks(f)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
 def test_layers_within_a_stage():

@@ -209,6 +209,7 @@ LONG = [
     ((1, 4, 2), "1f1b", {"remat": None, "layers": 2}),
     ((1, 4, 2), "1f1b", {"changes": SEQUENCE, "layers": 2}),
     ((1, 4, 2), "gpipe", {"changes": SEQUENCE, "remat": None}),
+    ((1, 4, 2), "1f1b", {"changes": SEQUENCE, "remat": "gathered", "layers": 2}),
     ((1, 2, 4), "zb_h1", {"changes": (*SEQUENCE, *TIED, ("loss_chunks", 2))}),
     ((1, 2, 4), "zb_h1", {"changes": TIED, "remat": None}),
     ((2, 2, 2), "1f1b", {"data_parallel": "fsdp", "gather": "action"}),

@@ -34,6 +34,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1": ({}, {"data_parallel": "zero1"}),
     "fsdp": ({}, {"data_parallel": "fsdp"}),
     "sequence": ({"sequence_parallel": True}, {}),
+    "sequence, gathered": ({"sequence_parallel": True}, {"remat": "gathered"}),
     "tied": ({"tie_word_embeddings": True}, {}),
     "words": ({}, {"vocabulary": "stage"}),
     "replicated": (

@@ -31,7 +31,11 @@ FAST = [
     ("2x2x2", "1f1b", "sequence, tied, zero1"),
     ("2x4x1", "eager_1f1b", "words, tied, fsdp"),
 ]
-SLOW = [("1x4x2", "zb_v", "plain"), *covering(GRID, FAST)]
+SLOW = [
+    ("1x4x2", "zb_v", "plain"),
+    ("2x2x2", "zb_v", "sequence, gathered"),
+    *covering(GRID, FAST),
+]
 LARGE = list(itertools.product(("2x2x4", "2x4x2"), FAMILIES, OPTIONS))
 LARGE_SLOW = [
     ("2x4x2", "interleaved_1f1b", "sequence, fsdp"),

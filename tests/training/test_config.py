@@ -141,7 +141,7 @@ FAULTS = [
     ),
     (
         {"pipeline": {"remat": "all"}, "parallel": PARALLEL},
-        "pipeline.remat='all': must be 'stage' or 'none'",
+        "pipeline.remat='all': must be 'stage' or 'gathered' or 'none'",
     ),
     (
         {"pipeline": {"remat": "none"}},

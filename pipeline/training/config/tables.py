@@ -83,7 +83,7 @@ class PipelineOptions:
     """What `pipeline.Pipeline` is told beside [parallel]; as there."""
 
     schedule: str | None = None
-    remat: Literal["stage", "none"] = "stage"
+    remat: Literal["stage", "gathered", "none"] = "stage"
     bubbles: Literal["skip", "masked"] = "skip"
     pattern: str | None = None
     delayed: bool = False
