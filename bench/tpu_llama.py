@@ -113,6 +113,7 @@ _8B_LOOPED = Case(
 )
 _70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING, keep_attention=True)
 _70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
+_70B_KEEPING_ALL = replace(_70B_OVER_TENSOR, scan_layers=False, remat_blocks=False)
 CASES = {
     "tiny": Case(
         "v5p:2x2x2",
@@ -135,7 +136,22 @@ CASES = {
         microbatches=16,
     ),
     "70B": Case("v5p:8x8x8", {"data": 16, "stage": 8, "tensor": 4}, _70B_OVER_TENSOR, USUAL),
-    "70B-best": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
+    "70B-again": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
+    "70B-best": Case(
+        "v5p:8x8x8",
+        {"data": 32, "stage": 4, "tensor": 4},
+        _70B_KEEPING_ALL,
+        {**USUAL, **LOOPED, "remat": "gathered"},
+        chunks=10,
+    ),
+    "70B-v6e": Case(
+        "v6e:16x16",
+        {"data": 4, "stage": 16, "tensor": 4},
+        replace(_70B_OVER_TENSOR, remat_blocks=False),
+        {**USUAL, **LOOPED, "remat": "stage"},
+        chunks=5,
+        microbatches=256,
+    ),
 }
 
 

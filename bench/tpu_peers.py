@@ -5,10 +5,11 @@ GPipe: `shard_map`, a scan over ticks, `ppermute`, differentiated by `jax.grad`;
 shifted: `vmap` over stages, whose outputs a sharded buffer shifts by one, left to the compiler;
 FSDP: every weight over all chips, gathered by a block before it runs and again in its backward.
 
-All compute a block's forward again in its backward and keep what its attention gives (GPipe, which
-has no room for that, does not), but that "8B-fsdp-kept" keeps all but the weights, as "8B-best" of
-ours, one of a chip's rows after another; gradients of weights are reduced once a step, but by FSDP.
-GPipe and shifted share the head: each rank of a pipeline takes its part of the microbatches.
+All compute a block's forward again in its backward and keep what its attention gives (GPipe and 70B
+on v6e, which have no room for that, do not), but that "8B-fsdp-kept" keeps all but the weights, as
+"8B-best" of ours, one of a chip's rows after another; gradients of weights are reduced once a step,
+but by FSDP. GPipe and shifted share the head: each rank of a pipeline takes its part of the
+microbatches.
 Letters: S ranks, M microbatches, D shards.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -37,14 +38,24 @@ from pipeline.layers import attention, kernels
 from llama import build, loss_fn  # isort: skip  (bench.tpu_llama knows where it is)
 
 Loss = Callable[..., jax.Array]  # of (weights, words, targets)
+# Options of a model whose blocks are computed again.
+AGAIN = ("scan_layers", "remat_blocks", "keep_attention")
 
 
-def _like(name: str, kind: str, *, keeping: bool = False, **changes: Any) -> tuple[str, Case]:
-    """A peer on the mesh of one of ours."""
+def _like(
+    name: str, kind: str, *, again: Sequence[str] = AGAIN, **changes: Any
+) -> tuple[str, Case]:
+    """A peer on the mesh of one of ours.
+
+    Args:
+      name: of ours.
+      kind: of the peer.
+      again: the options of a model that are on for blocks to be computed again.
+      **changes: to the case.
+    """
     case = CASES[name]
-    blocks = dict.fromkeys(("scan_layers", "remat_blocks", "keep_attention"), not keeping)
-    changed = {"loss_chunks": 8, "sequence_parallel": False, **blocks}
-    config = dataclasses.replace(case.config, **changed)
+    changed = {"loss_chunks": 8, "sequence_parallel": False, **dict.fromkeys(AGAIN, False)}
+    config = dataclasses.replace(case.config, **changed | dict.fromkeys(again, True))
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)
 
 
@@ -53,9 +64,12 @@ PEERS = {
     "8B-gpipe": _like("8B-best", "gpipe"),
     "8B-shifted": _like("8B-best", "shifted"),
     "8B-fsdp": _like("8B-best", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
-    "8B-fsdp-kept": _like("8B-best", "fsdp", keeping=True, axes={"data": 64}, microbatches=4),
+    "8B-fsdp-kept": _like("8B-best", "fsdp", again=(), axes={"data": 64}, microbatches=4),
     "8B-v6e-fsdp": _like("8B-v6e", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
-    "70B-fsdp": _like("70B-best", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
+    "70B-gpipe": _like("70B-again", "gpipe"),
+    "70B-shifted": _like("70B-again", "shifted"),
+    "70B-fsdp": _like("70B-again", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
+    "70B-v6e-fsdp": _like("70B-v6e", "fsdp", again=AGAIN[:2], axes={"data": 256}, microbatches=4),
 }
 
 

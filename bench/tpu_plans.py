@@ -1,10 +1,10 @@
 """Whether plans compile, and hold what the planner says: ``python -m bench.tpu_plans``.
 
-What `pipeline.plan` prints for Llama 3 8B on v5p is compiled by the TPU compiler for a slice that
+What `pipeline.plan` prints for Llama 3 8B and 70B is compiled by the TPU compiler for a slice that
 is described and not there, loss, gradients and Adam's update, and the compiler's bytes of a chip
 stand beside the planner's. Within 10% is wanted; if one is not, or does not compile, the exit code
-is 1. Plans without a pipeline are XLA's own FSDP, no step of ours, and are left out. Needs
-`libtpu` and no TPU; a plan takes some minutes of one core.
+is 1. Plans without a pipeline are XLA's own FSDP, no step of ours, and are left out. Needs `libtpu`
+and no TPU; a plan takes about a minute of one core.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,26 @@ from jax.experimental import topologies
 from examples.llama import LlamaConfig
 from pipeline import make_optimizer, plan
 from pipeline.planner.costs import Estimate
-from pipeline.planner.layout import BUT_ATTENTION
+from pipeline.planner.layout import BUT_ATTENTION, GATHERED
 from pipeline.planner.plans import short
 
 GB = 10**9
 WITHIN = 0.10
-TOPOLOGIES = {8: "v5p:2x2x2", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4"}
-# Devices, sequences, positions and slices: the network along `stage`, one slice, many chips.
-JOBS = ((16, 32, 2048, 4), (16, 64, 4096, 1), (64, 256, 8192, 1))
+TOPOLOGIES = {
+    ("v5p", 16): "v5p:2x2x4",
+    ("v5p", 64): "v5p:4x4x4",
+    ("v5p", 512): "v5p:8x8x8",
+    ("v6e", 64): "v6e:8x8",
+}
+MODELS = {"llama-8b": LlamaConfig.llama_8b, "llama-70b": LlamaConfig.llama_70b}
+# The network along `stage`, one slice, many chips, more of them, and little memory.
+JOBS: tuple[dict[str, Any], ...] = (
+    {"model": "llama-8b", "devices": 16, "chip": "v5p", "batch": 32, "seq": 2048, "slices": 4},
+    {"model": "llama-8b", "devices": 16, "chip": "v5p", "batch": 64, "seq": 4096},
+    {"model": "llama-8b", "devices": 64, "chip": "v5p", "batch": 256, "seq": 8192},
+    {"model": "llama-70b", "devices": 512, "chip": "v5p", "batch": 1024, "seq": 8192},
+    {"model": "llama-8b", "devices": 64, "chip": "v6e", "batch": 256, "seq": 8192},
+)
 
 
 @dataclass(frozen=True)
@@ -58,14 +70,14 @@ class Compiled:
         return self.ratio is not None and abs(self.ratio - 1) <= WITHIN
 
 
-def case_of(one: Estimate, devices: int, seq: int) -> Case:
+def case_of(one: Estimate, job: Mapping[str, Any]) -> Case:
     """A plan as a model on a slice."""
     at = one.layout
-    config = LlamaConfig.llama_8b(
+    config = MODELS[job["model"]](
         dtype="bfloat16",
         # What a scan over layers leaves for its backward is not cut down to what is needed: of two
         # blocks of 4096 positions 3.2 GB, where a loop leaves 0.8.
-        scan_layers=at.remat is not None,
+        scan_layers=at.by_block or at.remat == "stage",
         remat_blocks=at.by_block,
         keep_attention=at.remat == BUT_ATTENTION,
         sequence_parallel=at.tensor > 1,
@@ -74,7 +86,7 @@ def case_of(one: Estimate, devices: int, seq: int) -> Case:
     axes = {"data": at.data, "stage": at.stage, "tensor": at.tensor}
     options: dict[str, Any] = {
         "schedule": at.schedule,
-        "remat": "stage" if at.remat == "stage" else None,
+        "remat": at.remat if at.remat in ("stage", GATHERED) else None,
         "data_parallel": at.data_parallel,
     }
     if at.data_parallel == "fsdp":
@@ -84,21 +96,22 @@ def case_of(one: Estimate, devices: int, seq: int) -> Case:
     axes = {name: size for name, size in axes.items() if size > 1}
     axes.setdefault("data", 1)
     return Case(
-        TOPOLOGIES[devices],
+        TOPOLOGIES[job["chip"], job["devices"]],
         axes,
         config,
         options,
         chunks=at.chunks,
         rows=at.rows,
-        length=seq,
+        length=job["seq"],
         microbatches=at.microbatches,
     )
 
 
-def compile_plan(one: Estimate, devices: int, seq: int) -> Compiled:
+def compile_plan(one: Estimate, job: Mapping[str, Any]) -> Compiled:
     """Its bytes by the compiler."""
-    case, start = case_of(one, devices, seq), time.perf_counter()
-    what = f"{short(one.layout)}, V={one.layout.chunks}, remat={one.layout.remat}, {seq} positions"
+    case, start = case_of(one, job), time.perf_counter()
+    how = f"V={one.layout.chunks}, remat={one.layout.remat}"
+    what = f"{job['model']}, {job['chip']}: {short(one.layout)}, {how}, {job['seq']} positions"
     topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
     try:
         pipe, words = case.pipeline(topology.devices), case.words()
@@ -127,20 +140,19 @@ def main() -> None:
     )
     parser.add_argument("--plans", type=int, default=2, help="the most of a job (2)")
     parser.add_argument("--jobs", type=int, nargs="*", default=list(range(len(JOBS))))
+    parser.add_argument("--schedules", nargs="+", help="families to plan with; all by default")
     options = parser.parse_args()
+    chosen = {"schedules": options.schedules} if options.schedules else {}
     if not tpu.is_here():
         print(tpu.ABSENT)
         return
     tpu.prepare()
     found = []
     for number in options.jobs:
-        devices, batch, seq, slices = JOBS[number]
-        plans = plan(
-            model="llama-8b", devices=devices, chip="v5p", batch=batch, seq=seq, slices=slices
-        )
+        plans = plan(**JOBS[number], **chosen)
         own = [one for one in plans.ranked if one.layout.schedule is not None]
         for one in own[: options.plans]:
-            found.append(compile_plan(one, devices, seq))
+            found.append(compile_plan(one, JOBS[number]))
             print(f"{found[-1].what}: {found[-1].seconds:.0f} s", file=sys.stderr, flush=True)
     rows = [
         [
@@ -153,7 +165,7 @@ def main() -> None:
         for one in found
     ]
     print(conclusion(found))
-    print(f"jax {jax.__version__}, the TPU compiler, v5p slices that are described; GB of a chip\n")
+    print(f"jax {jax.__version__}, the TPU compiler, slices that are described; GB of a chip\n")
     print(table(["plan", "planned", "compiled", "ratio", "s"], rows))
     if not all(one.is_near for one in found):
         sys.exit(1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.planner.layout import (
     BUT_ATTENTION,
+    GATHERED,
     WEIGHT,
     Job,
     Layout,
@@ -32,6 +33,8 @@ ATTENTION_EFFICIENCY = 0.5
 FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
+# How often what a block sends over `tensor` in F is sent in all; 3 where blocks run again.
+PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5}
 # Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
 BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
@@ -208,6 +211,8 @@ def _again(layout: Layout, block: _Block, n: float) -> float:
     """Seconds of what the backward of n blocks computes again."""
     if layout.remat is None:
         return 0.0
+    if layout.remat == GATHERED:
+        return n * (PASSES[GATHERED] - PASSES[None]) * block.tensor
     if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
         return (n - 1) * block.f + block.again + n * block.tensor
     kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
@@ -259,7 +264,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     links = _links(job, layout)
     block = _block(job, layout.rows, layout.tensor, links.tensor)
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
-    layers, passes = job.model.layers / S, 2 if layout.remat is None else 3
+    layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
     words = _words(job, layout, links) if layout.vocabulary == "stage" else 0.0
     skips = layout.remat == "stage"  # the last stage spares a forward, with what it sends
     spared = one.f * skips
@@ -315,7 +320,7 @@ def _alone(job: Job, layout: Layout) -> dict[str, float]:
     model, links, M = job.model, _links(job, layout), layout.microbatches
     block = _block(job, layout.rows, layout.tensor, links.tensor)
     L = model.layers
-    passes = 2 if layout.remat is None else 3
+    passes = PASSES.get(layout.remat, 3)
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
     recompute = M * _again(layout, replace(block, tensor=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)

@@ -12,6 +12,7 @@ from pipeline.planner.models import ModelSizes
 from schedules import Costs
 
 BUT_ATTENTION = "block_but_attention"
+GATHERED = "gathered"
 WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
 
 
@@ -57,8 +58,9 @@ class Layout:
       chunks: V.
       microbatches: M.
       rows: sequences of a microbatch on a data shard.
-      remat: what is computed again: None; each "block" from its input, or "block_but_attention",
-        whose result is kept; each "stage" from its own.
+      remat: what is computed again: None; what was "gathered" over tensor ranks is gathered again;
+        each "block" from its input, or "block_but_attention", whose result is kept; each "stage"
+        from its own.
       data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
         "hsdp": weights over the data shards of a slice.
       vocabulary: "ends" or "stage".

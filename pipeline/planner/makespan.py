@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedules import Costs, Schedule, build, simulate
 from schedules.core.flat import crossings_held, flatten, inputs_held
@@ -55,7 +54,9 @@ def makespan(
 
 
 def peak(name: str, S: int, V: int, M: int, stash: float, crossing: float) -> float:
-    """The most bytes that a rank holds for microbatches under way.
+    """Bytes of what a rank holds for microbatches under way.
+
+    Places of either kind are as many as the rank has that needs most of them.
 
     Args:
       name: of the family.
@@ -65,11 +66,15 @@ def peak(name: str, S: int, V: int, M: int, stash: float, crossing: float) -> fl
       stash: bytes from a stage's F to its B or I.
       crossing: bytes from I to W.
     """
+
+    def held(m: int) -> float:
+        stashes, crossings = _held(name, S, V, m)
+        return stashes * stash + crossings * crossing
+
     if M <= SHORT * S:
-        inputs, crossings = _held(name, S, V, M)
-        return _most(inputs, crossings, stash, crossing)
+        return held(M)
     first = _first(S, M)
-    b, c = (_most(*_held(name, S, V, first + n * S), stash, crossing) for n in (1, 2))
+    b, c = (held(first + n * S) for n in (1, 2))
     return c + (c - b) * (M - first - 2 * S) / S
 
 
@@ -77,17 +82,13 @@ def _first(S: int, M: int) -> int:
     return 2 * S + M % S
 
 
-def _most(inputs: NDArray[np.int64], crossings: NDArray[np.int64], a: float, c: float) -> float:
-    return float((inputs * a + crossings * c).max())
-
-
 @functools.lru_cache(maxsize=4096)
-def _held(name: str, S: int, V: int, M: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Inputs and crossings that are held during any action, each pair once."""
+def _held(name: str, S: int, V: int, M: int) -> tuple[int, int]:
+    """The most stashes, and the most crossings, that a rank holds during any action."""
     flat = flatten(built(name, S, V, M))
-    rows = []
+    stashes = crossings = 0
     for kinds in np.split(flat.kind, flat.first[1:-1]):
-        crossings = crossings_held(kinds)
-        rows.append(np.stack([inputs_held(kinds) - crossings, crossings]))
-    inputs, crossings = np.unique(np.concatenate(rows, axis=1), axis=1)
-    return inputs, crossings
+        left = crossings_held(kinds)
+        crossings = max(crossings, int(left.max()))
+        stashes = max(stashes, int((inputs_held(kinds) - left).max()))
+    return stashes, crossings

@@ -6,7 +6,7 @@ float32, all else bfloat16.
 
 from __future__ import annotations
 
-from pipeline.planner.layout import BUT_ATTENTION, WEIGHT, Job, Layout, parameters_of
+from pipeline.planner.layout import BUT_ATTENTION, GATHERED, WEIGHT, Job, Layout, parameters_of
 from pipeline.planner.makespan import peak
 from pipeline.planner.models import COMPUTE_BYTES
 
@@ -34,6 +34,14 @@ def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
     return whole / layout.tensor, residuals, beside
 
 
+def _whole(job: Job, layout: Layout) -> float:
+    """Of one block and microbatch: what a rank gathers over `tensor`, under sequence parallelism.
+
+    That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
+    """
+    return job.model.ends_of_products * layout.rows * job.seq if layout.tensor > 1 else 0.0
+
+
 def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
     """Of one block and microbatch: what it leaves for its backward, where not a stage begins anew.
 
@@ -41,7 +49,24 @@ def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
     """
     tokens = layout.rows * job.seq / layout.tensor
     attention = (COMPUTE_BYTES * job.model.queries + 4 * job.model.heads) * tokens
-    return {None: residuals, "block": given, BUT_ATTENTION: given + attention}[layout.remat]
+    return {
+        None: residuals + _whole(job, layout),
+        GATHERED: residuals,
+        "block": given,
+        BUT_ATTENTION: given + attention,
+    }[layout.remat]
+
+
+def _crossing(job: Job, layout: Layout) -> float:
+    """Of one block and microbatch: what I leaves for W.
+
+    Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
+    not gathered again.
+    """
+    tokens = layout.rows * job.seq
+    gradients = job.model.ends_of_products * tokens
+    inputs = gradients / layout.tensor if layout.remat == GATHERED else gradients
+    return inputs + gradients + job.model.crossings * tokens / layout.tensor
 
 
 def _logits(job: Job, layout: Layout) -> float:
@@ -59,7 +84,7 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     kept = job.model.residuals * layout.rows * job.seq / layout.tensor
     stash = given if layout.remat == "stage" else n * _left(job, layout, given, kept)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
-    crossing = n * job.model.crossings * layout.rows * job.seq / layout.tensor
+    crossing = n * _crossing(job, layout)
     schedule = layout.schedule or ""
     weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
     held = {

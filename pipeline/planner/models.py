@@ -122,10 +122,18 @@ class ModelSizes:
         return COMPUTE_BYTES * numbers
 
     @property
+    def ends_of_products(self) -> int:
+        """Bytes of what enters attention and MLP, or leaves them: of tensor ranks each has all."""
+        return COMPUTE_BYTES * 2 * self.width
+
+    @property
     def crossings(self) -> int:
-        """Bytes that I leaves for W: of each product its input and its output's gradient."""
-        inputs = 2 * self.width + self.queries + self.hidden
-        outputs = self.queries + 2 * self.keys + 2 * self.width + 2 * self.hidden
+        """Bytes that I leaves for W beside `ends_of_products`, of inputs and of gradients.
+
+        Of each product its input and its output's gradient.
+        """
+        inputs = self.queries + self.hidden
+        outputs = self.queries + 2 * self.keys + 2 * self.hidden
         return COMPUTE_BYTES * (inputs + outputs)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from collectives.sizes import is_size
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import BUT_ATTENTION, Job, Layout
+from pipeline.planner.layout import BUT_ATTENTION, GATHERED, Job, Layout
 from pipeline.planner.makespan import CLOCKS, built
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
@@ -28,8 +28,9 @@ from schedules.build import options
 
 # All that are the same for all costs: those made to measure take longer than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
-REMAT = (None, "block", BUT_ATTENTION, "stage")
-CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can
+REMAT = (None, GATHERED, "block", BUT_ATTENTION, "stage")
+CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can; and what shares layers evenly,
+MOST_CHUNKS = 10  # up to so many
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
 MOST_TENSOR = 16
 MOST_IDLE = 0.1  # of stages with a layer less than the longest
@@ -62,8 +63,9 @@ def plan(
       seq: positions of each.
       slices: groups that only the network joins; as few as the chip allows by default. GPUs: hosts.
       schedules: families to try.
-      remat: what may be computed again: None, "block", "block_but_attention" (which spares splash
-        attention, so only TPUs have it) or "stage".
+      remat: what may be computed again: None, "gathered" (what tensor ranks gathered is, of
+        pipelines), "block", "block_but_attention" (which spares splash attention, so only TPUs have
+        it) or "stage".
       clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
         every exchange, as on virtual CPU devices, or "event".
       efficiency: the share of peak that products reach; the chip's by default.
@@ -220,7 +222,8 @@ def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layo
     ways = ["replicated"]
     if base.data > 1:
         ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
-    kept = [one for one in remat if one != "stage"] or [None]  # all of it is one stage
+    # All of it is one stage, and what is gathered again is the compiler's choice.
+    kept = [one for one in remat if one not in ("stage", GATHERED)] or [None]
     for rows, way, again in itertools.product(_divisors(each), ways, kept):
         yield replace(base, microbatches=each // rows, rows=rows, data_parallel=way, remat=again)
 
@@ -231,14 +234,15 @@ def _piped(
     S, each = base.stage, job.batch // base.data
     ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
     words = ["ends", "stage"] if base.tensor == 1 else ["ends"]  # tables go over one of the two
+    kept = [one for one in remat if one != GATHERED] or [None] if base.tensor == 1 else remat
     for name, rows in itertools.product(schedules, ROWS):
         if each % rows:
             continue
-        for V in CHUNKS:
+        for V in _chunks(job.model.layers, S):
             M = each // rows
             if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
                 continue
-            for again, way, word in itertools.product(remat, ways, words):
+            for again, way, word in itertools.product(kept, ways, words):
                 yield replace(
                     base,
                     schedule=name,
@@ -249,6 +253,11 @@ def _piped(
                     data_parallel=way,
                     vocabulary=word,
                 )
+
+
+def _chunks(layers: int, ranks: int) -> list[int]:
+    """V that are tried."""
+    return [V for V in range(1, MOST_CHUNKS + 1) if V in CHUNKS or layers % (ranks * V) == 0]
 
 
 def _share(layers: int, stages: int) -> bool:
