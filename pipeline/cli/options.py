@@ -68,10 +68,15 @@ def seconds(text: str) -> float:
     return value
 
 
-def flushed(code: int) -> int:
-    """The code, when all is written that somebody reads."""
+def say(text: str, *, end: str = "\n") -> None:
+    """Print, as far as somebody reads."""
     try:
-        sys.stdout.flush()
+        print(text, end=end, flush=True)
     except BrokenPipeError:  # `... | head`: nothing more can be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def flushed(code: int) -> int:
+    """The code, when all is written that somebody reads."""
+    say("", end="")
     return code

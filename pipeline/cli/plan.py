@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, whole
+from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
 from pipeline.planner.makespan import CLOCKS
 
@@ -63,5 +63,5 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    print(plans)
+    say(str(plans))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 
@@ -389,3 +390,12 @@ def test_the_command_line(tmp_path, capsys):
         cli.main([*arguments, "--chip", "v5e"])
     assert ended.value.code == 1
     assert "no layout fits 2 x v5e: " in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as nobody, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", nobody)
+        sizes = ["--devices", "8", "--chip", "v5p", "--batch", "64", "--seq", "2048"]
+        assert cli.main(["plan", "--model", "llama-8b", *sizes]) == 0
