@@ -113,7 +113,9 @@ _8B_LOOPED = Case(
 )
 _70B = LlamaConfig.llama_70b(dtype="bfloat16", **SAVING, keep_attention=True)
 _70B_OVER_TENSOR = LlamaConfig.llama_70b(dtype="bfloat16", **OVER_TENSOR)
-_70B_KEEPING_ALL = replace(_70B_OVER_TENSOR, scan_layers=False, remat_blocks=False)
+_70B_KEEPING_ALL = replace(
+    _70B_OVER_TENSOR, scan_layers=False, remat_blocks=False, loss_chunks=None
+)
 CASES = {
     "tiny": Case(
         "v5p:2x2x2",
@@ -147,7 +149,7 @@ CASES = {
     "70B-v6e": Case(
         "v6e:16x16",
         {"data": 4, "stage": 16, "tensor": 4},
-        replace(_70B_OVER_TENSOR, remat_blocks=False),
+        replace(_70B_OVER_TENSOR, remat_blocks=False, loss_chunks=None),
         {**USUAL, **LOOPED, "remat": "stage"},
         chunks=5,
         microbatches=256,

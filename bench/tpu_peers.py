@@ -54,7 +54,7 @@ def _like(
       **changes: to the case.
     """
     case = CASES[name]
-    changed = {"loss_chunks": 8, "sequence_parallel": False, **dict.fromkeys(AGAIN, False)}
+    changed = {"loss_chunks": None, "sequence_parallel": False, **dict.fromkeys(AGAIN, False)}
     config = dataclasses.replace(case.config, **changed | dict.fromkeys(again, True))
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)
 

@@ -78,6 +78,11 @@ def peak(name: str, S: int, V: int, M: int, stash: float, crossing: float) -> fl
     return c + (c - b) * (M - first - 2 * S) / S
 
 
+def is_split(name: str, S: int, V: int, M: int) -> bool:
+    """Whether a family splits backwards, so that something crosses from I to W."""
+    return _held(name, S, V, M if M <= SHORT * S else _first(S, M))[1] > 0
+
+
 def _first(S: int, M: int) -> int:
     return 2 * S + M % S
 

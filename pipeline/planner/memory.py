@@ -7,7 +7,7 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 from pipeline.planner.layout import BUT_ATTENTION, GATHERED, WEIGHT, Job, Layout, parameters_of
-from pipeline.planner.makespan import peak
+from pipeline.planner.makespan import is_split, peak
 from pipeline.planner.models import COMPUTE_BYTES
 
 # Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
@@ -86,6 +86,8 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     crossing = n * _crossing(job, layout)
     schedule = layout.schedule or ""
+    if is_split(schedule, S, V, M):
+        workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
     weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
     held = {
         "weights": weights,
