@@ -43,7 +43,12 @@ AGAIN = ("scan_layers", "remat_blocks", "keep_attention")
 
 
 def _like(
-    name: str, kind: str, *, again: Sequence[str] = AGAIN, **changes: Any
+    name: str,
+    kind: str,
+    *,
+    again: Sequence[str] = AGAIN,
+    loss_chunks: int | None = None,
+    **changes: Any,
 ) -> tuple[str, Case]:
     """A peer on the mesh of one of ours.
 
@@ -51,11 +56,13 @@ def _like(
       name: of ours.
       kind: of the peer.
       again: the options of a model that are on for blocks to be computed again.
+      loss_chunks: parts in which logits are formed, twice; None to form them once.
       **changes: to the case.
     """
     case = CASES[name]
-    changed = {"loss_chunks": None, "sequence_parallel": False, **dict.fromkeys(AGAIN, False)}
-    config = dataclasses.replace(case.config, **changed | dict.fromkeys(again, True))
+    changed = {"loss_chunks": loss_chunks, "sequence_parallel": False}
+    blocks = dict.fromkeys(AGAIN, False) | dict.fromkeys(again, True)
+    config = dataclasses.replace(case.config, **changed, **blocks)
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)
 
 
@@ -69,7 +76,9 @@ PEERS = {
     "70B-gpipe": _like("70B-again", "gpipe"),
     "70B-shifted": _like("70B-again", "shifted"),
     "70B-fsdp": _like("70B-again", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
-    "70B-v6e-fsdp": _like("70B-v6e", "fsdp", again=AGAIN[:2], axes={"data": 256}, microbatches=4),
+    "70B-v6e-fsdp": _like(
+        "70B-v6e", "fsdp", again=AGAIN[:2], loss_chunks=8, axes={"data": 256}, microbatches=4
+    ),
 }
 
 
