@@ -78,6 +78,7 @@ class Residuals:
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
+      gathers: whether the backward does gather something again.
     """
 
     def __init__(
@@ -120,6 +121,8 @@ class Residuals:
 
         self._kept = smallest_cut(wanted, before)
         self.stashed = [v.aval for v in self._kept]
+        again = _behind(self._kept, wanted, before)
+        self.gathers = any(v in made_by and _gathers(made_by[v]) for v in again)
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:
         """The stage's output, and what to stash."""
@@ -135,6 +138,19 @@ class Residuals:
         known |= dict(zip(self._kept, stash, strict=True))
         found = evaluate(self._jaxpr, known, self._residuals)
         return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value)
+
+
+def _behind(
+    kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
+) -> set[Var]:
+    """What is computed again: all between what is kept and what is wanted."""
+    found, left = set(kept), list(wanted)
+    while left:
+        var = left.pop()
+        if var not in found:
+            found.add(var)
+            left += before(var) or []
+    return found - set(kept)
 
 
 def _gathers(eqn: Any) -> bool:

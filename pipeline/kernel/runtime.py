@@ -34,7 +34,7 @@ from pipeline.rank.groups import GroupedModel, make_local_model
 from pipeline.rank.held import Held, Usage
 from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
-from pipeline.rank.unread import warn_of_parameters_that_nobody_reads
+from pipeline.rank.unread import warn_of_nothing_to_gather, warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
 from pipeline.sharding.zero import (
     constrain,
@@ -312,6 +312,8 @@ def _train(
         return straight.memory
     check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
+    if plan.remat == "gathered":
+        warn_of_nothing_to_gather(actions.memory.residuals, plan.traces.warned)
     halves = actions.memory.halves
     plan.traces.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)

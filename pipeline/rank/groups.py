@@ -111,6 +111,7 @@ class WithOutput:
         self._residuals, self._y_tree = residuals, jax.tree.structure(y)
         self._updates = updates
         self.stashed = [*residuals.stashed, *jax.tree.leaves(y)]
+        self.gathers = residuals.gathers
 
     def forward(self, *arguments: Any) -> tuple[Tree, Leaves]:
         """The stage's output, and what to stash."""
@@ -133,6 +134,7 @@ class SharedResiduals:
 
     Attributes:
       stashed: the types of what is stashed for one microbatch.
+      gathers: whether a backward gathers something again.
       of: [groups] `Residuals`, and views, [groups] the views of their stashes.
     """
 
@@ -147,6 +149,7 @@ class SharedResiduals:
                 residuals = WithOutput(residuals, local.output, updates=local.writes)
             self.of.append(residuals)
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
+        self.gathers = any(residuals.gathers for residuals in self.of)
 
 
 class SharedHalves:

@@ -1,7 +1,8 @@
-"""Parameters that a part of a model holds and does not read, so that nobody trains them.
+"""What makes no difference to a step, and was meant to: found in its trace, and warned of.
 
-Their gradients are zeros. Adapters that were put on a whole model may be so: they act where that
-model is called, and in a pipeline it never is.
+Parameters that a part of a model holds and does not read are trained by nobody. Their gradients are
+zeros. Adapters that were put on a whole model may be so: they act where that model is called, and
+in a pipeline it never is.
 """
 
 from __future__ import annotations
@@ -42,6 +43,26 @@ def warn_of_parameters_that_nobody_reads(
         f"parameters are read by no part of the model, so nobody trains them: "
         f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
+        stacklevel=outside(),
+    )
+
+
+def warn_of_nothing_to_gather(residuals: Any, warned: set[Any]) -> None:
+    """Warn where ``remat="gathered"`` is ``remat=None``.
+
+    Args:
+      residuals: of the stages (`pipeline.backward.residuals.Residuals`).
+      warned: as above.
+    """
+    key = "gathered"
+    if residuals.gathers or key in warned:
+        return
+    warned.add(key)
+    warnings.warn(
+        "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
+        "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+        "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
+        "not in a scan; otherwise give remat=None",
         stacklevel=outside(),
     )
 

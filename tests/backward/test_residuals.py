@@ -167,8 +167,24 @@ def test_what_ranks_gathered(gathers):
         whole = jax.lax.all_gather(x, TENSOR, axis=0, tiled=True)
         return x + jax.lax.psum_scatter(jnp.tanh(whole @ w[0]) @ w[1], TENSOR, tiled=True)
 
-    kept = shapes(check_on_ranks(f, gathers=gathers))
-    assert kept == sorted([(ROWS if gathers else 2 * ROWS, WIDTH), (2 * ROWS, HIDDEN)])
+    found = check_on_ranks(f, gathers=gathers)
+    assert found.gathers is gathers
+    assert shapes(found) == sorted([(ROWS if gathers else 2 * ROWS, WIDTH), (2 * ROWS, HIDDEN)])
+
+
+def test_nothing_to_gather_again_is_said():
+    """Once, by what traces the step first."""
+    stages = models.build(models.Block, 2)
+    options = {"mesh": make_mesh(stage=2), "loss_fn": models.squares, "remat": "gathered"}
+    x = jax.random.normal(jax.random.key(1), (4, models.WIDTH))
+    pipe = Pipeline(stages, 2, **options)
+    with pytest.warns(UserWarning, match="remat='gathered' gathers nothing again: of what") as told:
+        loss, _ = pipe.value_and_grad(x, x)
+        pipe.value_and_grad(x, x)
+        pipe.describe(x, x)
+    assert len(told) == 1
+    plain = Pipeline(stages, 2, **options | {"remat": None})
+    np.testing.assert_allclose(loss, plain.value_and_grad(x, x)[0], rtol=1e-6)
 
 
 def test_what_a_function_apart_returns_and_keeps_is_stashed_once():
