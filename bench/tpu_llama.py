@@ -68,9 +68,9 @@ class Case:
         config, d = self.config, self.config.hidden_size
         stages, embed, head = build(config, self.chunks * self.axes[STAGE], seed=0)
         if self.shares_words:
-            rngs = nnx.Rngs(0)
-            embed = VocabularyEmbedding(config.vocab_size, d, rngs=rngs, dtype=config.dtype)
-            head = VocabularyHead(config.vocab_size, d, rngs=rngs, norm=RMSNorm(d))
+            rngs, cut = nnx.Rngs(0), {"sequence_parallel": config.sequence_parallel}
+            embed = VocabularyEmbedding(config.vocab_size, d, rngs=rngs, dtype=config.dtype, **cut)
+            head = VocabularyHead(config.vocab_size, d, rngs=rngs, norm=RMSNorm(d, **cut), **cut)
         return stages, embed, head
 
     @property
@@ -141,16 +141,24 @@ CASES = {
     "70B-again": Case("v5p:8x8x8", {"data": 32, "stage": 16}, _70B, {**SHARED, **LOOPED}, chunks=5),
     "70B-best": Case(
         "v5p:8x8x8",
+        {"data": 16, "stage": 8, "tensor": 4},
+        _70B_KEEPING_ALL,
+        {**SHARED, **LOOPED},
+        chunks=10,
+        microbatches=64,
+    ),
+    "70B-gathered": Case(
+        "v5p:8x8x8",
         {"data": 32, "stage": 4, "tensor": 4},
         _70B_KEEPING_ALL,
-        {**USUAL, **LOOPED, "remat": "gathered"},
+        {**SHARED, **LOOPED, "remat": "gathered"},
         chunks=10,
     ),
     "70B-v6e": Case(
         "v6e:16x16",
         {"data": 4, "stage": 16, "tensor": 4},
-        replace(_70B_OVER_TENSOR, remat_blocks=False, loss_chunks=None),
-        {**USUAL, **LOOPED, "remat": "stage"},
+        replace(_70B_OVER_TENSOR, loss_chunks=None, keep_attention=True),
+        {**SHARED, **LOOPED},
         chunks=5,
         microbatches=256,
     ),

@@ -8,7 +8,13 @@ from collectives.picture import describe_mesh
 from collectives.reduce import from_rank, mean_over, sum_over
 from collectives.shift import axis_size, exchange, ring_shift, shift_left, shift_right
 from collectives.sizes import DATA, STAGE, TENSOR
-from collectives.tensor import check_divides, column_input, row_output, split_sequence
+from collectives.tensor import (
+    check_divides,
+    column_input,
+    join_sequence,
+    row_output,
+    split_sequence,
+)
 from collectives.vocabulary import vocabulary_cross_entropy, vocabulary_embedding
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "describe_mesh",
     "exchange",
     "from_rank",
+    "join_sequence",
     "linear_cross_entropy",
     "local",
     "make_mesh",

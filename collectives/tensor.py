@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 import jax
+import jax.numpy as jnp
 
 from collectives.compat import vary, varying_axes
 from collectives.sizes import TENSOR
@@ -122,6 +123,26 @@ def split_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> j
     _check_sequence(x.shape[where], axis)
     size = x.shape[where] // group_size(axis)
     return jax.lax.dynamic_slice_in_dim(vary(x, axis), group_rank(axis) * size, size, where)
+
+
+def join_sequence(x: jax.Array, axis: str = TENSOR, *, sequence_axis: int) -> jax.Array:
+    """The whole of an activation of which each rank holds a part: the way back of `split_sequence`.
+
+    All ranks then hold it alike. Of its gradient each takes its part; nothing is exchanged for it.
+
+    Args:
+      x: this rank's part of an activation, `[..., t / R, ...]`.
+      axis: the mesh axis of the group.
+      sequence_axis: which axis of `x` becomes t.
+    """
+    if not is_manual(axis):
+        return x
+    where = _positive(sequence_axis, x)
+    size = x.shape[where]
+    shape = (*x.shape[:where], group_size(axis) * size, *x.shape[where + 1 :])
+    room = vary(jnp.zeros(shape, x.dtype), tuple(varying_axes(x)))
+    placed = jax.lax.dynamic_update_slice_in_dim(room, x, group_rank(axis) * size, where)
+    return jax.lax.psum(placed, axis)
 
 
 def check_divides(

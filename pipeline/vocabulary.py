@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives import vocabulary_cross_entropy
+from collectives import TENSOR, vocabulary_cross_entropy
+from collectives.tensor import join_sequence, split_sequence
 from pipeline import layers
 from pipeline.base.tree import is_array, shape_text
 from pipeline.layers.vocabulary import Table, logits
@@ -34,6 +35,8 @@ class VocabularyEmbedding(layers.VocabularyEmbedding):
       dtype: of the vectors; by default that of the table.
       param_dtype: of the table.
       scale: standard deviation of the first table.
+      sequence_parallel: whether each rank of ``tensor`` keeps its part of the positions, as
+        sequence parallel stages take them: [b, t] -> [b, t / R, d] on R ranks.
     """
 
     def __init__(
@@ -45,11 +48,21 @@ class VocabularyEmbedding(layers.VocabularyEmbedding):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         scale: float = 1.0,
+        sequence_parallel: bool = False,
     ) -> None:
         init = nnx.initializers.normal(scale)
         super().__init__(
             words, width, rngs, axis=None, init=init, dtype=param_dtype, activations=dtype
         )
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel:
+            self.table = _summed_over_parts(self.table)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Look the words up."""
+        if self.sequence_parallel:
+            tokens = split_sequence(tokens, sequence_axis=-1)
+        return super().__call__(tokens)
 
 
 class VocabularyHead(layers.VocabularyHead):
@@ -63,9 +76,12 @@ class VocabularyHead(layers.VocabularyHead):
       tied: an embedding whose table this head shares: one parameter with one gradient.
       param_dtype: of the table.
       scale: standard deviation of the first table; by default d ** -0.5.
+      sequence_parallel: whether each rank of ``tensor`` has its part of the positions, as sequence
+        parallel stages give them: [b, t / R, d] -> [b, t, N] on R ranks. The norm must know too.
 
     Raises:
-      ValueError: neither rngs nor an embedding to share with, or one of other sizes.
+      ValueError: neither rngs nor an embedding to share with, or one of other sizes, or one that
+        is sequence parallel where the head is not.
     """
 
     def __init__(
@@ -78,7 +94,14 @@ class VocabularyHead(layers.VocabularyHead):
         tied: VocabularyEmbedding | None = None,
         param_dtype: Any = jnp.float32,
         scale: float | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
+        if tied is not None and tied.sequence_parallel != sequence_parallel:
+            raise ValueError(
+                f"tied is an embedding with sequence_parallel={tied.sequence_parallel}, the head "
+                f"has sequence_parallel={sequence_parallel}; their one table has one gradient: "
+                f"give both the same"
+            )
         if tied is not None and (tied.words, tied.table.shape[1]) != (words, width):
             raise ValueError(
                 f"tied is an embedding of {tied.words} words in {tied.table.shape[1]} "
@@ -100,10 +123,14 @@ class VocabularyHead(layers.VocabularyHead):
             init=None if scale is None else nnx.initializers.normal(scale),
             dtype=param_dtype,
         )
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel and tied is None:
+            self.table = _summed_over_parts(self.table)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """All logits."""
-        return logits(self.features(x), self.table[...])[..., : self.words]
+        found = logits(self.features(x), self.table[...])[..., : self.words]
+        return join_sequence(found, sequence_axis=-2) if self.sequence_parallel else found
 
 
 @dataclass(frozen=True)
@@ -146,6 +173,12 @@ class CrossEntropy:
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
     """Weights, NaN for what counts and is no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
+
+
+def _summed_over_parts(table: Any) -> Table:
+    """A table that ranks of ``tensor`` have alike, each for positions of its own."""
+    # `pipeline.sharding.placement` reads it.
+    return Table(table.get_value(), gradient_over=TENSOR)
 
 
 def _alike(weights: Any, ids: Any) -> bool:

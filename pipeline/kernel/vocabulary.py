@@ -24,7 +24,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from collectives import STAGE, axis_size, vary
+from collectives import STAGE, TENSOR, axis_size, vary
+from collectives.tensor import is_manual, join_sequence, split_sequence
 from collectives.vocabulary import (
     IGNORED,
     find_rows,
@@ -106,7 +107,8 @@ class VocabularyParallel:
         return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
     def _ids(self, microbatch: Any) -> jax.Array:
-        return _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
+        ids = _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
+        return split_sequence(ids, sequence_axis=-1) if self.tables.embed_parts else ids
 
     # --- head ---
 
@@ -117,14 +119,14 @@ class VocabularyParallel:
         table = local.ends_weights[index]
         z = own_logits(local, h, table)
         if actions.step.logprobs:
-            ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
+            ids = self._own(_only(at(local.batch.targets, microbatch)).astype(jnp.int32))
             lost = losses_of(*_whole(z, self._place(ids, z)))
-            found = -mask_losses(lost, ids, self.tables.head_words, IGNORED)
+            found = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank knows it; one says it.
             self._leave(found, microbatch, (self.rank == self.last) & real)
             return message
         if not actions.step.take_loss:
-            self._leave(z, microbatch, real)
+            self._leave(self._joined(z, -2), microbatch, real)
             return message
         lost, weight, dz = self._loss(z, microbatch)
         here = (self.rank == self.last) & real
@@ -156,6 +158,14 @@ class VocabularyParallel:
         h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
         return h, pullback
 
+    def _own(self, of_tokens: jax.Array) -> jax.Array:
+        """Of something of each token, this rank's part of the positions."""
+        return split_sequence(of_tokens, sequence_axis=-1) if self.tables.head_parts else of_tokens
+
+    def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:
+        """Of something of this rank's positions, all of them."""
+        return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
+
     def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
         """Leave what the user sees of a microbatch."""
         results = self.actions.memory.results
@@ -169,12 +179,15 @@ class VocabularyParallel:
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
         loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
-        ids, weights = loss_fn.tokens(at(self.local.batch.targets, microbatch))
+        ids, weights = map(self._own, loss_fn.tokens(at(self.local.batch.targets, microbatch)))
         place = self._place(ids, z)
         top, total, picked = _whole(z, place)
         counts = spoil(ids, weights, self.tables.head_words)
         lost = losses_of(top, total, picked) * counts
-        return lost.sum(), weights.sum(), logit_gradient(z, *place, top, total, counts)
+        sums = lost.sum(), weights.sum()
+        if self.tables.head_parts and is_manual(TENSOR):
+            sums = jax.lax.psum(sums, TENSOR)
+        return *sums, logit_gradient(z, *place, top, total, counts)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
         """Add the gradient of this rank's rows; returns that for the features, of all words."""

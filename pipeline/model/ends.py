@@ -33,6 +33,7 @@ class Tables:
     Attributes:
       embed: the index of the embedding's table, -1 if it is not shared; head: of the head's.
       embed_words, head_words: N of each.
+      embed_parts, head_parts: whether ranks of ``tensor`` have positions of their own.
       paths: where they are in `Ends`.
     """
 
@@ -40,6 +41,8 @@ class Tables:
     head: int = -1
     embed_words: int = 0
     head_words: int = 0
+    embed_parts: bool = False
+    head_parts: bool = False
     paths: tuple[Any, ...] = ()
 
     @property
@@ -58,9 +61,12 @@ def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
     path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
     place_of = {path: n for n, (path, _) in enumerate(flat)}
     found = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
-    words = {f"{part}_words": getattr(ends, part).words for part in shared}
     paths = tuple(flat[n][0] for n in sorted(set(found.values())))
-    return Tables(**found, **words, paths=paths)
+    about: dict[str, Any] = dict(found)
+    for part in shared:
+        end = getattr(ends, part)
+        about |= {f"{part}_words": end.words, f"{part}_parts": end.sequence_parallel}
+    return Tables(**about, paths=paths)
 
 
 def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:

@@ -193,9 +193,11 @@ def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> 
         gather = _gather(size, inside, layout.data_slices, links.data, job.chip.network)
     forward = n * (block.f + block.tensor)
     beside = n * block.tensor + _again(layout, block, n) + gather
-    head = block.head + block.head_tensor
+    head = block.head
     if layout.vocabulary == "stage":
         head += S * _words(job, layout, links)  # a rank does 1/S of the head, and all of this
+    else:
+        head += block.head_tensor
     return _Stage(
         f=forward + gather,
         i=n * block.i + beside,
@@ -220,8 +222,11 @@ def _again(layout: Layout, block: _Block, n: float) -> float:
 
 
 def _words(job: Job, layout: Layout, links: _Links) -> float:
-    """Seconds that all ranks of `stage` exchange on the words of a microbatch."""
-    S, tokens = layout.stage, layout.rows * job.seq
+    """Seconds that all ranks of `stage` exchange on the words of a microbatch.
+
+    Ranks of `tensor` have positions of their own.
+    """
+    S, tokens = layout.stage, layout.rows * job.seq / layout.tensor
     activation = COMPUTE_BYTES * tokens * job.model.width
     sent = 4 * 2 * (S - 1) / S * activation + (S - 1) * 12 * tokens
     return sent / (links.stage if layout.stage_slices == 1 else job.chip.network)
@@ -279,7 +284,8 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
         costs = stage_costs(job, layout)
         whole = makespan(layout.schedule, S, V, M, costs, shared, job.clock)
     compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
-    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + block.head_tensor / S)
+    head_tensor = block.head_tensor if layout.vocabulary == "ends" else 0.0
+    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + head_tensor / S)
     gathers = M * ((2 * V - skips / S) * one.gather + words)
     seconds = {
         "compute": compute,
@@ -304,6 +310,9 @@ def _reduce(job: Job, layout: Layout, links: _Links) -> float:
         S = layout.stage
         link = links.stage if layout.stage_slices == 1 else network
         seconds += 2 * (S - 1) / S * WEIGHT * ends / layout.data / link
+    elif layout.schedule is not None:  # each rank of `tensor` has a sum over its positions
+        T = layout.tensor
+        seconds += 2 * (T - 1) / T * WEIGHT * ends / layout.data / links.tensor
     return seconds
 
 

@@ -71,7 +71,7 @@ def _crossing(job: Job, layout: Layout) -> float:
 
 def _logits(job: Job, layout: Layout) -> float:
     """Bytes of logits and their gradient, float32."""
-    parts = layout.stage if layout.vocabulary == "stage" else layout.tensor * LOGIT_PARTS
+    parts = layout.tensor * (layout.stage if layout.vocabulary == "stage" else LOGIT_PARTS)
     return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
 
 

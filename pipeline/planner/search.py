@@ -233,7 +233,6 @@ def _piped(
 ) -> Iterator[Layout]:
     S, each = base.stage, job.batch // base.data
     ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
-    words = ["ends", "stage"] if base.tensor == 1 else ["ends"]  # tables go over one of the two
     kept = [one for one in remat if one != GATHERED] or [None] if base.tensor == 1 else remat
     for name, rows in itertools.product(schedules, ROWS):
         if each % rows:
@@ -242,7 +241,7 @@ def _piped(
             M = each // rows
             if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
                 continue
-            for again, way, word in itertools.product(kept, ways, words):
+            for again, way, word in itertools.product(kept, ways, ("ends", "stage")):
                 yield replace(
                     base,
                     schedule=name,

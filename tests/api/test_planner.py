@@ -275,7 +275,7 @@ def test_slow_links_between_slices_are_crossed_by_a_pipeline(tmp_path):
         schedules=("interleaved_1f1b",),
         clock="event",
     )
-    assert found.verdict.startswith("pipeline, interleaved_1f1b on data 4 x stage 4: 1.")
+    assert found.verdict.startswith("pipeline, interleaved_1f1b on stage 4 x tensor 4: 1.")
     assert found.best.layout.stage_slices == 4
     path = found.write(tmp_path / "plan.toml")
     with path.open("rb") as file:
@@ -289,9 +289,9 @@ def test_slow_links_between_slices_are_crossed_by_a_pipeline(tmp_path):
 def test_a_pipeline_has_to_be_quicker_by_more_than_predictions_are_off():
     sizes = {"devices": 512, "chip": "v5p", "batch": 1024, "seq": 8192}
     found = plan(model="llama-70b", schedules=("interleaved_1f1b",), **sizes)
-    assert found.alone.step > found.pipeline.step > 0.95 * found.alone.step
+    assert found.alone.step > found.pipeline.step > 0.9 * found.alone.step
     assert found.best is found.alone
-    assert found.verdict.endswith(" s, which is no more than such predictions are off (5%)")
+    assert found.verdict.endswith(" s, which is no more than such predictions are off (10%)")
 
 
 def test_what_attention_gave_can_be_kept_on_tpus_alone():

@@ -67,9 +67,10 @@ def model(*, stages: int, layers: int, vocabulary: str, **changes: Any) -> tuple
     if vocabulary == "ends":
         return config, parts, embed, head, loss_fn(config)
     rngs, width = nnx.Rngs(5), config.hidden_size
-    words = VocabularyEmbedding(WORDS, width, rngs=rngs)
+    cut: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
+    words = VocabularyEmbedding(WORDS, width, rngs=rngs, **cut)
     tied = {"tied": words} if config.tie_word_embeddings else {"rngs": rngs}
-    head = VocabularyHead(WORDS, width, norm=RMSNorm(width), **tied)
+    head = VocabularyHead(WORDS, width, norm=RMSNorm(width, **cut), **tied, **cut)
     return config, parts, words, head, CrossEntropy()
 
 
@@ -117,11 +118,16 @@ def apart(module: Any) -> list[Any]:
     return [v.get_value() for _, v in flat if v.get_metadata(DEFERRED, None)]
 
 
+def is_shared(weight: Any) -> bool:
+    """Whether all stage ranks share it, where it is one of embed or head."""
+    return "stage" in tuple(weight.sharding.spec)
+
+
 def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[str, Any]:
     """Those that do not depend on the rank."""
     D, S, R = (pipe.mesh.shape.get(axis, 1) for axis in ("data", "stage", "tensor"))
     ends = jax.tree.leaves(nnx.state(pipe.ends, nnx.Param))
-    shared = [w for w in ends if "stage" in tuple(w.sharding.spec)]
+    of_ends = apart(pipe.ends)
     chunks = jax.tree.leaves(nnx.state(pipe.chunks, nnx.Param))
     sums = 2 if pipe.plan.grad_dtype == jnp.bfloat16 else 4
     rows = ROWS * LENGTH
@@ -138,11 +144,11 @@ def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[
         "m": 4 * rows * width // (R if sequence else 1),
         "G": size(pipe, chunks, itemsize=sums),
         "W": size(pipe, chunks, itemsize=4),
-        "E": size(pipe, [w for w in ends if "stage" not in tuple(w.sharding.spec)], itemsize=sums),
-        "Y": size(pipe, shared, itemsize=sums),
+        "E": size(pipe, [w for w in ends if not is_shared(w)], itemsize=sums),
+        "Y": size(pipe, filter(is_shared, ends), itemsize=sums),
         "U": size(pipe, ends, itemsize=4),
-        "H": size(pipe, apart(pipe.chunks), itemsize=sums),
-        "J": size(pipe, apart(pipe.ends), itemsize=sums),
+        "H": size(pipe, apart(pipe.chunks) + [w for w in of_ends if is_shared(w)], itemsize=sums),
+        "J": size(pipe, [w for w in of_ends if not is_shared(w)], itemsize=sums),
     }
 
 
@@ -187,7 +193,8 @@ def said(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[Any
         for axes, cell in zip(TENSOR_AXES, over_tensor, strict=True):
             add(axes, cell, rank)
         if shared:
-            add(("stage",), table("what")['`vocabulary="stage"`'][0], rank)
+            what = '`vocabulary="stage"`' + ", sequence parallel" * sequence
+            add(("stage",), table("what")[what][0], rank)
         add(("tensor",), of_tensor[place], rank)
     return {axes: row for axes, row in found.items() if any(row)}
 
@@ -216,6 +223,16 @@ LONG = [
     ((2, 2, 2), "zb_h1", {"data_parallel": "fsdp", "gather": "action", "remat": None}),
     ((2, 2, 2), "1f1b", {"pattern": "partner", "data_parallel": "fsdp"}),
     ((2, 2, 2), "eager_1f1b", {"vocabulary": "stage", "data_parallel": "zero1"}),
+    (
+        (2, 2, 2),
+        "zb_h1",
+        {"changes": SEQUENCE, "vocabulary": "stage", "data_parallel": "zero1", "remat": None},
+    ),
+    (
+        (1, 4, 2),
+        "1f1b",
+        {"changes": (*SEQUENCE, *TIED), "vocabulary": "stage", "remat": "gathered"},
+    ),
     ((2, 4, 1), "1f1b", {"delayed": True, "data_parallel": "zero1"}),
     ((2, 4, 1), "1f1b", {"vocabulary": "stage", "changes": TIED}),
     ((2, 4, 1), "gpipe", {"vocabulary": "stage", "data_parallel": "fsdp", "remat": None}),

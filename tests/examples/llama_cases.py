@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence, gathered": ({"sequence_parallel": True}, {"remat": "gathered"}),
     "tied": ({"tie_word_embeddings": True}, {}),
     "words": ({}, {"vocabulary": "stage"}),
+    "words, sequence": ({"sequence_parallel": True}, {"vocabulary": "stage"}),
     "replicated": (
         {"num_key_value_heads": 1, "replicate_kv": True, "sequence_parallel": True},
         {"data_parallel": "zero1"},
@@ -46,6 +47,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data_parallel": "zero1"},
     ),
     "sequence, fsdp": ({"sequence_parallel": True}, {"data_parallel": "fsdp", "remat": None}),
+    "words, sequence, tied, zero1": (
+        {"sequence_parallel": True, "tie_word_embeddings": True},
+        {"vocabulary": "stage", "data_parallel": "zero1", "remat": "gathered"},
+    ),
     "words, tied, fsdp": (
         {"tie_word_embeddings": True},
         {"data_parallel": "fsdp", "vocabulary": "stage"},
@@ -68,10 +73,12 @@ def data(rows: int) -> tuple[jax.Array, jax.Array]:
 def ends_by_stage(config: LlamaConfig) -> tuple[Any, Any, Any]:
     """Embed, head and loss whose words all stage ranks share."""
     rngs, width = nnx.Rngs(5), config.hidden_size
-    embed = VocabularyEmbedding(config.vocab_size, width, rngs=rngs)
-    norm = RMSNorm(width)
+    parts: Any = {"sequence_parallel": config.sequence_parallel}
+    embed = VocabularyEmbedding(config.vocab_size, width, rngs=rngs, **parts)
     tied = {"tied": embed} if config.tie_word_embeddings else {"rngs": rngs}
-    return embed, VocabularyHead(config.vocab_size, width, norm=norm, **tied), CrossEntropy()
+    norm = RMSNorm(width, **parts)
+    head = VocabularyHead(config.vocab_size, width, norm=norm, **tied, **parts)
+    return embed, head, CrossEntropy()
 
 
 def check(mesh: str, family: str, options: str, **further: Any) -> Pipeline:

@@ -504,6 +504,12 @@ def test_tables_of_their_own_or_shared():
         "tied is an embedding of 5 words in 8 dimensions, the head is of 6 in 8; what they share "
         "has one size: give both the same"
     )
+    with pytest.raises(ValueError, match="tied") as caught:
+        VocabularyHead(5, WIDTH, tied=embed, sequence_parallel=True)
+    assert str(caught.value) == (
+        "tied is an embedding with sequence_parallel=False, the head has sequence_parallel=True; "
+        "their one table has one gradient: give both the same"
+    )
     with pytest.raises(ValueError, match="rngs") as caught:
         VocabularyHead(6, WIDTH)
     assert str(caught.value) == (

@@ -66,6 +66,23 @@ def test_split_sequence_is_undone_by_column_input(ranks: int) -> None:
     np.testing.assert_allclose(gradient, c, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_join_sequence_is_the_way_back_of_split_sequence(ranks: int) -> None:
+    """All ranks have the whole alike, and each its part of the gradient, NaN and infinities too."""
+    x, c = normal(3, 8, 2), normal(3, 8, 2, seed=1)
+
+    def body(x: Any) -> Any:
+        part = tensor.split_sequence(x, sequence_axis=-2)
+        return tensor.join_sequence(2 * part, sequence_axis=-2)  # P() says that all are equal
+
+    run = on(ranks, body, P(), P())
+    np.testing.assert_allclose(run(x), 2 * x, rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(run(x) * c))(x)
+    np.testing.assert_allclose(gradient, 2 * c, rtol=1e-5)
+    odd = x.at[0, 0].set(-jnp.inf).at[1, 7].set(jnp.nan)
+    np.testing.assert_array_equal(run(odd), 2 * odd)
+
+
 def test_without_the_axis_they_do_nothing() -> None:
     x = normal(2, 4)
 
@@ -76,6 +93,7 @@ def test_without_the_axis_they_do_nothing() -> None:
             assert f(x) is x
             assert f(x, sequence_axis=0) is x
         assert tensor.split_sequence(x, sequence_axis=0) is x
+        assert tensor.join_sequence(x, sequence_axis=0) is x
         return x
 
     body(x)
