@@ -14,8 +14,8 @@ from pipeline.planner.memory import usable
 from pipeline.sharding.placement import DataParallel
 
 GB = 10**9
-# By how much steps are off, beside those of the TPU compiler (docs/planner.md): a pipeline, which
-# asks more of who runs it, has to be quicker by more.
+# By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a
+# pipeline, which asks more of who runs it, has to be quicker by more.
 NEAR = 0.10
 COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {"recompute": "recomputed", "bubble": "bubble", "tensor": "tensor", "data": "data"}

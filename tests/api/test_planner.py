@@ -143,6 +143,12 @@ def kept(schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: i
             84.14e9,
         ),
         ("llama-70b", kept("interleaved_1f1b", (16, 8, 4), 10, 64), 8192, 85.79e9),
+        (
+            "llama-70b",
+            replace(kept("interleaved_1f1b", (16, 8, 4), 10, 64), vocabulary="stage"),
+            8192,
+            82.68e9,
+        ),
         ("llama-70b", kept("interleaved_1f1b", (32, 2, 8), 10, 32), 8192, 87.42e9),
         ("llama-8b", kept("dualpipe_v", (8, 2, 1), 2, 8), 4096, 72.89e9),
         (

@@ -36,8 +36,8 @@ PUBLIC = {
     """,
     "collectives": """
         DATA STAGE TENSOR axis_size check_divides check_mesh column_input describe_mesh exchange
-        from_rank join_sequence linear_cross_entropy local make_mesh mean_over ring_shift row_output shift_left
-        shift_right split_sequence sum_over vary varying_axes vocabulary_cross_entropy
+        from_rank join_sequence linear_cross_entropy local make_mesh mean_over ring_shift row_output
+        shift_left shift_right split_sequence sum_over vary varying_axes vocabulary_cross_entropy
         vocabulary_embedding
     """,
     "pipeline": """
