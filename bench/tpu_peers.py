@@ -68,12 +68,12 @@ def _like(
 
 # By name, which kind and what of. Microbatches of FSDP are its own: gradients of each are summed.
 PEERS = {
-    "8B-gpipe": _like("8B-best", "gpipe"),
+    "8B-gpipe": _like("8B-best", "gpipe", again=AGAIN[:2]),
     "8B-shifted": _like("8B-best", "shifted"),
     "8B-fsdp": _like("8B-best", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
     "8B-fsdp-kept": _like("8B-best", "fsdp", again=(), axes={"data": 64}, microbatches=4),
     "8B-v6e-fsdp": _like("8B-v6e", "fsdp", axes={"data": 64}, rows=4, microbatches=1),
-    "70B-gpipe": _like("70B-again", "gpipe"),
+    "70B-gpipe": _like("70B-again", "gpipe", again=AGAIN[:2]),
     "70B-shifted": _like("70B-again", "shifted"),
     "70B-fsdp": _like("70B-again", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
     "70B-v6e-fsdp": _like(

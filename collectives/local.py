@@ -15,10 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from collectives.compat import lowers_what_it_holds, typed_as, typeless, untyped, vary, varying_axes
+from collectives.compat import (
+    called,
+    lowers_what_it_holds,
+    typed_as,
+    typeless,
+    untyped,
+    vary,
+    varying_axes,
+)
+
+CALLS = "jit", "pjit", "closed_call"  # that only give a part of a program a name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,8 +41,9 @@ def local(f: F) -> F:
     argument which varies over less than A is summed over the rest, as everywhere.
 
     Where no surrounding `jax.shard_map` tracks types, or no argument varies, it is ``f`` itself.
-    Elsewhere a policy of `jax.checkpoint` does not see the names that ``f`` gives
-    (`jax.ad_checkpoint.checkpoint_name`), but in the stages of a pipeline, which looks for them.
+    Elsewhere it is one equation, which `jax.checkpoint` computes again as a whole, unless all that
+    its gradient reads are arguments, constants, and values that ``f`` has named and a policy keeps
+    (`jax.ad_checkpoint.checkpoint_name`).
 
     Args:
       f: takes trees of arrays, by position, and returns one. It may call Pallas kernels; what it
@@ -70,10 +82,11 @@ def _floats(tree: Any) -> Any:
 
 
 def _apart(f: Callable[..., Any], *args: Any) -> Any:
-    """The results of a function as one equation; arguments among them are handed through.
+    """The results of a function as one equation; arguments and constants are handed through.
 
-    Results that are one value inside are one outside: a residual that is also what is returned.
-    One equation, so that nobody who takes a jaxpr apart comes upon values without types.
+    Results that are one value inside are one outside: a residual that is also what is returned. A
+    result that has a name inside has it outside. One equation, so that nobody who takes a jaxpr
+    apart comes upon values without types.
     """
     given, treedef = jax.tree.flatten(args)
 
@@ -84,12 +97,31 @@ def _apart(f: Callable[..., Any], *args: Any) -> Any:
         types = [typeless(jax.typeof(x)) for x in given]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*types)
     made = _call.bind(*closed.consts, *given, jaxpr=closed.jaxpr)
-    known = dict(zip(closed.jaxpr.invars, given, strict=True))
-    outs = [
-        value if isinstance(var, Literal) else known.setdefault(var, value)
-        for var, value in zip(closed.jaxpr.outvars, made, strict=True)
-    ]
+    jaxpr, names = closed.jaxpr, _names(closed.jaxpr)
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *given), strict=True))
+    outs = []
+    for var, value in zip(jaxpr.outvars, made, strict=True):
+        if isinstance(var, Literal):
+            outs.append(value)
+            continue
+        if var not in known:
+            known[var] = checkpoint_name(value, names[var]) if var in names else value
+        outs.append(known[var])
     return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+
+def _names(jaxpr: Any) -> dict[Any, str]:
+    """Those of variables, wherever they were given (`checkpoint_name`)."""
+    found: dict[Any, str] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            found[eqn.outvars[0]] = eqn.params["name"]
+        elif eqn.primitive.name in CALLS:
+            inner = getattr(called(eqn), "jaxpr", called(eqn))
+            given = _names(inner)
+            pairs = zip(eqn.outvars, inner.outvars, strict=True)
+            found |= {outer: given[var] for outer, var in pairs if var in given}
+    return found
 
 
 def _closed(jaxpr: Any, values: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:

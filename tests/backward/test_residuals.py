@@ -199,6 +199,42 @@ def test_what_a_function_apart_returns_and_keeps_is_stashed_once():
     assert shapes(check_on_ranks(f)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
+@jax.custom_vjp
+def named_exp(x):
+    return jnp.exp(x)
+
+
+def named_exp_forward(x):
+    y = checkpoint_name(jnp.exp(x), "kept")
+    return y, y
+
+
+named_exp.defvjp(named_exp_forward, lambda y, ct: (y * ct,))
+
+
+@pytest.mark.parametrize(("policy", "times"), [("save_only_these_names", 1), ("nothing_saveable", 2)])
+def test_a_policy_sees_the_names_of_a_function_apart(policy, times):
+    """What it has named is kept, and then nothing of it is computed again."""
+    keep = getattr(jax.checkpoint_policies, policy)
+    keep = keep("kept") if times == 1 else keep
+    apart = local(jax.jit(named_exp))
+    found = []
+
+    def step(w, x):
+        def f(w, x):
+            return jax.checkpoint(lambda w, x: apart(x @ w), policy=keep)(w, x).sum()
+
+        found.append(str(jax.make_jaxpr(jax.grad(f))(w, x)))
+        return jax.grad(f)(w, x)
+
+    run = jax.shard_map(step, mesh=group_mesh(2), in_specs=(P(), P(TENSOR)), out_specs=P())
+    x = jnp.concatenate([X, X[::-1]])
+    dw = jax.jit(run)(W[0], x)
+    want = jax.grad(lambda w: jnp.exp(x @ w).sum())(W[0])
+    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5)
+    assert found[0].count("= local[") == times + 1  # and the pullback
+
+
 def test_layers_within_a_stage():
     """A scan over layers stashes a row for each layer, and none of the layers' weights."""
     layers = 3
