@@ -29,8 +29,8 @@ from schedules.build import options
 # All that are the same for all costs: those made to measure take longer than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
 REMAT = (None, GATHERED, "block", BUT_ATTENTION, "stage")
-CHUNKS = (1, 2, 4, 8)  # V that are tried, of families that can; and what shares layers evenly,
-MOST_CHUNKS = 10  # up to so many
+# V that are tried, of families that can: these, and all up to the most that share layers evenly.
+CHUNKS, MOST_CHUNKS = (1, 2, 4, 8), 10
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
 MOST_TENSOR = 16
 MOST_IDLE = 0.1  # of stages with a layer less than the longest

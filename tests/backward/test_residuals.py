@@ -212,7 +212,9 @@ def named_exp_forward(x):
 named_exp.defvjp(named_exp_forward, lambda y, ct: (y * ct,))
 
 
-@pytest.mark.parametrize(("policy", "times"), [("save_only_these_names", 1), ("nothing_saveable", 2)])
+@pytest.mark.parametrize(
+    ("policy", "times"), [("save_only_these_names", 1), ("nothing_saveable", 2)]
+)
 def test_a_policy_sees_the_names_of_a_function_apart(policy, times):
     """What it has named is kept, and then nothing of it is computed again."""
     keep = getattr(jax.checkpoint_policies, policy)
