@@ -23,6 +23,9 @@ SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabula
 IDEAL = Chip("ideal", 1e12, 10**12, 1e30, 1e30, 3, 1024, 1e30, efficiency=1.0)
 
 
+GATHERED, SHARED = {"remat": "gathered"}, {"vocabulary": "stage"}
+
+
 def job(model=SMALL, chip=IDEAL, devices=4, batch=16, seq=32, **changes) -> Job:
     known = {"slices": 1, "clock": "event", "efficiency": chip.efficiency}
     return Job(model, chip, devices, batch, seq, **known | changes)
@@ -123,11 +126,13 @@ def test_steps_of_the_tpu_compiler_in_docs_tpu(model, layout, waits, seconds, of
     assert found.step + waits == pytest.approx(seconds, rel=off)
 
 
-def kept(schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: int) -> Layout:
+def kept(
+    schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: int, **changes: str
+) -> Layout:
     """Residuals are kept."""
     words = "stage" if mesh[2] == 1 else "ends"
     layout = Layout(*mesh, schedule=schedule, chunks=chunks, data_parallel="zero1")
-    return replace(layout, microbatches=microbatches, vocabulary=words)
+    return replace(layout, microbatches=microbatches, **{"vocabulary": words} | changes)
 
 
 @pytest.mark.parametrize(
@@ -136,27 +141,12 @@ def kept(schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: i
         ("llama-8b", kept("interleaved_1f1b", (8, 2, 1), 8, 8), 4096, 58.62e9),
         ("llama-8b", kept("looped_bfs", (4, 4, 1), 8, 8), 2048, 36.85e9),
         ("llama-8b", kept("interleaved_1f1b", (8, 8, 1), 4, 32), 8192, 42.77e9),
-        (
-            "llama-70b",
-            replace(kept("interleaved_1f1b", (32, 4, 4), 10, 32), remat="gathered"),
-            8192,
-            84.14e9,
-        ),
+        ("llama-70b", kept("interleaved_1f1b", (32, 4, 4), 10, 32, **GATHERED), 8192, 84.14e9),
         ("llama-70b", kept("interleaved_1f1b", (16, 8, 4), 10, 64), 8192, 85.79e9),
-        (
-            "llama-70b",
-            replace(kept("interleaved_1f1b", (16, 8, 4), 10, 64), vocabulary="stage"),
-            8192,
-            82.68e9,
-        ),
+        ("llama-70b", kept("interleaved_1f1b", (16, 8, 4), 10, 64, **SHARED), 8192, 82.68e9),
         ("llama-70b", kept("interleaved_1f1b", (32, 2, 8), 10, 32), 8192, 87.42e9),
         ("llama-8b", kept("dualpipe_v", (8, 2, 1), 2, 8), 4096, 72.89e9),
-        (
-            "llama-70b",
-            replace(kept("dualpipe_v", (32, 2, 8), 2, 32), remat="gathered"),
-            8192,
-            96.76e9,
-        ),
+        ("llama-70b", kept("dualpipe_v", (32, 2, 8), 2, 32, **GATHERED), 8192, 96.76e9),
     ],
 )
 def test_bytes_of_the_tpu_compiler_in_docs_planner(model, layout, seq, compiled):
