@@ -27,7 +27,7 @@ from jax.experimental import topologies
 from examples.llama import LlamaConfig
 from pipeline import make_optimizer, plan
 from pipeline.planner.costs import Estimate
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED
+from pipeline.planner.layout import BUT_ATTENTION
 from pipeline.planner.plans import short
 
 GB = 10**9
@@ -86,7 +86,7 @@ def case_of(one: Estimate, job: Mapping[str, Any]) -> Case:
     axes = {"data": at.data, "stage": at.stage, "tensor": at.tensor}
     options: dict[str, Any] = {
         "schedule": at.schedule,
-        "remat": at.remat if at.remat in ("stage", GATHERED) else None,
+        "remat": at.stage_remat,
         "data_parallel": at.data_parallel,
     }
     if at.data_parallel == "fsdp":

@@ -29,7 +29,7 @@ from collectives.compat import (
     varying_axes,
 )
 
-CALLS = "jit", "pjit", "closed_call"  # that only give a part of a program a name
+_CALLS = "jit", "closed_call"  # that only give a part of a program a name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,8 +116,9 @@ def _names(jaxpr: Any) -> dict[Any, str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             found[eqn.outvars[0]] = eqn.params["name"]
-        elif eqn.primitive.name in CALLS:
-            inner = getattr(called(eqn), "jaxpr", called(eqn))
+        elif eqn.primitive.name in _CALLS:
+            body = called(eqn)
+            inner = getattr(body, "jaxpr", body)
             given = _names(inner)
             pairs = zip(eqn.outvars, inner.outvars, strict=True)
             found |= {outer: given[var] for outer, var in pairs if var in given}

@@ -21,6 +21,7 @@ from collectives.tensor import join_sequence, split_sequence
 from pipeline import layers
 from pipeline.base.tree import is_array, shape_text
 from pipeline.layers.vocabulary import Table, logits
+from pipeline.layers.weights import shared
 
 __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
 
@@ -56,7 +57,7 @@ class VocabularyEmbedding(layers.VocabularyEmbedding):
         )
         self.sequence_parallel = sequence_parallel
         if sequence_parallel:
-            self.table = _summed_over_parts(self.table)
+            self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Look the words up."""
@@ -125,7 +126,7 @@ class VocabularyHead(layers.VocabularyHead):
         )
         self.sequence_parallel = sequence_parallel
         if sequence_parallel and tied is None:
-            self.table = _summed_over_parts(self.table)
+            self.table = shared(self.table.get_value(), TENSOR, Table)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """All logits."""
@@ -173,12 +174,6 @@ class CrossEntropy:
 def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
     """Weights, NaN for what counts and is no word."""
     return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
-
-
-def _summed_over_parts(table: Any) -> Table:
-    """A table that ranks of ``tensor`` have alike, each for positions of its own."""
-    # `pipeline.sharding.placement` reads it.
-    return Table(table.get_value(), gradient_over=TENSOR)
 
 
 def _alike(weights: Any, ids: Any) -> bool:

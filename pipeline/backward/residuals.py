@@ -121,8 +121,8 @@ class Residuals:
 
         self._kept = smallest_cut(wanted, before)
         self.stashed = [v.aval for v in self._kept]
-        again = _behind(self._kept, wanted, before)
-        self.gathers = any(v in made_by and _gathers(made_by[v]) for v in again)
+        again = _between(self._kept, wanted, before) if gathers else ()
+        self.gathers = any(_gathers(made_by[v]) for v in again)
 
     def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:
         """The stage's output, and what to stash."""
@@ -140,17 +140,18 @@ class Residuals:
         return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value)
 
 
-def _behind(
+def _between(
     kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
 ) -> set[Var]:
-    """What is computed again: all between what is kept and what is wanted."""
-    found, left = set(kept), list(wanted)
+    """What is computed again: all that is wanted and not kept, and what that is made of."""
+    found: set[Var] = set()
+    left = list(wanted)
     while left:
         var = left.pop()
-        if var not in found:
+        if var not in found and var not in kept:
             found.add(var)
             left += before(var) or []
-    return found - set(kept)
+    return found
 
 
 def _gathers(eqn: Any) -> bool:

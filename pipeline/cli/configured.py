@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, seconds, whole
+from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, seconds, whole
 
 ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
 
@@ -61,11 +61,11 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             how = f"python -m pipeline train {' '.join(given)} --resume"
             return runs.train(config, resume=options.resume, how=how)
         if options.command == "eval":
-            print(f"held-out loss {runs.evaluate(config):.4f}")
+            say(f"held-out loss {runs.evaluate(config):.4f}")
             return 0
         names = ("length", "temperature", "seed", "context", "tokenizer")
         given_options = {name: getattr(options, name) for name in names}
-        print(runs.continued(config, runs.Prompt(text=options.prompt, **given_options)))
+        say(runs.continued(config, runs.Prompt(text=options.prompt, **given_options)))
     except CheckpointError as error:
         parser.exit(UNFIT_EXIT, f"{parser.prog}: {error}\n")
     except (ValueError, OSError, ImportError) as error:

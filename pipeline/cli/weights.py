@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli.options import Parser, add_command
+from pipeline.cli.options import Parser, add_command, say
 from pipeline.weights.inspect import inspect
 from pipeline.weights.native import export_stages, import_stages
 
@@ -44,7 +44,7 @@ def add(sub: Any) -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Do it, and print what there is to say; returns the exit code."""
     try:
-        print(_done(options))
+        say(_done(options))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

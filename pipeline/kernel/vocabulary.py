@@ -108,7 +108,7 @@ class VocabularyParallel:
 
     def _ids(self, microbatch: Any) -> jax.Array:
         ids = _only(at(self.local.batch.inputs, microbatch)).astype(jnp.int32)
-        return split_sequence(ids, sequence_axis=-1) if self.tables.embed_parts else ids
+        return _own(ids, parts=self.tables.embed_parts)
 
     # --- head ---
 
@@ -119,7 +119,8 @@ class VocabularyParallel:
         table = local.ends_weights[index]
         z = own_logits(local, h, table)
         if actions.step.logprobs:
-            ids = self._own(_only(at(local.batch.targets, microbatch)).astype(jnp.int32))
+            ids = _only(at(local.batch.targets, microbatch)).astype(jnp.int32)
+            ids = _own(ids, parts=self.tables.head_parts)
             lost = losses_of(*_whole(z, self._place(ids, z)))
             found = self._joined(-mask_losses(lost, ids, self.tables.head_words, IGNORED), -1)
             # Every rank knows it; one says it.
@@ -158,10 +159,6 @@ class VocabularyParallel:
         h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
         return h, pullback
 
-    def _own(self, of_tokens: jax.Array) -> jax.Array:
-        """Of something of each token, this rank's part of the positions."""
-        return split_sequence(of_tokens, sequence_axis=-1) if self.tables.head_parts else of_tokens
-
     def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:
         """Of something of this rank's positions, all of them."""
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
@@ -179,14 +176,15 @@ class VocabularyParallel:
     def _loss(self, z: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum and weight of the loss, and the gradient for this rank's logits."""
         loss_fn = cast("CrossEntropy", self.local.model.loss_fn)
-        ids, weights = map(self._own, loss_fn.tokens(at(self.local.batch.targets, microbatch)))
+        of_tokens = loss_fn.tokens(at(self.local.batch.targets, microbatch))
+        ids, weights = (_own(x, parts=self.tables.head_parts) for x in of_tokens)
         place = self._place(ids, z)
         top, total, picked = _whole(z, place)
         counts = spoil(ids, weights, self.tables.head_words)
         lost = losses_of(top, total, picked) * counts
         sums = lost.sum(), weights.sum()
         if self.tables.head_parts and is_manual(TENSOR):
-            sums = jax.lax.psum(sums, TENSOR)
+            sums = total_over(sums, (TENSOR,))
         return *sums, logit_gradient(z, *place, top, total, counts)
 
     def _accumulate(self, dz: jax.Array, h: jax.Array, table: jax.Array, real: Any) -> jax.Array:
@@ -266,6 +264,11 @@ def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
     """For each slot, which of the tables have anything in some ticks."""
     works = {name: (getattr(program, name)[start:stop] >= 0).any(axis=0) for name in COMMON}
     return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
+
+
+def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
+    """Of something of each token what is of this rank's positions, where ranks have parts."""
+    return split_sequence(of_tokens, sequence_axis=-1) if parts else of_tokens
 
 
 def _only(tree: Tree) -> jax.Array:

@@ -73,18 +73,17 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """
     _check("splash", q, _wrong_for_splash(q))
     interpret = platform() != "tpu"
-
     _, t, heads, c = q.shape
 
-    def heads_first(*arrays: jax.Array) -> list[jax.Array]:
-        return [jnp.swapaxes(x, 1, 2) for x in arrays]
+    def heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        return [jnp.swapaxes(x, 1, 2) for x in (q * c**-0.5, k, v)]
 
     # The kernel by itself, so that its backward reads its arguments and what it gives: that is kept
     # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
     # are `local` too: a stage keeps them as they are here, not what they could be made of again.
-    arguments = local(lambda q, k, v: heads_first(q * c**-0.5, k, v))(q, k, v)
-    (y,) = heads_first(local(jax.vmap(_kernel(heads, t, interpret=interpret)))(*arguments))
-    return y
+    arguments = local(heads_first)(q, k, v)
+    y = local(jax.vmap(_kernel(heads, t, interpret=interpret)))(*arguments)
+    return jnp.swapaxes(y, 1, 2)
 
 
 def _kernel(heads: int, t: int, *, interpret: bool) -> Any:

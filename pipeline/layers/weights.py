@@ -39,16 +39,19 @@ def make_weight(
     return nnx.Param(value, out_sharding=names, eager_sharding=False, pieces=pieces)
 
 
-def shared(value: jax.Array, axis: str | None) -> nnx.Param[Any]:
+def shared(
+    value: jax.Array, axis: str | None, kind: type[nnx.Param[Any]] = nnx.Param
+) -> nnx.Param[Any]:
     """A weight that all ranks have whole.
 
     Args:
       value: the weight.
       axis: one along which each rank uses it on activations of its own, so that its gradient is a
         sum over ranks; None if there is none.
+      kind: of parameter.
     """
     # `pipeline.sharding.placement` reads it.
-    return nnx.Param(value) if axis is None else nnx.Param(value, gradient_over=axis)
+    return kind(value) if axis is None else kind(value, gradient_over=axis)
 
 
 def read_weight(weight: nnx.Param[Any], x: jax.Array, axis: str | None) -> jax.Array:

@@ -193,17 +193,13 @@ def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> 
         gather = _gather(size, inside, layout.data_slices, links.data, job.chip.network)
     forward = n * (block.f + block.tensor)
     beside = n * block.tensor + _again(layout, block, n) + gather
-    head = block.head
-    if layout.vocabulary == "stage":
-        head += S * _words(job, layout, links)  # a rank does 1/S of the head, and all of this
-    else:
-        head += block.head_tensor
+    over_tensor, words = _head_sends(job, layout, links, block)
     return _Stage(
         f=forward + gather,
         i=n * block.i + beside,
         b=n * block.b + beside,
         w=n * block.w,
-        head=head,
+        head=block.head + over_tensor + S * words,  # of words on all ranks each does 1/S, sends all
         embed=block.embed,
         gather=gather,
     )
@@ -219,6 +215,13 @@ def _again(layout: Layout, block: _Block, n: float) -> float:
         return (n - 1) * block.f + block.again + n * block.tensor
     kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
     return n * (block.again - kept + block.tensor)
+
+
+def _head_sends(job: Job, layout: Layout, links: _Links, block: _Block) -> tuple[float, float]:
+    """Seconds of what a microbatch's head sends over `tensor`, and of what all of `stage` do."""
+    if layout.vocabulary == "stage":
+        return 0.0, _words(job, layout, links)
+    return block.head_tensor, 0.0
 
 
 def _words(job: Job, layout: Layout, links: _Links) -> float:
@@ -270,7 +273,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     block = _block(job, layout.rows, layout.tensor, links.tensor)
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
-    words = _words(job, layout, links) if layout.vocabulary == "stage" else 0.0
+    over_tensor, words = _head_sends(job, layout, links, block)
     skips = layout.remat == "stage"  # the last stage spares a forward, with what it sends
     spared = one.f * skips
     ends = one.head + 2 * one.embed
@@ -284,8 +287,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
         costs = stage_costs(job, layout)
         whole = makespan(layout.schedule, S, V, M, costs, shared, job.clock)
     compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
-    head_tensor = block.head_tensor if layout.vocabulary == "ends" else 0.0
-    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + head_tensor / S)
+    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
     gathers = M * ((2 * V - skips / S) * one.gather + words)
     seconds = {
         "compute": compute,

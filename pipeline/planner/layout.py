@@ -13,6 +13,7 @@ from schedules import Costs
 
 BUT_ATTENTION = "block_but_attention"
 GATHERED = "gathered"
+OF_PIPELINES = ("stage", GATHERED)  # what a pipeline does by itself, whatever the model
 WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
 
 
@@ -83,6 +84,11 @@ class Layout:
     def mesh(self) -> tuple[int, int, int]:
         """D, S and T."""
         return self.data, self.stage, self.tensor
+
+    @property
+    def stage_remat(self) -> str | None:
+        """What `Pipeline(remat=)` is told."""
+        return self.remat if self.remat in OF_PIPELINES else None
 
     @property
     def by_block(self) -> bool:

@@ -53,34 +53,23 @@ def makespan(
     return c + (c - b) * (M - first - 2 * S) / S
 
 
-def peak(name: str, S: int, V: int, M: int, stash: float, crossing: float) -> float:
-    """Bytes of what a rank holds for microbatches under way.
+def places(name: str, S: int, V: int, M: int) -> tuple[float, float]:
+    """How many stashes a rank has room for, from F to B or I, and how many crossings, from I to W.
 
-    Places of either kind are as many as the rank has that needs most of them.
+    Of either kind as many as the rank has that needs most of them.
 
     Args:
       name: of the family.
       S: ranks.
       V: stages on each.
       M: microbatches.
-      stash: bytes from a stage's F to its B or I.
-      crossing: bytes from I to W.
     """
-
-    def held(m: int) -> float:
-        stashes, crossings = _held(name, S, V, m)
-        return stashes * stash + crossings * crossing
-
     if M <= SHORT * S:
-        return held(M)
+        return _held(name, S, V, M)
     first = _first(S, M)
-    b, c = (held(first + n * S) for n in (1, 2))
-    return c + (c - b) * (M - first - 2 * S) / S
-
-
-def is_split(name: str, S: int, V: int, M: int) -> bool:
-    """Whether a family splits backwards, so that something crosses from I to W."""
-    return _held(name, S, V, M if M <= SHORT * S else _first(S, M))[1] > 0
+    b, c = (np.array(_held(name, S, V, first + n * S)) for n in (1, 2))
+    stashes, crossings = c + (c - b) * (M - first - 2 * S) / S
+    return float(stashes), float(crossings)
 
 
 def _first(S: int, M: int) -> int:

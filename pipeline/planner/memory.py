@@ -7,7 +7,7 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 from pipeline.planner.layout import BUT_ATTENTION, GATHERED, WEIGHT, Job, Layout, parameters_of
-from pipeline.planner.makespan import is_split, peak
+from pipeline.planner.makespan import places
 from pipeline.planner.models import COMPUTE_BYTES
 
 # Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
@@ -84,16 +84,15 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     kept = job.model.residuals * layout.rows * job.seq / layout.tensor
     stash = given if layout.remat == "stage" else n * _left(job, layout, given, kept)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
-    crossing = n * _crossing(job, layout)
-    schedule = layout.schedule or ""
-    if is_split(schedule, S, V, M):
+    stashes, crossings = places(layout.schedule or "", S, V, M)
+    if crossings:
         workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
     weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
     held = {
         "weights": weights,
         "optimizer": optimizer / (1 if layout.data_parallel == "replicated" else D),
         "gradients": weights,
-        "stashes": peak(schedule, S, V, M, stash, crossing),
+        "stashes": stashes * stash + crossings * n * _crossing(job, layout),
         # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
         "weights cast": COMPUTE_BYTES * blocks,
         "messages": 2 * V * given,

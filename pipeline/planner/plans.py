@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.planner.costs import Estimate, mfu
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, Job, Layout, layers_of_stages
+from pipeline.planner.layout import BUT_ATTENTION, Job, Layout, layers_of_stages
 from pipeline.planner.memory import usable
 from pipeline.sharding.placement import DataParallel
 
@@ -157,10 +157,9 @@ def _options(layout: Layout) -> Mapping[str, int | str]:
         options["gather"] = "action"
     if layout.schedule is None:
         return options
-    remat = layout.remat if layout.remat in ("stage", GATHERED) else "none"
     return options | {
         "schedule": layout.schedule,
-        "remat": remat,
+        "remat": layout.stage_remat or "none",
         "vocabulary": layout.vocabulary,
     }
 

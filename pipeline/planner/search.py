@@ -18,7 +18,7 @@ from typing import Any
 from collectives.sizes import is_size
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, Job, Layout
+from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, Job, Layout
 from pipeline.planner.makespan import CLOCKS, built
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
@@ -223,9 +223,14 @@ def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layo
     if base.data > 1:
         ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
     # All of it is one stage, and what is gathered again is the compiler's choice.
-    kept = [one for one in remat if one not in ("stage", GATHERED)] or [None]
+    kept = _but(remat, OF_PIPELINES)
     for rows, way, again in itertools.product(_divisors(each), ways, kept):
         yield replace(base, microbatches=each // rows, rows=rows, data_parallel=way, remat=again)
+
+
+def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
+    """What may be computed again but for others; nothing, if nothing else may."""
+    return [one for one in remat if one not in others] or [None]
 
 
 def _piped(
@@ -233,7 +238,7 @@ def _piped(
 ) -> Iterator[Layout]:
     S, each = base.stage, job.batch // base.data
     ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
-    kept = [one for one in remat if one != GATHERED] or [None] if base.tensor == 1 else remat
+    kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
     for name, rows in itertools.product(schedules, ROWS):
         if each % rows:
             continue

@@ -213,18 +213,21 @@ named_exp.defvjp(named_exp_forward, lambda y, ct: (y * ct,))
 
 
 @pytest.mark.parametrize(
-    ("policy", "times"), [("save_only_these_names", 1), ("nothing_saveable", 2)]
+    ("policy", "times"),
+    [
+        (jax.checkpoint_policies.save_only_these_names("kept"), 1),
+        (jax.checkpoint_policies.nothing_saveable, 2),
+    ],
+    ids=["kept", "nothing"],
 )
 def test_a_policy_sees_the_names_of_a_function_apart(policy, times):
     """What it has named is kept, and then nothing of it is computed again."""
-    keep = getattr(jax.checkpoint_policies, policy)
-    keep = keep("kept") if times == 1 else keep
     apart = local(jax.jit(named_exp))
     found = []
 
     def step(w, x):
         def f(w, x):
-            return jax.checkpoint(lambda w, x: apart(x @ w), policy=keep)(w, x).sum()
+            return jax.checkpoint(lambda w, x: apart(x @ w), policy=policy)(w, x).sum()
 
         found.append(str(jax.make_jaxpr(jax.grad(f))(w, x)))
         return jax.grad(f)(w, x)
