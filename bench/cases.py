@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bench.measure import see_that_it_held
 from bench.pinned import call
 from bench.waiting import Halves, Waiting
 from collectives import make_mesh
@@ -146,6 +147,16 @@ def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -
     )
     repeats = 8 if case.width >= SMALL else 256
     return pipe.calibrate(*case.data(), rounds=rounds, repeats=repeats, split=split)
+
+
+def see_that_the_machine_held(what: str, before: Calibration, after: Calibration) -> None:
+    """See that F and B of all stages took as long after the steps as before them.
+
+    Raises:
+      ContradictionError: they did not.
+    """
+    times = [sum(one.costs.f) + sum(one.costs.b) for one in (before, after)]  # type: ignore[arg-type]
+    see_that_it_held(f"{what}: F and B of all stages", *times)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

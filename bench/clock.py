@@ -5,12 +5,15 @@ that the kernel runs. To that comes what the same step takes when every entry of
 memory that is made and cleared (much of it for gpipe, whose stashes are many), exchanges, dispatch.
 Measured / predicted is wanted within .95 and 1.05 for every family that is legal, V = 1 and 2.
 
+A machine gets slower and quicker by the minute, so stages are calibrated before the steps and after
+them, and the prediction is the mean of both.
+
 Twice: S = 4 with stages that wait and do not compute (`bench.waiting`), where nothing but the
 timetable decides, and S = 2 with GPT blocks, a core a rank. Cores of one machine share its memory
 and its clock rate, so there each stage is calibrated while the other cores do the same.
 
-Where the calibration contradicts itself, or is drowned in noise, nothing is compared: the reason is
-printed, and the exit code is 1. Letters: S ranks, K stages, V chunks, M microbatches.
+Where a calibration contradicts itself or the other, or is drowned in noise, nothing is compared:
+the reason is printed, and the exit code is 1. Letters: S ranks, K stages, V chunks, M microbatches.
 """
 
 from __future__ import annotations
@@ -25,8 +28,16 @@ from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import waiting
-from bench.cases import Case, calibrated, gradients_of, mean_square, reference, see_that_it_agrees
-from bench.measure import Timer, interleaved, seconds, table
+from bench.cases import (
+    Case,
+    calibrated,
+    gradients_of,
+    mean_square,
+    reference,
+    see_that_it_agrees,
+    see_that_the_machine_held,
+)
+from bench.measure import SETTLED, Timer, interleaved, seconds, table
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -34,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
-from pipeline import CalibrationError, Pipeline
+from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.calibrate.measure import partial_step
 
 ROUNDS = 5
@@ -128,7 +139,7 @@ class Found:
       makespan: of the clock.
       empty: of a step whose entries are idle.
       taken: measured.
-      costs: calibrated, as text.
+      costs: calibrated before and after, as text.
     """
 
     of: str
@@ -164,34 +175,43 @@ def run(some: Sequence[Asked], rounds: int) -> list[Found]:
 
     Raises:
       CalibrationError: the costs are noise, or they contradict each other.
+      ContradictionError: those of before the steps are not those of after them.
     """
     return [found for asked in some for found in _run(asked, rounds)]
 
 
 def _run(asked: Asked, rounds: int) -> list[Found]:
-    case, ranks = asked.case, asked.ranks
-    try:
-        measured = {
-            V: calibrated(case, V * ranks, asked.remat, rounds, busy=not asked.waits)
-            for V in CHUNKS
-        }
-    except CalibrationError as error:
-        raise CalibrationError(f"{asked}: {error}") from error
-    pipes = pipelines(case, asked.remat, ranks)
+    before = _calibrations(asked, rounds)
+    pipes = pipelines(asked.case, asked.remat, asked.ranks)
     timers: dict[tuple[str, str], Timer] = {}
     for name, (pipe, step) in pipes.items():
         timers[name, "step"] = functools.partial(seconds, step)
         idle = jnp.zeros(pipe.plan.training.op.shape, bool)
         empty = functools.partial(partial_step(pipe, *step.args), idle)
         timers[name, "empty"] = functools.partial(seconds, empty)
-    taken = interleaved(timers, rounds)
+    taken = interleaved(timers, rounds, SETTLED)
+    after = _calibrations(asked, rounds)
+    for V in CHUNKS:
+        see_that_the_machine_held(f"{asked}, V={V}", before[V], after[V])
     found = []
     for name, (pipe, _) in pipes.items():
-        calibration = measured[pipe.plan.num_chunks]
-        slots, makespan = predict(pipe, calibration.costs)
-        times = makespan, taken[name, "empty"], taken[name, "step"]
-        found.append(Found(str(asked), name, slots, *times, str(calibration)))
+        both = [each[pipe.plan.num_chunks] for each in (before, after)]
+        (slots, *_), makespans = zip(*(predict(pipe, one.costs) for one in both), strict=True)
+        times = statistics.mean(makespans), taken[name, "empty"], taken[name, "step"]
+        found.append(Found(str(asked), name, slots, *times, "\n\n".join(map(str, both))))
     return found
+
+
+def _calibrations(asked: Asked, rounds: int) -> dict[int, Calibration]:
+    """By V."""
+    case, ranks = asked.case, asked.ranks
+    try:
+        return {
+            V: calibrated(case, V * ranks, asked.remat, rounds, busy=not asked.waits)
+            for V in CHUNKS
+        }
+    except CalibrationError as error:
+        raise CalibrationError(f"{asked}: {error}") from error
 
 
 # --- text

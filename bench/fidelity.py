@@ -1,13 +1,13 @@
 """How near the predicted step is to the step: ``python -m bench.fidelity``.
 
-Each model is calibrated once for each number of stages and each remat, in a process of one core
-while the other does the same, as in a step.
-From that alone, with the slots that the kernel runs, follows what a step takes of every schedule
+Each model is calibrated for each number of stages and each remat, in a process of one core
+while the other does the same, as in a step: before the steps that share it, and after them.
+From those alone, with the slots that the kernel runs, follows what a step takes of every schedule
 and number of microbatches: the lockstep clock's makespan, what the calibration found that a step
-takes beside its actions, and, where temporaries are predicted that no heap of a thread can hold,
-the time of their pages, which are new in every step (docs/kernel.md). Then those steps are measured
-in turns, and the next model is calibrated. There are two cores: S = 1 runs on one, S = 2 on both,
-and S = 4 has stages that wait and do not compute (`bench.waiting`).
+takes beside its actions (of both the mean: machines get slower and quicker by the minute), and,
+where temporaries are predicted that no heap of a thread can hold, the time of their pages, which
+are new in every step (docs/kernel.md). The steps are measured in turns. There are two cores: S = 1
+runs on one, S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -26,9 +26,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench import waiting
-from bench.cases import Layers, mean_square
+from bench.cases import Layers, mean_square, see_that_the_machine_held
 from bench.clock import predict
-from bench.measure import ContradictionError, Timer, in_turns, seconds, table, touch_seconds
+from bench.measure import (
+    SETTLED,
+    ContradictionError,
+    Timer,
+    in_turns,
+    seconds,
+    table,
+    touch_seconds,
+)
 from bench.pinned import Builders, Pinned, call
 
 import jax  # isort: skip
@@ -43,7 +51,6 @@ from schedules import ScheduleError, simulate
 
 ROUNDS = 9
 MEDIAN, WORST = 0.03, 0.08  # wanted, of errors
-DRIFT = 0.05  # between the first and the last turn of one rank's work
 QUICKER = 0.10  # that a step may be than its busiest rank's work, for noise
 SAME = 1e-4  # of losses, relative
 HEAP = 2**26  # bytes of the largest that glibc makes for a thread (malloc/arena.c)
@@ -255,18 +262,18 @@ def calibrate(some: Sequence[Config], rounds: int) -> Calibration:
     try:
         return call(_calibrated, one, rounds, busy=one.model not in WAITING)
     except CalibrationError as error:
-        about = f"{one.model}, K={one.stages}, remat={one.remat}"
-        raise CalibrationError(f"{about}: {error}") from error
+        raise CalibrationError(f"{_about(one)}: {error}") from error
 
 
 def measure(
-    some: Sequence[Config], found: Calibration, rounds: int, losses: dict[Any, Any]
-) -> list[Step]:
-    """Steps of S = 1 in a process of one core, the others here; all in turns.
+    some: Sequence[Config], rounds: int, losses: dict[Any, Any]
+) -> dict[Config, tuple[list[float], float]]:
+    """Seconds of each turn, and of pages that are new; all in turns.
+
+    Steps of S = 1 run in a process of one core, the others here.
 
     Args:
       some: configurations of one key.
-      found: their calibration.
       rounds: turns.
       losses: of each model and batch, what was seen.
 
@@ -274,30 +281,23 @@ def measure(
       ContradictionError: losses of one model differ.
     """
     timers: dict[Any, Timer] = {}
-    said: dict[Config, tuple[str, float]] = {}
     held: dict[Config, int] = {}  # bytes of temporaries
     alone = [config for config in some if config.ranks == 1]
     with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
         for config in some:
-            pipe, batch = pipeline_of(config)
-            said[config] = predict(pipe, found.costs)
             if config.ranks == 1:
                 timers[config] = functools.partial(pinned.seconds, str(config))
                 continue
+            pipe, batch = pipeline_of(config)
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
             held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
             timers[config] = functools.partial(seconds, step)
         large = any(size > HEAP for size in held.values())
         touch = call(touch_seconds, busy=True) if large else 0.0
-        taken = in_turns(timers, rounds)
-    steps = []
-    for config, times in taken.items():
-        slots, clock = said[config]
-        beside, size = found.overhead, held.get(config, 0)
-        fresh = size * touch if size > HEAP else 0.0
-        steps.append(Step(config, slots, clock, beside, fresh, times))
-    return steps
+        taken = in_turns(timers, rounds, SETTLED)
+    fresh = {config: size * touch for config, size in held.items() if size > HEAP}
+    return {config: (times, fresh.get(config, 0.0)) for config, times in taken.items()}
 
 
 def _builders(some: Sequence[Config]) -> Builders:
@@ -315,55 +315,47 @@ def _see_the_loss(config: Config, loss: float, losses: dict[Any, Any]) -> None:
         )
 
 
-def _see_drift(rounds: Sequence[Sequence[float]]) -> None:
-    """See that the last half of the turns took as long as the first."""
-    count = len(rounds[0])
-    if count < 4:
-        return
-    half = count // 2
-    ratio = statistics.median(
-        statistics.median(times[-half:]) / statistics.median(times[:half]) for times in rounds
-    )
-    if abs(ratio - 1) > DRIFT:
-        raise ContradictionError(
-            f"the last {half} turns took {ratio:.2f} times as long as the first: the machine is "
-            f"not as it was, so nothing follows; measure on a quiet one"
-        )
-
-
-def see_that_it_can_be(steps: Iterable[Step], found: Calibration) -> None:
-    """See that no step is quicker than the work of its busiest rank.
+def predict_step(
+    config: Config, found: Sequence[Calibration], times: Sequence[float], fresh: float
+) -> Step:
+    """What calibrations say of a step that took so long.
 
     Raises:
-      ContradictionError: one is.
+      ContradictionError: it was quicker than the work of its busiest rank.
     """
-    for step in steps:
-        config = step.config
-        one, _ = pipeline_of(config)
-        work = max(simulate(one.schedule, found.costs).work)
-        if step.taken < work * (1 - QUICKER) - step.spread:
-            raise ContradictionError(
-                f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
-                f"{1e3 * work:.1f} ms to do by the calibration: one of the two is wrong"
-            )
+    pipe, _ = pipeline_of(config)
+    (slots, *_), clocks = zip(*(predict(pipe, one.costs) for one in found), strict=True)
+    beside = statistics.mean(one.overhead for one in found)
+    step = Step(config, slots, statistics.mean(clocks), beside, fresh, times)
+    work = min(max(simulate(pipe.schedule, one.costs).work) for one in found)
+    if step.taken < work * (1 - QUICKER) - step.spread:
+        raise ContradictionError(
+            f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
+            f"{1e3 * work:.1f} ms to do by the calibration: one of the two is wrong"
+        )
+    return step
 
 
 def run(some: Sequence[Config], rounds: int) -> list[Step]:
-    """Calibrate, predict, measure, doubt: what shares a calibration soon after it.
+    """Calibrate, measure, calibrate again, predict, doubt: for all that share a calibration.
 
     Raises:
-      ContradictionError: the machine got slower or quicker from turn to turn.
+      ContradictionError: the machine got slower or quicker from one calibration to the next.
     """
     steps: list[Step] = []
     losses: dict[Any, Any] = {}
     for key in dict.fromkeys(config.key for config in some):
         own = [config for config in some if config.key == key]
-        found = calibrate(own, rounds)
-        measured = measure(own, found, rounds, losses)
-        see_that_it_can_be(measured, found)
-        steps += measured
-    _see_drift([step.times for step in steps])
+        before = calibrate(own, rounds)
+        taken = measure(own, rounds, losses)
+        after = calibrate(own, rounds)
+        see_that_the_machine_held(_about(own[0]), before, after)
+        steps += [predict_step(config, (before, after), *of) for config, of in taken.items()]
     return steps
+
+
+def _about(config: Config) -> str:
+    return f"{config.model}, K={config.stages}, remat={config.remat}"
 
 
 # --- text

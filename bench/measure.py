@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 Variant = Callable[[], Any]  # runs the thing, returns its results
 Timer = Callable[[], float]  # runs the thing, returns seconds
+DRIFT = 0.10  # between two times of one thing, before others and after them
+SETTLED = 4  # runs after which a system has given a process the memory that it takes anew each time
 
 
 class ContradictionError(RuntimeError):
@@ -26,23 +28,43 @@ def seconds(variant: Variant) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, float]:
-    """The median of each timer, in seconds, after one unmeasured run."""
-    return {name: statistics.median(times) for name, times in in_turns(timers, rounds).items()}
+def interleaved(
+    timers: Mapping[Name, Timer], rounds: int, unmeasured: int = 1
+) -> dict[Name, float]:
+    """The median of each timer, in seconds, after unmeasured runs."""
+    taken = in_turns(timers, rounds, unmeasured)
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def in_turns(timers: Mapping[Name, Timer], rounds: int) -> dict[Name, list[float]]:
-    """All times of each timer, in seconds, after one unmeasured run.
+def in_turns(
+    timers: Mapping[Name, Timer], rounds: int, unmeasured: int = 1
+) -> dict[Name, list[float]]:
+    """All times of each timer, in seconds, after unmeasured runs.
 
     A round runs each timer once: whatever slows the machine for a while slows all alike.
     """
-    for timer in timers.values():
-        timer()
+    for _ in range(unmeasured):
+        for timer in timers.values():
+            timer()
     taken: dict[Name, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             taken[name].append(timer())
     return taken
+
+
+def see_that_it_held(what: str, before: float, after: float) -> None:
+    """See that a thing took as long after others as before them.
+
+    Raises:
+      ContradictionError: it did not; the mean of the two says what it took between them only where
+        they are near each other.
+    """
+    if abs(after / before - 1) > DRIFT:
+        raise ContradictionError(
+            f"{what}: {1e3 * before:.4g} ms before the steps and {1e3 * after:.4g} after them: the "
+            f"machine is not as it was, so nothing follows; measure on a quiet one"
+        )
 
 
 def touch_seconds(size: int = 2**28, rounds: int = 5) -> float:

@@ -42,10 +42,10 @@ from examples.gpt import Sizes, Stage
 from pipeline import CalibrationError, Pipeline, plan
 from pipeline.calibrate.measure import EXCHANGES, exchanges
 from pipeline.planner import Chip, ModelSizes, Plans
+from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import Estimate, estimate
 from pipeline.planner.layout import Layout, layers_of_stages
 from pipeline.planner.plans import short
-from pipeline.planner.search import layouts_of
 from schedules import Costs
 
 ROUNDS = 5

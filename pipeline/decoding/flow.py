@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE, exchange, vary
-from pipeline.base.tree import Tree, at, blank
+from pipeline.base.tree import Tree, at
 from pipeline.decoding.sampling import sample_rows, sample_shared
-from pipeline.kernel.memory import Pool, at_most_once
+from pipeline.kernel.memory import Pool, at_most_once, unwritten
 from pipeline.kernel.vocabulary import look_up, own_logits
 from pipeline.rank.local_model import LocalModel
 
@@ -183,7 +183,7 @@ class Flow:
         real, step, chunk, lane = self._item(i - self.rank)
         microbatch = jnp.minimum(lane, self.num_microbatches - 1)
         b = self.rows.prompts.shape[1]
-        message = blank(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
+        message = unwritten(local.wire, local.axes), vary(jnp.zeros(b, jnp.int32), local.axes)
         for kind in self.kinds:
             work = functools.partial(self._work, kind, lane, microbatch, step)
             wanted = real & (chunk == kind.chunk)

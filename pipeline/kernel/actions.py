@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
-from pipeline.kernel.memory import Memory, Step, at_most_once
+from pipeline.kernel.memory import Memory, Step, at_most_once, unwritten
 from pipeline.model.loss import logprobs_of
 from pipeline.rank.local_model import LocalModel
 from schedules.lowering.program import Op, Slot
@@ -63,9 +63,8 @@ class Actions:
         added = self.memory.added.refs if self.local.state.adding_ends else []
         return [*self.memory.ends_grads.refs, *added]
 
-    def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
+    def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
-        message = self.no_message() if message is None else message
         for branch, op in enumerate(slot.ops, start=1):
             if not self._does_anything(op):
                 continue
@@ -83,8 +82,8 @@ class Actions:
         }[op.kind](op, row)
 
     def no_message(self) -> Tree:
-        """What an action that has nothing to say sends."""
-        return blank(self.local.wire, self.local.axes)
+        """What a rank or an action sends that has nothing to say; nobody reads it."""
+        return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:
         """An output in the form of a message."""

@@ -43,8 +43,8 @@ def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
     return Actions(local, step, memory)
 
 
-def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row], Tree]:
-    """What runs a slot for a rank."""
+def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
+    """What runs a slot for a rank: returns its message, or that which is given and nobody reads."""
     if isinstance(actions, GroupedActions):
         return actions.run_masked if masked else actions.run_slot
     return functools.partial(run_masked, actions) if masked else actions.run_slot
@@ -59,9 +59,8 @@ class GroupedActions(Actions):
             GroupActions(self, program, n, group) for n, group in enumerate(local.groups)
         ]
 
-    def run_slot(self, slot: Slot, row: Row, message: Tree = None) -> Tree:
-        """Do the slot's action, group by group; returns its message."""
-        message = self.no_message() if message is None else message
+    def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
+        """Do the slot's action, group by group; returns its message, or else ``message``."""
         for one in self.groups:
             part, here = one.share(slot, row)
             if part.ops:
@@ -69,13 +68,12 @@ class GroupedActions(Actions):
                     message = one.run_slot(part, here, message)
         return message
 
-    def run_masked(self, slot: Slot, row: Row) -> Tree:
+    def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """The same without conditionals: every rank computes every group."""
-        message = self.no_message()
         for one in self.groups:
             part, here = one.share(slot, row)
             if part.ops:
-                found, real = run_masked(one, part, here), here["op"] != 0
+                found, real = run_masked(one, part, here, message), here["op"] != 0
                 message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), found, message)
         return message
 

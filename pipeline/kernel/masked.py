@@ -53,8 +53,12 @@ class Facts:
         )
 
 
-def run_masked(actions: Actions, slot: Slot, row: Row) -> Tree:
-    """Compute every kind of action the slot may hold, keep what is real; returns the message."""
+def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
+    """Compute every kind of action the slot may hold, keep what is real; returns the message.
+
+    That of a rank which does nothing is whatever it has computed, and never ``message``.
+    """
+    del message
     facts = Facts(slot, row)
     writes = actions.local.state.held is not None
     if facts.backward is False:

@@ -3,7 +3,8 @@
 Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of the table says,
 sends the message along the slot's channels and stores what arrives where the table says. Where
 sends are delayed the scan carries the message of the slot before, whose exchange then depends on
-nothing that the slot computes: the compiler may run both at a time.
+nothing that the slot computes: the compiler may run both at a time. A message takes the place of
+the last that has been exchanged, so that of two slots each has a place of its own.
 
 A loop over ticks compiles all that any of them does, and in each exchanges in all directions that
 any of them needs. An idle action costs nothing, an exchange its bytes, whoever reads them. Where
@@ -46,6 +47,7 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
     def tick(
         part: tuple[int, int], uses: tuple[int, ...], busy: Any, held: Tree, rows: Row
     ) -> tuple[Tree, None]:
+        spent = None  # the last message that has been exchanged
         for index in np.flatnonzero(uses).tolist():
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
             if need.is_part:
@@ -56,7 +58,9 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
             with jax.named_scope(scopes.of_slot(index)):
                 if common:
                     common.before(row, busy[index])
-                message = run(need.slot, row) if uses[index] == WORK else actions.no_message()
+                message = actions.no_message() if spent is None else spent
+                if uses[index] == WORK:
+                    message = run(need.slot, row, message)
                 if common:
                     message = common.after(row, busy[index], message)
             for column, channel in need.channels:
@@ -64,7 +68,7 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
                 if channel.shift and not delayed:
                     arrived = exchange(message, channel.edges, STAGE)
                 actions.memory.buffers[row["arrival"][column]] = arrived
-            held = message if delayed else None
+            spent, held = (held, message) if delayed else (message, None)
         return held, None
 
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}

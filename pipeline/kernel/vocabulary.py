@@ -37,7 +37,7 @@ from collectives.vocabulary import (
 from pipeline.backward.accumulate import Pullback, differentiate
 from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.kernel.actions import Actions, Row
-from pipeline.kernel.memory import at_most_once
+from pipeline.kernel.memory import updated
 from pipeline.kernel.scopes import COMMON
 from pipeline.rank.local_model import LocalModel
 from pipeline.sharding.zero import total_over
@@ -65,24 +65,21 @@ class VocabularyParallel:
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
         """What precedes a slot; ``busy`` says which tables have anything in it."""
         if busy["lookup"]:
-            self._when("lookup", row, lambda m, real: self._look_up(row, m, real), None)
+            self._when("lookup", row, lambda _, m, real: self._look_up(row, m, real), None)
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
         """What follows a slot's actions; returns what the rank then sends."""
         if busy["scatter"] and self._total(self.tables.embed) is not None:
-            self._when("scatter", row, lambda m, real: self._scatter(message, m, real), None)
-        if busy["head"]:
-            work = lambda m, real: self._head(message, m, real)  # noqa: E731
-            return self._when("head", row, work, message)
-        return message
+            self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
+        return self._when("head", row, self._head, message) if busy["head"] else message
 
-    def _when(self, table: str, row: Row, work: Any, otherwise: Tree) -> Tree:
-        """Work on a table's microbatch, if any: ``work(microbatch, whether it is real)``."""
+    def _when(self, table: str, row: Row, work: Any, given: Tree) -> Tree:
+        """Work on a table's microbatch, if any: ``work(given, microbatch, whether it is real)``."""
         microbatch, real = row[table], row[table] >= 0
         if self.masked:
-            return work(jnp.maximum(microbatch, 0), real)
+            return work(given, jnp.maximum(microbatch, 0), real)
         with jax.named_scope(table):
-            return at_most_once(real, lambda: work(microbatch, True), otherwise)
+            return updated(real, lambda given: work(given, microbatch, True), given)
 
     # --- embedding ---
 

@@ -1,4 +1,4 @@
-"""All ways to lay a job out, from the quickest that could be to the quickest that is.
+"""Out of all ways to lay a job out, the quickest.
 
 A layout without its bubble is a bound, found by arithmetic alone. The search goes through layouts
 in the order of their bounds, times each under the clock, and ends where no bound is below what it
@@ -7,33 +7,23 @@ has found.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from collectives.sizes import is_size
+from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, Job, Layout
-from pipeline.planner.makespan import CLOCKS, built
+from pipeline.planner.layout import BUT_ATTENTION, Job, Layout
+from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
 from pipeline.planner.plans import GB, NEAR, DoesNotFitError, Plans, short, why
-from schedules import Costs, ScheduleError, names
-from schedules.build import options
+from schedules import Costs, names
 
-# All that are the same for all costs: those made to measure take longer than a plan may.
-SCHEDULES = tuple(name for name in names() if not options(name))
-REMAT = (None, GATHERED, "block", BUT_ATTENTION, "stage")
-# V that are tried, of families that can: these, and all up to the most that share layers evenly.
-CHUNKS, MOST_CHUNKS = (1, 2, 4, 8), 10
-ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
-MOST_TENSOR = 16
-MOST_IDLE = 0.1  # of stages with a layer less than the longest
 KEPT = 3  # of those with a pipeline, and of those without
 MORE_DEVICES = tuple(2**n for n in range(1, 8))
 SHORTER = (2, 4, 8)
@@ -169,114 +159,6 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
         raise ValueError(
             f"{what}={given!r}: must be a sequence out of {', '.join(map(repr, known))}"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int]]:
-    """D, S, T that the model and the batch can share; others are noted with their rule."""
-    model, each = job.model, job.devices // job.slices
-
-    def refuse(rule: str, size: int) -> None:
-        sizes = faults.setdefault(rule, [])
-        if size not in sizes:
-            sizes.append(size)
-
-    for T in _divisors(each):
-        if T > MOST_TENSOR:
-            break
-        if model.kv_heads % T or model.hidden % T or job.seq % T:
-            refuse(f"tensor: must divide {model.kv_heads} heads of keys, columns, positions", T)
-            continue
-        for S in _divisors(job.devices // T):
-            D = job.devices // (S * T)
-            if not _share(model.layers, S):
-                refuse(f"stage: cannot share {model.layers} layers with less than 10% idle", S)
-            elif job.batch % D:
-                refuse(f"data: must divide the batch of {job.batch}", D)
-            else:
-                yield D, S, T
-
-
-def layouts_of(
-    job: Job,
-    schedules: Sequence[str],
-    remat: Sequence[str | None],
-    faults: dict[str, list[int]],
-) -> Iterator[Layout]:
-    """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
-    each = job.devices // job.slices
-    for D, S, T in _meshes(job, faults):
-        for stages in _divisors(math.gcd(S, job.slices)):
-            slices = job.slices // stages
-            if D % slices or (D // slices) * (S // stages) * T != each:
-                continue
-            base = Layout(D, S, T, slices, stages)
-            yield from _alone(job, base, remat) if S == 1 else _piped(job, base, schedules, remat)
-
-
-def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layout]:
-    each = job.batch // base.data
-    ways = ["replicated"]
-    if base.data > 1:
-        ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
-    # All of it is one stage, and what is gathered again is the compiler's choice.
-    kept = _but(remat, OF_PIPELINES)
-    for rows, way, again in itertools.product(_divisors(each), ways, kept):
-        yield replace(base, microbatches=each // rows, rows=rows, data_parallel=way, remat=again)
-
-
-def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
-    """What may be computed again but for others; nothing, if nothing else may."""
-    return [one for one in remat if one not in others] or [None]
-
-
-def _piped(
-    job: Job, base: Layout, schedules: Sequence[str], remat: Sequence[str | None]
-) -> Iterator[Layout]:
-    S, each = base.stage, job.batch // base.data
-    ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
-    kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
-    for name, rows in itertools.product(schedules, ROWS):
-        if each % rows:
-            continue
-        for V in _chunks(job.model.layers, S):
-            M = each // rows
-            if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
-                continue
-            for again, way, word in itertools.product(kept, ways, ("ends", "stage")):
-                yield replace(
-                    base,
-                    schedule=name,
-                    chunks=V,
-                    microbatches=M,
-                    rows=rows,
-                    remat=again,
-                    data_parallel=way,
-                    vocabulary=word,
-                )
-
-
-def _chunks(layers: int, ranks: int) -> list[int]:
-    """V that are tried."""
-    return [V for V in range(1, MOST_CHUNKS + 1) if V in CHUNKS or layers % (ranks * V) == 0]
-
-
-def _share(layers: int, stages: int) -> bool:
-    """Whether stages have at least a layer each, and none waits long for those with one more."""
-    return stages <= layers and -(-layers // stages) * stages * (1 - MOST_IDLE) <= layers
-
-
-@functools.lru_cache(maxsize=8192)
-def _can(name: str, S: int, V: int, M: int) -> bool:
-    """Whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
-    try:
-        built(name, S, V, min(M, 8 * S + M % S))
-    except ScheduleError:
-        return False
-    return True
 
 
 def hbm(job: Job, layout: Layout) -> float:

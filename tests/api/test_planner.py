@@ -12,10 +12,10 @@ import pytest
 from pipeline import ParallelConfig
 from pipeline.cli import main as cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
+from pipeline.planner.candidates import REMAT, layouts_of
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import BUT_ATTENTION, Job, Layout, layers_of_stages
 from pipeline.planner.makespan import makespan
-from pipeline.planner.search import REMAT, layouts_of
 from schedules import Costs, build, simulate
 
 SMALL = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline.kernel import actions, memory, ticks
+from pipeline.kernel import memory, ticks
 
 
 @pytest.fixture
@@ -16,16 +16,21 @@ def poison(monkeypatch):
     def spoilt(x):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    zeros, blank, exchange = memory.zeros, actions.blank, ticks.exchange
+    zeros, runner, exchange = memory.zeros, ticks.runner, ticks.exchange
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
     def nan_memory(leaf, *, lead=()):
         counted["memory"] += 1
         return spoilt(zeros(leaf, lead=lead))
 
-    def nan_message(types, axes):
-        counted["messages"] += 1
-        return jax.tree.map(spoilt, blank(types, axes))
+    def nan_runner(actions, *, masked):
+        run = runner(actions, masked=masked)
+
+        def spoiling(slot, row, message):
+            counted["messages"] += 1
+            return run(slot, row, jax.tree.map(spoilt, message))
+
+        return spoiling
 
     def nan_exchange(tree, edges, axis):
         counted["edges"] += 1
@@ -34,7 +39,7 @@ def poison(monkeypatch):
         return jax.tree.map(lambda x: jnp.where(arrives, x, spoilt(x)), exchange(tree, edges, axis))
 
     monkeypatch.setattr(memory, "zeros", nan_memory)
-    monkeypatch.setattr(actions, "blank", nan_message)
+    monkeypatch.setattr(ticks, "runner", nan_runner)
     monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield
     assert all(counted.values()), counted
