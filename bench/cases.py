@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench.measure import see_that_it_held
 from bench.pinned import call
 from bench.waiting import Halves, Waiting
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import Calibration, Pipeline
+from pipeline.calibrate.measure import Calibrator
 
 TOLERANCE = 1e-5
 SMALL = 64  # the width from which an action takes about a millisecond
@@ -138,6 +138,14 @@ def calibrated(
 
 
 def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -> Calibration:
+    found = calibrator(case, stages, remat, split=split)
+    for _ in range(rounds):
+        found.turn()
+    return found.conclude()
+
+
+def calibrator(case: Case, stages: int, remat: Any, *, split: bool = True) -> Calibrator:
+    """That of K stages, in this process; likewise."""
     pipe = Pipeline(
         case.stages(stages),
         case.microbatches,
@@ -146,17 +154,13 @@ def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -
         remat=remat,
     )
     repeats = 8 if case.width >= SMALL else 256
-    return pipe.calibrate(*case.data(), rounds=rounds, repeats=repeats, split=split)
+    return calibrator_of(pipe, case.data(), repeats, split=split)
 
 
-def see_that_the_machine_held(what: str, before: Calibration, after: Calibration) -> None:
-    """See that F and B of all stages took as long after the steps as before them.
-
-    Raises:
-      ContradictionError: they did not.
-    """
-    times = [sum(one.costs.f) + sum(one.costs.b) for one in (before, after)]  # type: ignore[arg-type]
-    see_that_it_held(f"{what}: F and B of all stages", *times)
+def calibrator_of(pipe: Pipeline, batch: Any, repeats: int, *, split: bool) -> Calibrator:
+    """That of a pipeline of one rank."""
+    counts: dict[str, Any] = {"repeats": repeats, "split": split, "message": int}
+    return Calibrator(pipe, Pipeline, *batch, None, **counts)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,19 +1,17 @@
 """What the lockstep clock says a step takes, and what it takes: ``python -m bench.clock``.
 
-The clock is given F, B, I and W of every stage, calibrated in a process of one core, and the slots
-that the kernel runs. To that comes what the same step takes when every entry of its table is idle:
-memory that is made and cleared (much of it for gpipe, whose stashes are many), exchanges, dispatch.
-Measured / predicted is wanted within .95 and 1.05 for every family that is legal, V = 1 and 2.
-
-A machine gets slower and quicker by the minute, so stages are calibrated before the steps and after
-them, and the prediction is the mean of both.
+The clock is given F, B, I and W of every stage, calibrated in a process of one core, a round in
+every turn of the steps, and the slots that the kernel runs. To that comes what the same step takes
+when every entry of its table is idle: memory that is made and cleared (much of it for gpipe, whose
+stashes are many), exchanges, dispatch. Measured / predicted is wanted within .95 and 1.05 for every
+family that is legal, V = 1 and 2.
 
 Twice: S = 4 with stages that wait and do not compute (`bench.waiting`), where nothing but the
 timetable decides, and S = 2 with GPT blocks, a core a rank. Cores of one machine share its memory
 and its clock rate, so there each stage is calibrated while the other cores do the same.
 
-Where a calibration contradicts itself or the other, or is drowned in noise, nothing is compared:
-the reason is printed, and the exit code is 1. Letters: S ranks, K stages, V chunks, M microbatches.
+Where the calibration contradicts itself, or is drowned in noise, nothing is compared: the reason is
+printed, and the exit code is 1. Letters: S ranks, K stages, V chunks, M microbatches.
 """
 
 from __future__ import annotations
@@ -28,15 +26,8 @@ from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import waiting
-from bench.cases import (
-    Case,
-    calibrated,
-    gradients_of,
-    mean_square,
-    reference,
-    see_that_it_agrees,
-    see_that_the_machine_held,
-)
+from bench.calibrating import Calibrating
+from bench.cases import Case, calibrator, gradients_of, mean_square, reference, see_that_it_agrees
 from bench.measure import SETTLED, Timer, interleaved, seconds, table
 
 import jax  # isort: skip
@@ -45,8 +36,8 @@ from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
-from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.calibrate.measure import partial_step
+from pipeline import CalibrationError, Pipeline
+from pipeline.calibrate.measure import Calibrator, partial_step
 
 ROUNDS = 5
 NEAR = 0.95, 1.05
@@ -139,7 +130,7 @@ class Found:
       makespan: of the clock.
       empty: of a step whose entries are idle.
       taken: measured.
-      costs: calibrated before and after, as text.
+      costs: calibrated, as text.
     """
 
     of: str
@@ -175,43 +166,38 @@ def run(some: Sequence[Asked], rounds: int) -> list[Found]:
 
     Raises:
       CalibrationError: the costs are noise, or they contradict each other.
-      ContradictionError: those of before the steps are not those of after them.
     """
     return [found for asked in some for found in _run(asked, rounds)]
 
 
 def _run(asked: Asked, rounds: int) -> list[Found]:
-    before = _calibrations(asked, rounds)
+    calibrators = functools.partial(_calibrators, asked)
     pipes = pipelines(asked.case, asked.remat, asked.ranks)
     timers: dict[tuple[str, str], Timer] = {}
-    for name, (pipe, step) in pipes.items():
-        timers[name, "step"] = functools.partial(seconds, step)
-        idle = jnp.zeros(pipe.plan.training.op.shape, bool)
-        empty = functools.partial(partial_step(pipe, *step.args), idle)
-        timers[name, "empty"] = functools.partial(seconds, empty)
-    taken = interleaved(timers, rounds, SETTLED)
-    after = _calibrations(asked, rounds)
-    for V in CHUNKS:
-        see_that_the_machine_held(f"{asked}, V={V}", before[V], after[V])
+    with Calibrating(calibrators, busy=not asked.waits) as calibrating:
+        for name, (pipe, step) in pipes.items():
+            timers[name, "step"] = functools.partial(seconds, step)
+            idle = jnp.zeros(pipe.plan.training.op.shape, bool)
+            empty = functools.partial(partial_step(pipe, *step.args), idle)
+            timers[name, "empty"] = functools.partial(seconds, empty)
+        timers["", "stages"] = calibrating.turn
+        taken = interleaved(timers, rounds, SETTLED)
+        try:
+            measured = calibrating.conclude(rounds)
+        except CalibrationError as error:
+            raise CalibrationError(f"{asked}: {error}") from error
     found = []
     for name, (pipe, _) in pipes.items():
-        both = [each[pipe.plan.num_chunks] for each in (before, after)]
-        (slots, *_), makespans = zip(*(predict(pipe, one.costs) for one in both), strict=True)
-        times = statistics.mean(makespans), taken[name, "empty"], taken[name, "step"]
-        found.append(Found(str(asked), name, slots, *times, "\n\n".join(map(str, both))))
+        calibration = measured[pipe.plan.num_chunks]
+        slots, makespan = predict(pipe, calibration.costs)
+        times = makespan, taken[name, "empty"], taken[name, "step"]
+        found.append(Found(str(asked), name, slots, *times, str(calibration)))
     return found
 
 
-def _calibrations(asked: Asked, rounds: int) -> dict[int, Calibration]:
+def _calibrators(asked: Asked) -> dict[int, Calibrator]:
     """By V."""
-    case, ranks = asked.case, asked.ranks
-    try:
-        return {
-            V: calibrated(case, V * ranks, asked.remat, rounds, busy=not asked.waits)
-            for V in CHUNKS
-        }
-    except CalibrationError as error:
-        raise CalibrationError(f"{asked}: {error}") from error
+    return {V: calibrator(asked.case, V * asked.ranks, asked.remat) for V in CHUNKS}
 
 
 # --- text

@@ -1,13 +1,12 @@
 """How near the predicted step is to the step: ``python -m bench.fidelity``.
 
-Each model is calibrated for each number of stages and each remat, in a process of one core
-while the other does the same, as in a step: before the steps that share it, and after them.
-From those alone, with the slots that the kernel runs, follows what a step takes of every schedule
-and number of microbatches: the lockstep clock's makespan, what the calibration found that a step
-takes beside its actions (of both the mean: machines get slower and quicker by the minute), and,
-where temporaries are predicted that no heap of a thread can hold, the time of their pages, which
-are new in every step (docs/kernel.md). The steps are measured in turns. There are two cores: S = 1
-runs on one, S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
+Each model is calibrated once for each number of stages and each remat, in a process of one core
+while the other does the same, as in a step, a round of it in every turn of its steps. From that
+alone, with the slots that the kernel runs, follows what a step takes of every schedule and number
+of microbatches: the lockstep clock's makespan, what the calibration found that a step takes beside
+its actions, and, where temporaries are predicted that no heap of a thread can hold, the time of
+their pages, which are new in every step (docs/kernel.md). There are two cores: S = 1 runs on one,
+S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -26,7 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench import waiting
-from bench.cases import Layers, mean_square, see_that_the_machine_held
+from bench.calibrating import Calibrating
+from bench.cases import Layers, calibrator_of, mean_square
 from bench.clock import predict
 from bench.measure import (
     SETTLED,
@@ -46,11 +46,13 @@ from flax import nnx
 from collectives import make_mesh
 from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
 from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.calibrate.measure import Calibrator
 from pipeline.forecast.bytes import predict as predict_bytes
 from schedules import ScheduleError, simulate
 
 ROUNDS = 9
 MEDIAN, WORST = 0.03, 0.08  # wanted, of errors
+DRIFT = 0.05  # between the first and the last turn of one rank's work
 QUICKER = 0.10  # that a step may be than its busiest rank's work, for noise
 SAME = 1e-4  # of losses, relative
 HEAP = 2**26  # bytes of the largest that glibc makes for a thread (malloc/arena.c)
@@ -191,6 +193,7 @@ MODELS: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
     "waits, unlike stages": _waits_unlike,
 }
 WAITING = ("waits", "waits, unlike stages")
+ALL = "stages"  # of a configuration, calibrated
 
 
 def configs() -> list[Config]:
@@ -246,31 +249,18 @@ def step_of(config: Config) -> Any:
 # --- measuring
 
 
-def _calibrated(config: Config, rounds: int) -> Calibration:
-    pipe, batch = pipeline_of(replace(config, microbatches=4, ranks=1), devices=1)
-    split = config.remat is None or config.schedule.startswith("zb")
-    return pipe.calibrate(*batch, rounds=rounds, repeats=8, split=split)
-
-
-def calibrate(some: Sequence[Config], rounds: int) -> Calibration:
-    """What the configurations of one key share, with halves if one of their schedules has them.
-
-    Raises:
-      CalibrationError: which model, and why.
-    """
+def _calibrators(some: Sequence[Config]) -> dict[str, Calibrator]:
+    """One for all of a key, with halves if one of their schedules has them."""
     one = next((config for config in some if config.schedule.startswith("zb")), some[0])
-    try:
-        return call(_calibrated, one, rounds, busy=one.model not in WAITING)
-    except CalibrationError as error:
-        raise CalibrationError(f"{_about(one)}: {error}") from error
+    pipe, batch = pipeline_of(replace(one, microbatches=4, ranks=1), devices=1)
+    split = one.remat is None or one.schedule.startswith("zb")
+    return {ALL: calibrator_of(pipe, batch, 8, split=split)}
 
 
 def measure(
     some: Sequence[Config], rounds: int, losses: dict[Any, Any]
-) -> dict[Config, tuple[list[float], float]]:
-    """Seconds of each turn, and of pages that are new; all in turns.
-
-    Steps of S = 1 run in a process of one core, the others here.
+) -> tuple[Calibration, list[Step]]:
+    """Calibrate in turns with steps: of S = 1 in a process of one core, of others here.
 
     Args:
       some: configurations of one key.
@@ -278,26 +268,44 @@ def measure(
       losses: of each model and batch, what was seen.
 
     Raises:
+      CalibrationError: which model, and why.
       ContradictionError: losses of one model differ.
     """
     timers: dict[Any, Timer] = {}
+    pipes: dict[Config, Pipeline] = {}
     held: dict[Config, int] = {}  # bytes of temporaries
     alone = [config for config in some if config.ranks == 1]
-    with Pinned(functools.partial(_builders, tuple(alone))) as pinned:
+    calibrators = functools.partial(_calibrators, tuple(some))
+    busy = some[0].model not in WAITING
+    with (
+        Pinned(functools.partial(_builders, tuple(alone))) as pinned,
+        Calibrating(calibrators, busy=busy) as calibrating,
+    ):
         for config in some:
+            pipes[config], batch = pipeline_of(config)
             if config.ranks == 1:
                 timers[config] = functools.partial(pinned.seconds, str(config))
                 continue
-            pipe, batch = pipeline_of(config)
+            pipe = pipes[config]
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
             held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
             timers[config] = functools.partial(seconds, step)
         large = any(size > HEAP for size in held.values())
         touch = call(touch_seconds, busy=True) if large else 0.0
-        taken = in_turns(timers, rounds, SETTLED)
-    fresh = {config: size * touch for config, size in held.items() if size > HEAP}
-    return {config: (times, fresh.get(config, 0.0)) for config, times in taken.items()}
+        taken = in_turns({**timers, ALL: calibrating.turn}, rounds, SETTLED)
+        try:
+            found = calibrating.conclude(rounds)[ALL]
+        except CalibrationError as error:
+            about = f"{some[0].model}, K={some[0].stages}, remat={some[0].remat}"
+            raise CalibrationError(f"{about}: {error}") from error
+    steps = []
+    for config, pipe in pipes.items():
+        slots, clock = predict(pipe, found.costs)
+        size = held.get(config, 0)
+        fresh = size * touch if size > HEAP else 0.0
+        steps.append(Step(config, slots, clock, found.overhead, fresh, taken[config]))
+    return found, steps
 
 
 def _builders(some: Sequence[Config]) -> Builders:
@@ -315,47 +323,54 @@ def _see_the_loss(config: Config, loss: float, losses: dict[Any, Any]) -> None:
         )
 
 
-def predict_step(
-    config: Config, found: Sequence[Calibration], times: Sequence[float], fresh: float
-) -> Step:
-    """What calibrations say of a step that took so long.
+def _see_drift(rounds: Sequence[Sequence[float]]) -> None:
+    """See that the last half of the turns took as long as the first."""
+    count = len(rounds[0])
+    if count < 4:
+        return
+    half = count // 2
+    ratio = statistics.median(
+        statistics.median(times[-half:]) / statistics.median(times[:half]) for times in rounds
+    )
+    if abs(ratio - 1) > DRIFT:
+        raise ContradictionError(
+            f"the last {half} turns took {ratio:.2f} times as long as the first: the machine is "
+            f"not as it was, so nothing follows; measure on a quiet one"
+        )
+
+
+def see_that_it_can_be(steps: Iterable[Step], found: Calibration) -> None:
+    """See that no step is quicker than the work of its busiest rank.
 
     Raises:
-      ContradictionError: it was quicker than the work of its busiest rank.
+      ContradictionError: one is.
     """
-    pipe, _ = pipeline_of(config)
-    (slots, *_), clocks = zip(*(predict(pipe, one.costs) for one in found), strict=True)
-    beside = statistics.mean(one.overhead for one in found)
-    step = Step(config, slots, statistics.mean(clocks), beside, fresh, times)
-    work = min(max(simulate(pipe.schedule, one.costs).work) for one in found)
-    if step.taken < work * (1 - QUICKER) - step.spread:
-        raise ContradictionError(
-            f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
-            f"{1e3 * work:.1f} ms to do by the calibration: one of the two is wrong"
-        )
-    return step
+    for step in steps:
+        config = step.config
+        one, _ = pipeline_of(config)
+        work = max(simulate(one.schedule, found.costs).work)
+        if step.taken < work * (1 - QUICKER) - step.spread:
+            raise ContradictionError(
+                f"{config} took {1e3 * step.taken:.1f} ms, and its busiest rank alone has "
+                f"{1e3 * work:.1f} ms to do by the calibration: one of the two is wrong"
+            )
 
 
 def run(some: Sequence[Config], rounds: int) -> list[Step]:
-    """Calibrate, measure, calibrate again, predict, doubt: for all that share a calibration.
+    """Calibrate and measure, predict, doubt: for all that share a calibration.
 
     Raises:
-      ContradictionError: the machine got slower or quicker from one calibration to the next.
+      ContradictionError: the machine got slower or quicker from turn to turn.
     """
     steps: list[Step] = []
     losses: dict[Any, Any] = {}
     for key in dict.fromkeys(config.key for config in some):
         own = [config for config in some if config.key == key]
-        before = calibrate(own, rounds)
-        taken = measure(own, rounds, losses)
-        after = calibrate(own, rounds)
-        see_that_the_machine_held(_about(own[0]), before, after)
-        steps += [predict_step(config, (before, after), *of) for config, of in taken.items()]
+        found, measured = measure(own, rounds, losses)
+        see_that_it_can_be(measured, found)
+        steps += measured
+    _see_drift([step.times for step in steps])
     return steps
-
-
-def _about(config: Config) -> str:
-    return f"{config.model}, K={config.stages}, remat={config.remat}"
 
 
 # --- text

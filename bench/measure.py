@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 Variant = Callable[[], Any]  # runs the thing, returns its results
 Timer = Callable[[], float]  # runs the thing, returns seconds
-DRIFT = 0.10  # between two times of one thing, before others and after them
 SETTLED = 4  # runs after which a system has given a process the memory that it takes anew each time
 
 
@@ -51,20 +50,6 @@ def in_turns(
         for name, timer in timers.items():
             taken[name].append(timer())
     return taken
-
-
-def see_that_it_held(what: str, before: float, after: float) -> None:
-    """See that a thing took as long after others as before them.
-
-    Raises:
-      ContradictionError: it did not; the mean of the two says what it took between them only where
-        they are near each other.
-    """
-    if abs(after / before - 1) > DRIFT:
-        raise ContradictionError(
-            f"{what}: {1e3 * before:.4g} ms before the steps and {1e3 * after:.4g} after them: the "
-            f"machine is not as it was, so nothing follows; measure on a quiet one"
-        )
 
 
 def touch_seconds(size: int = 2**28, rounds: int = 5) -> float:

@@ -6,6 +6,7 @@ so an unpipelined baseline in the process of the pipeline would have both cores.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ def call(function: Callable[..., Result], *arguments: Any, busy: bool = False) -
     """
     context: Any = multiprocessing.get_context("spawn")
     started = []
-    for core in _cores() if busy else _cores()[:1]:
+    for core in cores() if busy else cores()[:1]:
         here, there = multiprocessing.Pipe()
         given = core, there, function, arguments
         process = context.Process(target=_answer, args=given, daemon=True)
@@ -46,18 +47,19 @@ def call(function: Callable[..., Result], *arguments: Any, busy: bool = False) -
     return found
 
 
-class Pinned:
-    """Runs variants elsewhere, on request; a context manager.
+class Elsewhere:
+    """An object of another process, which has one core; a context manager.
 
     Args:
-      builders: a module-level function that returns name -> builder of a variant. It is called
-        in the other process, after that has been pinned to one core.
+      make: a module-level function, or a `functools.partial` of one, that makes it there.
+      core: which; by default the first.
     """
 
-    def __init__(self, builders: Callable[[], Builders]) -> None:
+    def __init__(self, make: Callable[[], Any], core: int | None = None) -> None:
         self._here, there = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(there, builders), daemon=True)
+        given = cores()[0] if core is None else core, there, make
+        self._process = context.Process(target=_serve, args=given, daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -72,13 +74,49 @@ class Pinned:
         self._here.send(None)
         self._process.join()
 
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Ask it to do something."""
+        self._here.send((method, arguments))
+
+    def end(self) -> Any:
+        """What came of it: its result, or what it raised."""
+        found, error = self._here.recv()
+        if error is not None:
+            raise error
+        return found
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Both."""
+        self.begin(method, *arguments)
+        return self.end()
+
+
+class Pinned(Elsewhere):
+    """Runs variants elsewhere, on request; a context manager.
+
+    Args:
+      builders: a module-level function that returns name -> builder of a variant. It is called
+        in the other process, after that has been pinned to one core.
+    """
+
+    def __init__(self, builders: Callable[[], Builders]) -> None:
+        super().__init__(functools.partial(_Variants, builders))
+
     def seconds(self, name: str) -> float:
         """One run of a variant, timed there."""
-        self._here.send(name)
-        return float(self._here.recv())
+        return float(self.call("seconds", name))
 
 
-def _cores() -> list[int]:
+class _Variants:
+    def __init__(self, builders: Callable[[], Builders]) -> None:
+        self._variants = {name: build() for name, build in builders().items()}
+
+    def seconds(self, name: str) -> float:
+        return seconds(self._variants[name])
+
+
+def cores() -> list[int]:
+    """Those that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -95,8 +133,19 @@ def _answer(core: int, channel: Connection, function: Callable[..., Any], argume
         channel.send((None, error))
 
 
-def _serve(channel: Connection, builders: Callable[[], Builders]) -> None:
-    _pin(_cores()[0])
-    variants = {name: build() for name, build in builders().items()}
-    while (name := channel.recv()) is not None:
-        channel.send(seconds(variants[name]))
+def _serve(core: int, channel: Connection, make: Callable[[], Any]) -> None:
+    _pin(core)
+    served, failed = None, None
+    try:
+        served = make()
+    except Exception as error:  # noqa: BLE001  whoever calls is told
+        failed = error
+    while (asked := channel.recv()) is not None:
+        method, arguments = asked
+        if failed is not None:
+            channel.send((None, failed))
+            continue
+        try:
+            channel.send((getattr(served, method)(*arguments), None))
+        except Exception as error:  # noqa: BLE001  likewise
+            channel.send((None, error))

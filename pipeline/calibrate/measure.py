@@ -95,34 +95,86 @@ def calibrate(
       CalibrationError: the times are noise, or they contradict each other.
     """
     _check(pipe, rounds=rounds, repeats=repeats)
-    plan, timed = pipe.plan, []
-    chain = find_chain(pipe)
     batch = inputs, targets, extras
-    rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
-    batch = jax.tree.map(rows, batch)
-    steps: dict[tuple[int, Any], Callable[[], Any]] = {}
-    for index, kinds in enumerate(("FB", "FIW") if split else ("FB",)):
-        with warnings.catch_warnings():  # whoever made the pipeline has seen them
-            warnings.simplefilter("ignore")
-            one = one_rank(pipe, make, chain, kinds, repeats + 1)
-        run, program = partial_step(one, *batch), one.plan.training
-        which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
-        for n in dict.fromkeys(map(chain.kinds.index, chain.kinds)):
-            which |= {(n, kind): entries(program, n, kind) for kind in kinds}
-        for key, runs in which.items():
-            steps[index, key] = functools.partial(run, jnp.asarray(runs))
-    taken = _interleaved(steps, rounds)
-    for index in range(2 if split else 1):
-        of = {key: times for (i, key), times in taken.items() if i == index}
-        times = of.pop("first"), of.pop("whole")
-        timed.append(Timed(*times, of, repeats))
-    timed = [_weighted(one, chain) for one in timed]
-    names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
-    found = conclude(timed, names, _idle(chain, plan.remat))
-    exchanged = _exchange_seconds(plan, message, rounds)
-    each = sum(found[key].median for key in timed[0].of)
-    overhead = max(0.0, spread_of(timed[0].first).median - each)
-    return _calibration(pipe, chain, found, exchanged, overhead, batch, rounds, repeats)
+    measured = Calibrator(pipe, make, *batch, repeats=repeats, split=split, message=message)
+    for _ in range(rounds):
+        measured.turn()
+    return measured.conclude()
+
+
+class Calibrator:
+    """A calibration, round by round, for those who do something else between rounds.
+
+    Args are those of `calibrate`.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        make: Callable[..., Any],
+        inputs: Tree,
+        targets: Tree,
+        extras: Any,
+        *,
+        repeats: int,
+        split: bool,
+        message: Callable[[], int],
+    ) -> None:
+        plan = pipe.plan
+        self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
+        self._programs = ("FB", "FIW") if split else ("FB",)
+        rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
+        self._batch = jax.tree.map(rows, (inputs, targets, extras))
+        steps: dict[Any, Callable[[], Any]] = {}
+        for kinds in self._programs:
+            with warnings.catch_warnings():  # whoever made the pipeline has seen them
+                warnings.simplefilter("ignore")
+                one = one_rank(pipe, make, self._chain, kinds, repeats + 1)
+            run, program = partial_step(one, *self._batch), one.plan.training
+            which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
+            for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
+                which |= {(n, kind): entries(program, n, kind) for kind in kinds}
+            for key, runs in which.items():
+                steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
+        if plan.schedule.num_ranks > 1:
+            steps["exchanges", None] = exchanges(plan.mesh, message())
+        self._steps, self._shuffle = steps, random.Random(0).shuffle  # noqa: S311  no secret
+        for step in steps.values():
+            seconds(step)
+        self._taken: dict[Any, list[float]] = {key: [] for key in steps}
+
+    def turn(self) -> None:
+        """A round: run each step once.
+
+        Whatever slows the machine for a while slows all alike. No two rounds have the same order:
+        what a step finds in caches is not always the same other step's.
+        """
+        order = list(self._steps)
+        self._shuffle(order)
+        for key in order:
+            self._taken[key].append(seconds(self._steps[key]))
+
+    def conclude(self, rounds: int | None = None) -> Calibration:
+        """What follows from all rounds, or from so many, the last.
+
+        Raises:
+          CalibrationError: the times are noise, or they contradict each other.
+        """
+        pipe, chain, repeats = self._pipe, self._chain, self._repeats
+        last = {key: times[-(rounds or len(times)) :] for key, times in self._taken.items()}
+        timed = []
+        for program in self._programs:
+            of = {key: times for (kinds, key), times in last.items() if kinds == program}
+            times = of.pop("first"), of.pop("whole")
+            timed.append(_weighted(Timed(*times, of, repeats), chain))
+        names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
+        found = conclude(timed, names, _idle(chain, pipe.plan.remat))
+        each = sum(found[key].median for key in timed[0].of)
+        overhead = max(0.0, spread_of(timed[0].first).median - each)
+        exchanged = [t / EXCHANGES for t in last.get(("exchanges", None), [0.0])]
+        count = len(timed[0].first)
+        took = spread_of(exchanged)
+        return _calibration(pipe, chain, found, took, overhead, self._batch, count, repeats)
 
 
 def _check(pipe: Any, **counts: Any) -> None:
@@ -279,24 +331,6 @@ def seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _interleaved(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-    """[R] seconds of each step, after one that is not timed.
-
-    A round runs each once: whatever slows the machine for a while slows all alike. No two rounds
-    have the same order: what a step finds in caches is not always the same other step's.
-    """
-    for step in steps.values():
-        seconds(step)
-    taken: dict[Any, list[float]] = {key: [] for key in steps}
-    shuffle = random.Random(0).shuffle  # noqa: S311  no secret
-    for _ in range(rounds):
-        order = list(steps)
-        shuffle(order)
-        for key in order:
-            taken[key].append(seconds(steps[key]))
-    return taken
-
-
 def _weighted(one: Timed, chain: Chain) -> Timed:
     """The same with the times of stages that were not timed because they are as others."""
     twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
@@ -310,15 +344,6 @@ def _idle(chain: Chain, remat: Any) -> set[Key]:
     if remat == "stage":  # its own backward runs it
         idle.add((len(chain.stages) - 1, "F"))
     return idle
-
-
-def _exchange_seconds(plan: Plan, message: Callable[[], int], rounds: int) -> Took:
-    """A message each way between neighbours of the pipeline's own mesh."""
-    if plan.schedule.num_ranks == 1:
-        return Took(0.0, 0.0)
-    step = exchanges(plan.mesh, message())
-    taken = _interleaved({"exchanges": step}, rounds)["exchanges"]
-    return spread_of([t / EXCHANGES for t in taken])
 
 
 def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:

@@ -1,0 +1,77 @@
+"""Calibrations that are made in turns with what they predict, by processes of one core.
+
+A machine gets slower and quicker by the minute: calibrated before or after the steps that they are
+held against, stages are found up to 10% too cheap or too dear. Cores of one machine share its
+memory and its clock rate, so that all can be kept busy with the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from bench.pinned import Elsewhere, cores
+from pipeline import Calibration
+from pipeline.calibrate.measure import Calibrator
+
+Calibrators = Mapping[Any, Calibrator]
+
+
+class Calibrating:
+    """Calibrations of several things, a round of each in every turn; a context manager.
+
+    Args:
+      make: a module-level function, or a `functools.partial` of one: their calibrators, by name.
+      busy: whether every other core does the same meanwhile, as in a step; what the first has
+        found is told.
+    """
+
+    def __init__(self, make: Callable[[], Calibrators], *, busy: bool) -> None:
+        several = functools.partial(_Several, make)
+        self._all = [Elsewhere(several, core) for core in (cores() if busy else cores()[:1])]
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for one in self._all:
+            self._open.enter_context(one)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._open.__exit__(kind, error, at)
+
+    def turn(self) -> float:
+        """A round of each; a `bench.measure.Timer`, whose seconds say nothing."""
+        for one in self._all:
+            one.begin("turn")
+        for one in self._all:
+            one.end()
+        return 0.0
+
+    def conclude(self, rounds: int) -> dict[Any, Calibration]:
+        """What follows from the last rounds.
+
+        Raises:
+          CalibrationError: the times are noise, or they contradict each other.
+        """
+        found: dict[Any, Calibration] = self._all[0].call("conclude", rounds)
+        return found
+
+
+class _Several:
+    def __init__(self, make: Callable[[], Calibrators]) -> None:
+        self._each = dict(make())
+
+    def turn(self) -> None:
+        for one in self._each.values():
+            one.turn()
+
+    def conclude(self, rounds: int) -> dict[Any, Calibration]:
+        return {name: one.conclude(rounds) for name, one in self._each.items()}
