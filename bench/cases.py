@@ -138,13 +138,15 @@ def calibrated(
 
 
 def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -> Calibration:
-    found = calibrator(case, stages, remat, split=split)
+    found = calibrator(case, stages, remat, 1, split=split)
     for _ in range(rounds):
         found.turn()
     return found.conclude()
 
 
-def calibrator(case: Case, stages: int, remat: Any, *, split: bool = True) -> Calibrator:
+def calibrator(
+    case: Case, stages: int, remat: Any, in_flight: int, *, split: bool = True
+) -> Calibrator:
     """That of K stages, in this process; likewise."""
     pipe = Pipeline(
         case.stages(stages),
@@ -154,13 +156,15 @@ def calibrator(case: Case, stages: int, remat: Any, *, split: bool = True) -> Ca
         remat=remat,
     )
     repeats = 8 if case.width >= SMALL else 256
-    return calibrator_of(pipe, case.data(), repeats, split=split)
+    return calibrator_of(pipe, case.data(), repeats, in_flight, split=split)
 
 
-def calibrator_of(pipe: Pipeline, batch: Any, repeats: int, *, split: bool) -> Calibrator:
-    """That of a pipeline of one rank."""
-    counts: dict[str, Any] = {"repeats": repeats, "split": split, "message": int}
-    return Calibrator(pipe, Pipeline, *batch, None, **counts)
+def calibrator_of(
+    pipe: Pipeline, batch: Any, repeats: int, in_flight: int, *, split: bool
+) -> Calibrator:
+    """That of a pipeline of one rank, with so many microbatches on their way at a time."""
+    counts: dict[str, Any] = {"repeats": repeats, "in_flight": in_flight}
+    return Calibrator(pipe, Pipeline, *batch, None, **counts, split=split, message=int)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

@@ -197,7 +197,8 @@ def _run(asked: Asked, rounds: int) -> list[Found]:
 
 def _calibrators(asked: Asked) -> dict[int, Calibrator]:
     """By V."""
-    return {V: calibrator(asked.case, V * asked.ranks, asked.remat) for V in CHUNKS}
+    case, S = asked.case, asked.ranks
+    return {V: calibrator(case, V * S, asked.remat, S) for V in CHUNKS}
 
 
 # --- text

@@ -43,6 +43,7 @@ from pipeline.sharding import meshes
 from schedules import Costs, Program, Schedule, from_orders
 
 EXCHANGES = 100  # that are timed at once
+MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
 Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run
 
 
@@ -105,7 +106,10 @@ def calibrate(
 class Calibrator:
     """A calibration, round by round, for those who do something else between rounds.
 
-    Args are those of `calibrate`.
+    Args are those of `calibrate`, and
+
+    * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
+      as memory for a few of them goes.
     """
 
     def __init__(
@@ -119,8 +123,12 @@ class Calibrator:
         repeats: int,
         split: bool,
         message: Callable[[], int],
+        in_flight: int | None = None,
     ) -> None:
         plan = pipe.plan
+        if in_flight is None:
+            program = plan.training
+            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         self._programs = ("FB", "FIW") if split else ("FB",)
         rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
@@ -129,7 +137,7 @@ class Calibrator:
         for kinds in self._programs:
             with warnings.catch_warnings():  # whoever made the pipeline has seen them
                 warnings.simplefilter("ignore")
-                one = one_rank(pipe, make, self._chain, kinds, repeats + 1)
+                one = one_rank(pipe, make, self._chain, kinds, repeats + 1, in_flight)
             run, program = partial_step(one, *self._batch), one.plan.training
             which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
             for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
@@ -234,7 +242,12 @@ def _stage(pipe: Any, k: int) -> nnx.Module:
 
 
 def one_rank(
-    pipe: Any, make: Callable[..., Any], chain: Chain, kinds: str, microbatches: int
+    pipe: Any,
+    make: Callable[..., Any],
+    chain: Chain,
+    kinds: str,
+    microbatches: int,
+    in_flight: int,
 ) -> Any:
     """A pipeline of the stages of a chain on the devices of the first rank."""
     plan, mesh = pipe.plan, pipe.plan.mesh
@@ -242,7 +255,7 @@ def one_rank(
     options = dict(plan.options) | {
         "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
         "num_microbatches": microbatches,
-        "schedule": timetable(len(chain.stages), kinds, microbatches),
+        "schedule": timetable(len(chain.stages), kinds, microbatches, in_flight),
         "bubbles": "skip",
         "pattern": "single",
         "delayed": False,
@@ -274,12 +287,22 @@ def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
     return asked
 
 
-def timetable(num_stages: int, kinds: str, microbatches: int) -> Schedule:
-    """One rank: each microbatch goes through all stages and back before the next."""
-    order = []
-    for m in range(microbatches):
-        order += [f"{k}F{m}" for k in range(num_stages)]
-        order += [f"{k}{kind}{m}" for k in reversed(range(num_stages)) for kind in kinds[1:]]
+def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int = 1) -> Schedule:
+    """One rank: each microbatch goes through all stages, and back when so many have gone.
+
+    Weights' halves are as far behind the inputs', so that what an action reads has been left for as
+    long as in a step, and lies in no cache.
+    """
+    there = range(num_stages)
+    order: list[str] = []
+    for m in range(microbatches + 2 * in_flight - 1):
+        back, late = m - in_flight, m - 2 * in_flight + 1
+        if 0 <= back < microbatches:
+            order += [f"{k}{kinds[1]}{back}" for k in reversed(there)]
+        if kinds[2:] and 0 <= late < microbatches:
+            order += [f"{k}{kinds[2]}{late}" for k in reversed(there)]
+        if m < microbatches:
+            order += [f"{k}F{m}" for k in there]
     return from_orders([order], name="one by one")
 
 
