@@ -22,7 +22,7 @@ from bench.waiting import Halves, Waiting
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import Calibration, Pipeline
-from pipeline.calibrate.measure import MOST_IN_FLIGHT, Calibrator
+from pipeline.calibrate.measure import Calibrator
 
 TOLERANCE = 1e-5
 SMALL = 64  # the width from which an action takes about a millisecond
@@ -163,7 +163,7 @@ def calibrator_of(
     pipe: Pipeline, batch: Any, repeats: int, in_flight: int, *, split: bool
 ) -> Calibrator:
     """That of a pipeline of one rank, with so many microbatches on their way at a time."""
-    counts: dict[str, Any] = {"repeats": repeats, "in_flight": min(in_flight, MOST_IN_FLIGHT)}
+    counts: dict[str, Any] = {"repeats": repeats, "in_flight": in_flight}
     return Calibrator(pipe, Pipeline, *batch, None, **counts, split=split, message=int)
 
 

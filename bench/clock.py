@@ -197,8 +197,8 @@ def _run(asked: Asked, rounds: int) -> list[Found]:
 
 def _calibrators(asked: Asked) -> dict[int, Calibrator]:
     """By V."""
-    stages = {V: V * asked.ranks for V in CHUNKS}
-    return {V: calibrator(asked.case, K, asked.remat, K) for V, K in stages.items()}
+    case, S = asked.case, asked.ranks
+    return {V: calibrator(case, V * S, asked.remat, S) for V in CHUNKS}
 
 
 # --- text

@@ -254,7 +254,7 @@ def _calibrators(some: Sequence[Config]) -> dict[str, Calibrator]:
     one = next((config for config in some if config.schedule.startswith("zb")), some[0])
     pipe, batch = pipeline_of(replace(one, microbatches=4, ranks=1), devices=1)
     split = one.remat is None or one.schedule.startswith("zb")
-    return {ALL: calibrator_of(pipe, batch, 8, one.stages, split=split)}
+    return {ALL: calibrator_of(pipe, batch, 8, one.ranks, split=split)}
 
 
 def measure(

@@ -108,8 +108,8 @@ class Calibrator:
 
     Args are those of `calibrate`, and
 
-    * in_flight: microbatches that are on their way at a time, of each stage; by default as many as
-      a rank of the pipeline stashes of all its stages, as far as memory for a few of them goes.
+    * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
+      as memory for a few of them goes.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Calibrator:
     ) -> None:
         plan = pipe.plan
         if in_flight is None:
-            in_flight = min(MOST_IN_FLIGHT, plan.training.num_stashes) or 1
+            program = plan.training
+            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         self._programs = ("FB", "FIW") if split else ("FB",)
         rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
