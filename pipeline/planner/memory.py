@@ -115,7 +115,8 @@ def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
     cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
     if parts > 1 and layout.microbatches > 1:
-        # Tables are gathered before the first microbatch, their gradients summed after the last.
+        # Where gradients of microbatches are summed, tables stand whole beside their gradients
+        # (`70B-v6e-fsdp`, docs/tpu.md); with one, a gradient is scattered when it is there.
         cast += 2 * COMPUTE_BYTES * model.ends / layout.tensor
     return {
         "weights": size / parts,
