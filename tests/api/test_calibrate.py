@@ -256,6 +256,32 @@ def test_which_stages_are_timed():
     assert chain(K=6, wrt=late) == ([0, 1, 4, 5], [0, 1, 1, 1, 4, 5])
 
 
+def test_microbatches_are_in_flight_as_in_the_pipeline(monkeypatch):
+    """Of each stage as many as a rank stashes, four at most; a W as far behind its I."""
+    found = []
+
+    def asked(pipe: Any, make: Any, chain: Any, kinds: str, microbatches: int, in_flight: int):
+        found.append(in_flight)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "one_rank", asked)
+    options = [
+        {"S": 1},
+        {"schedule": "1f1b", "remat": None},
+        {"schedule": "gpipe", "remat": None, "M": 8},
+        {"schedule": "1f1b", "remat": "stage"},  # which keeps messages alone
+        {"schedule": "interleaved_1f1b", "remat": None, "K": 4},
+    ]
+    for given in options:
+        with pytest.raises(KeyboardInterrupt):
+            make(**given).calibrate(*data(), rounds=1)
+    assert found == [1, 2, 4, 1, 3]
+
+    schedule = measure.timetable(1, "FIW", 4, 2)
+    order = " ".join(map(str, schedule.orders[0]))
+    assert order == "0F0 0F1 0I0 0F2 0I1 0W0 0F3 0I2 0W1 0I3 0W2 0W3"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
