@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 from bench.pinned import Elsewhere, cores
@@ -20,7 +19,7 @@ from pipeline.calibrate.measure import Calibrator
 Calibrators = Mapping[Any, Calibrator]
 
 
-class Calibrating:
+class Calibrating(ExitStack):
     """Calibrations of several things, a round of each in every turn; a context manager.
 
     Args:
@@ -30,22 +29,15 @@ class Calibrating:
     """
 
     def __init__(self, make: Callable[[], Calibrators], *, busy: bool) -> None:
+        super().__init__()
         several = functools.partial(_Several, make)
         self._all = [Elsewhere(several, core) for core in (cores() if busy else cores()[:1])]
-        self._open = ExitStack()
 
     def __enter__(self) -> Self:
+        super().__enter__()
         for one in self._all:
-            self._open.enter_context(one)
+            self.enter_context(one)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, at)
 
     def turn(self) -> float:
         """A round of each; a `bench.measure.Timer`, whose seconds say nothing."""

@@ -54,7 +54,7 @@ def test_clocks_and_nonsense() -> None:
 def test_stages_wait_where_there_are_not_enough_cores() -> None:
     """F, I and W of 10 ms each: a step is no shorter than the event clock says."""
     sizes = ["--ranks", "4", "--microbatches", "2", "--measure", "2"]
-    given = ["--families", "zb_h1", "interleaved_1f1b:2", "--rounds", "1", "--json"]
+    given = ["--families", "zb_h1", "interleaved_1f1b:2", "--rounds", "5", "--json"]
     devices = "--xla_force_host_platform_device_count=2"
     done = python("-m", "bench.bubble", *sizes, *given, XLA_FLAGS=devices)
     assert done.returncode == 0, done.stderr
