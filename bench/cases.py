@@ -138,16 +138,18 @@ def calibrated(
 
 
 def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -> Calibration:
-    found = calibrator(case, stages, remat, 1, split=split)
-    for _ in range(rounds):
-        found.turn()
-    return found.conclude()
+    pipe, repeats = _one_rank(case, stages, remat)
+    return pipe.calibrate(*case.data(), rounds=rounds, repeats=repeats, split=split)
 
 
-def calibrator(
-    case: Case, stages: int, remat: Any, in_flight: int, *, split: bool = True
-) -> Calibrator:
-    """That of K stages, in this process; likewise."""
+def calibrator(case: Case, stages: int, remat: Any, in_flight: int) -> Calibrator:
+    """That of K stages, with I and W, in this process; likewise."""
+    pipe, repeats = _one_rank(case, stages, remat)
+    return calibrator_of(pipe, case.data(), repeats, in_flight, split=True)
+
+
+def _one_rank(case: Case, stages: int, remat: Any) -> tuple[Pipeline, int]:
+    """A pipeline of K stages on one device, and how often its actions are repeated."""
     pipe = Pipeline(
         case.stages(stages),
         case.microbatches,
@@ -155,8 +157,7 @@ def calibrator(
         loss_fn=mean_square,
         remat=remat,
     )
-    repeats = 8 if case.width >= SMALL else 256
-    return calibrator_of(pipe, case.data(), repeats, in_flight, split=split)
+    return pipe, 8 if case.width >= SMALL else 256
 
 
 def calibrator_of(

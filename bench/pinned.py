@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,23 +29,15 @@ def call(function: Callable[..., Result], *arguments: Any, busy: bool = False) -
       arguments: for it.
       busy: whether every other core does the same meanwhile, in a process of its own.
     """
-    context: Any = multiprocessing.get_context("spawn")
-    started = []
-    for core in cores() if busy else cores()[:1]:
-        here, there = multiprocessing.Pipe()
-        given = core, there, function, arguments
-        process = context.Process(target=_answer, args=given, daemon=True)
-        process.start()
-        there.close()  # so that the end of the other process is the end of the pipe
-        started.append((here, process))
-    answers = [here.recv() for here, _ in started]
-    for _, process in started:
-        process.join()
-    for _, error in answers:
-        if error is not None:
-            raise error
-    found: Result = answers[0][0]
-    return found
+    with ExitStack() as stack:
+        some = [
+            stack.enter_context(Elsewhere(_Caller, core))
+            for core in (cores() if busy else cores()[:1])
+        ]
+        for one in some:
+            one.begin("call", function, arguments)
+        found: list[Result] = [one.end() for one in some]
+    return found[0]
 
 
 class Elsewhere:
@@ -56,13 +49,14 @@ class Elsewhere:
     """
 
     def __init__(self, make: Callable[[], Any], core: int | None = None) -> None:
-        self._here, there = multiprocessing.Pipe()
+        self._here, self._there = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("spawn")
-        given = cores()[0] if core is None else core, there, make
+        given = cores()[0] if core is None else core, self._there, make
         self._process = context.Process(target=_serve, args=given, daemon=True)
 
     def __enter__(self) -> Self:
         self._process.start()
+        self._there.close()  # so that the end of the other process is the end of the pipe
         return self
 
     def __exit__(
@@ -71,7 +65,8 @@ class Elsewhere:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._here.send(None)
+        with suppress(OSError):  # it has died, as whoever called it knows
+            self._here.send(None)
         self._process.join()
 
     def begin(self, method: str, *arguments: Any) -> None:
@@ -107,6 +102,11 @@ class Pinned(Elsewhere):
         return float(self.call("seconds", name))
 
 
+class _Caller:
+    def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        return function(*arguments)
+
+
 class _Variants:
     def __init__(self, builders: Callable[[], Builders]) -> None:
         self._variants = {name: build() for name, build in builders().items()}
@@ -123,14 +123,6 @@ def cores() -> list[int]:
 def _pin(core: int) -> None:
     # Before jax makes its threads, which inherit it.
     os.sched_setaffinity(0, {core})
-
-
-def _answer(core: int, channel: Connection, function: Callable[..., Any], arguments: Any) -> None:
-    _pin(core)
-    try:
-        channel.send((function(*arguments), None))
-    except Exception as error:  # noqa: BLE001  whatever it is, the caller is told
-        channel.send((None, error))
 
 
 def _serve(core: int, channel: Connection, make: Callable[[], Any]) -> None:

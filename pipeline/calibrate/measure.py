@@ -287,7 +287,7 @@ def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
     return asked
 
 
-def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int = 1) -> Schedule:
+def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) -> Schedule:
     """One rank: each microbatch goes through all stages, and back when so many have gone.
 
     Weights' halves are as far behind the inputs', so that what an action reads has been left for as
