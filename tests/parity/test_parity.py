@@ -161,9 +161,7 @@ def test_the_grid(S, M, family, remat, bubbles):
 @pytest.mark.parametrize(("S", "M", "remat", "bubbles"), triples())
 def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
     losses = [run(S, M, family, remat, bubbles)[1][0] for family in FAMILIES]
-    # Masked slots have other work in one piece with the loss, family by family, which XLA may fuse.
-    ulps = 1 if bubbles == "masked" else 0
-    np.testing.assert_array_max_ulp(np.array(losses), np.full(len(losses), losses[0]), ulps)
+    assert len({loss.tobytes() for loss in losses}) == 1, losses
 
 
 # --- stages, ranks and devices ---
