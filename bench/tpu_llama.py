@@ -30,12 +30,11 @@ from jax.experimental import topologies
 from collectives import STAGE, make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.forecast.step_memory import predict_step
-from pipeline.layers import RMSNorm
 from pipeline.planner import CHIPS
-from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
+from pipeline.vocabulary import CrossEntropy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from llama import LlamaConfig, build, loss_fn
+from llama import LlamaConfig, build, ends_by_stage, loss_fn
 
 GB = 10**9
 SAVING = {"scan_layers": True, "remat_blocks": True, "query_chunk": 512}
@@ -65,12 +64,10 @@ class Case:
 
     def parts(self) -> tuple[Any, Any, Any]:
         """Stages, embed and head."""
-        config, d = self.config, self.config.hidden_size
-        stages, embed, head = build(config, self.chunks * self.axes[STAGE], seed=0)
+        stages, *ends = build(self.config, self.chunks * self.axes[STAGE], seed=0)
         if self.shares_words:
-            rngs, cut = nnx.Rngs(0), {"sequence_parallel": config.sequence_parallel}
-            embed = VocabularyEmbedding(config.vocab_size, d, rngs=rngs, dtype=config.dtype, **cut)
-            head = VocabularyHead(config.vocab_size, d, rngs=rngs, norm=RMSNorm(d, **cut), **cut)
+            *ends, _ = ends_by_stage(self.config, seed=0)
+        embed, head = ends
         return stages, embed, head
 
     @property

@@ -4,6 +4,12 @@
     blocks, embed, head = build(config, num_stages=8, seed=0)
     Pipeline(blocks, 32, embed=embed, head=head, loss_fn=loss_fn(config), mesh=...)
 
+or, with words that all stage ranks share,
+
+    blocks, *_ = build(config, num_stages=8, seed=0)
+    embed, head, loss = ends_by_stage(config, seed=0)
+    Pipeline(blocks, 32, embed=embed, head=head, loss_fn=loss, vocabulary="stage", mesh=...)
+
 On a mesh with an axis ``tensor`` every layer is spread over it (`pipeline.layers`); on one without,
 or with no mesh at all, the same modules are the plain model.
 
@@ -24,11 +30,20 @@ from collectives.chunked import linear_cross_entropy
 from collectives.tensor import column_input
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from llama_config import LlamaConfig
+from pipeline import vocabulary
 from pipeline.decoders import split_layers
 from pipeline.layers import Attention, RMSNorm, SwiGLU, VocabularyEmbedding, VocabularyHead
 from pipeline.layers.kernels import RESIDUALS
 
-__all__ = ["Llama", "LlamaConfig", "build", "count_parameters", "loss_fn", "stages"]
+__all__ = [
+    "Llama",
+    "LlamaConfig",
+    "build",
+    "count_parameters",
+    "ends_by_stage",
+    "loss_fn",
+    "stages",
+]
 
 SPREAD = 0.02  # of initial weights
 
@@ -184,6 +199,20 @@ def loss_fn(config: LlamaConfig) -> Callable[[Any, jax.Array], tuple[jax.Array, 
         return losses(outputs, targets).sum(), (targets != IGNORED).sum()
 
     return total
+
+
+def ends_by_stage(config: LlamaConfig, seed: int) -> tuple[Any, Any, vocabulary.CrossEntropy]:
+    """Embed, head and loss for ``Pipeline(vocabulary="stage")``, whose ranks share the words."""
+    rngs, words, d = nnx.Rngs(seed), config.vocab_size, config.hidden_size
+    cut: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
+    table: dict[str, Any] = {"param_dtype": jnp.dtype(config.param_dtype), "scale": SPREAD, **cut}
+    embed = vocabulary.VocabularyEmbedding(
+        words, d, rngs=rngs, dtype=jnp.dtype(config.dtype), **table
+    )
+    tied = {"tied": embed} if config.tie_word_embeddings else {"rngs": rngs}
+    norm = RMSNorm(d, epsilon=config.rms_norm_eps, dtype=table["param_dtype"], **cut)
+    head = vocabulary.VocabularyHead(words, d, norm=norm, **tied, **table)
+    return embed, head, vocabulary.CrossEntropy()
 
 
 class Llama(nnx.Module):

@@ -22,14 +22,12 @@ from pipeline import Pipeline
 from pipeline.forecast import traffic
 from pipeline.kernel import runtime
 from pipeline.kernel.ticks import needed, segments
-from pipeline.layers import RMSNorm
 from pipeline.sharding.placement import DEFERRED
-from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules.lowering.program import Program
 from tests.support.hlo import Sent
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from llama import LlamaConfig, build, loss_fn
+from llama import LlamaConfig, build, ends_by_stage, loss_fn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text(encoding="utf-8")
 M, ROWS, LENGTH, WORDS = 4, 2, 8, 64
@@ -66,12 +64,7 @@ def model(*, stages: int, layers: int, vocabulary: str, **changes: Any) -> tuple
     parts, embed, head = build(config, stages, seed=0)
     if vocabulary == "ends":
         return config, parts, embed, head, loss_fn(config)
-    rngs, width = nnx.Rngs(5), config.hidden_size
-    cut: dict[str, Any] = {"sequence_parallel": config.sequence_parallel}
-    words = VocabularyEmbedding(WORDS, width, rngs=rngs, **cut)
-    tied = {"tied": words} if config.tie_word_embeddings else {"rngs": rngs}
-    head = VocabularyHead(WORDS, width, norm=RMSNorm(width, **cut), **tied, **cut)
-    return config, parts, words, head, CrossEntropy()
+    return config, parts, *ends_by_stage(config, seed=5)
 
 
 @functools.cache

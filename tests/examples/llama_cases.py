@@ -15,16 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.layers import RMSNorm
-from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from llama import LlamaConfig, build, loss_fn
+from llama import LlamaConfig, build, ends_by_stage, loss_fn
 
 MICROBATCHES, ROWS, LENGTH, WORDS = 4, 2, 8, 61
 FAMILIES = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
@@ -70,17 +67,6 @@ def data(rows: int) -> tuple[jax.Array, jax.Array]:
     return tokens, targets.at[0, :3].set(-100)
 
 
-def ends_by_stage(config: LlamaConfig) -> tuple[Any, Any, Any]:
-    """Embed, head and loss whose words all stage ranks share."""
-    rngs, width = nnx.Rngs(5), config.hidden_size
-    parts: Any = {"sequence_parallel": config.sequence_parallel}
-    embed = VocabularyEmbedding(config.vocab_size, width, rngs=rngs, **parts)
-    tied = {"tied": embed} if config.tie_word_embeddings else {"rngs": rngs}
-    norm = RMSNorm(width, **parts)
-    head = VocabularyHead(config.vocab_size, width, norm=norm, **tied, **parts)
-    return embed, head, CrossEntropy()
-
-
 def check(mesh: str, family: str, options: str, **further: Any) -> Pipeline:
     """Loss and every gradient against the plain model; returns the pipeline.
 
@@ -101,7 +87,7 @@ def check(mesh: str, family: str, options: str, **further: Any) -> Pipeline:
     parts, embed, head = build(config, stages, seed=0)
     loss: Any = loss_fn(config)
     if "vocabulary" in given:
-        embed, head, loss = ends_by_stage(config)
+        embed, head, loss = ends_by_stage(config, seed=5)
     batch = data(MICROBATCHES * ROWS * axes["data"])
 
     def mean(outputs: Any, targets: jax.Array) -> jax.Array:
