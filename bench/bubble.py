@@ -31,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import step
-from bench.measure import ContradictionError, Timer, Variant, in_turns, seconds, table
+from bench.measure import (
+    ContradictionError,
+    Timer,
+    Variant,
+    behind_itself,
+    in_turns,
+    seconds,
+    table,
+)
 from bench.pinned import Pinned
 from bench.waiting import FORWARD, Halves, elsewhere, is_elsewhere, machine, show
 
@@ -116,7 +124,7 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
     timers: dict[Any, Timer] = {}
     work = "one rank, forward and backward"
     with Pinned(step.baselines) as pinned:
-        timers[work] = functools.partial(pinned.seconds, work)
+        timers[work] = behind_itself(functools.partial(pinned.seconds, work))
         for point in points:
             sizes = {
                 "ranks": point.ranks,
@@ -124,7 +132,7 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
                 "microbatches": point.microbatches,
             }
             variant = step.pipelined(point.family, None, **sizes)
-            timers[point] = functools.partial(seconds, variant)
+            timers[point] = behind_itself(functools.partial(seconds, variant))
         taken = in_turns(timers, rounds)
     each = [time / step.MICROBATCHES for time in taken.pop(work)]
     return [_measured(point, each, times) for point, times in taken.items()]

@@ -15,6 +15,7 @@ from typing import Any, Self
 from bench.pinned import Elsewhere, cores
 from pipeline import Calibration
 from pipeline.calibrate.measure import Calibrator
+from pipeline.forecast.bytes import MemoryPrediction, predict
 
 Calibrators = Mapping[Any, Calibrator]
 
@@ -56,6 +57,11 @@ class Calibrating(ExitStack):
         found: dict[Any, Calibration] = self._all[0].call("conclude", rounds)
         return found
 
+    def memory(self) -> dict[Any, MemoryPrediction]:
+        """What the steps hold whose time beside their actions is the overhead."""
+        found: dict[Any, MemoryPrediction] = self._all[0].call("memory")
+        return found
+
 
 class _Several:
     def __init__(self, make: Callable[[], Calibrators]) -> None:
@@ -67,3 +73,6 @@ class _Several:
 
     def conclude(self, rounds: int) -> dict[Any, Calibration]:
         return {name: one.conclude(rounds) for name, one in self._each.items()}
+
+    def memory(self) -> dict[Any, MemoryPrediction]:
+        return {name: predict(*one.operands) for name, one in self._each.items()}

@@ -28,7 +28,7 @@ import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench import waiting
 from bench.calibrating import Calibrating
 from bench.cases import Case, calibrator, gradients_of, mean_square, reference, see_that_it_agrees
-from bench.measure import SETTLED, Timer, interleaved, seconds, table
+from bench.measure import SETTLED, Timer, behind_itself, interleaved, seconds, table
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ from jax.sharding import PartitionSpec as P
 import schedules
 from collectives import make_mesh
 from pipeline import CalibrationError, Pipeline
-from pipeline.calibrate.measure import Calibrator, partial_step
+from pipeline.calibrate.measure import Calibrator
+from pipeline.calibrate.one_rank import operands_of, partial_step
 
 ROUNDS = 5
 NEAR = 0.95, 1.05
@@ -176,10 +177,11 @@ def _run(asked: Asked, rounds: int) -> list[Found]:
     timers: dict[tuple[str, str], Timer] = {}
     with Calibrating(calibrators, busy=not asked.waits) as calibrating:
         for name, (pipe, step) in pipes.items():
-            timers[name, "step"] = functools.partial(seconds, step)
+            timers[name, "step"] = behind_itself(functools.partial(seconds, step))
             idle = jnp.zeros(pipe.plan.training.op.shape, bool)
-            empty = functools.partial(partial_step(pipe, *step.args), idle)
-            timers[name, "empty"] = functools.partial(seconds, empty)
+            operands = operands_of(pipe, *step.args)
+            empty = functools.partial(partial_step(pipe.plan, operands), idle)
+            timers[name, "empty"] = behind_itself(functools.partial(seconds, empty))
         timers["", "stages"] = calibrating.turn
         taken = interleaved(timers, rounds, SETTLED)
         try:

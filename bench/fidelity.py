@@ -5,8 +5,10 @@ while the other does the same, as in a step, a round of it in every turn of its 
 alone, with the slots that the kernel runs, follows what a step takes of every schedule and number
 of microbatches: the lockstep clock's makespan, what the calibration found that a step takes beside
 its actions, and, where temporaries are predicted that no heap of a thread can hold, the time of
-their pages, which are new in every step (docs/kernel.md). There are two cores: S = 1 runs on one,
-S = 2 on both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
+their pages, which are new in every step (docs/kernel.md); a calibration's own are not counted. A
+step is timed right behind itself, as in training: behind one of another pipeline, whose memory has
+just been given back, it takes up to 30 ms more. There are two cores: S = 1 runs on one, S = 2 on
+both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -32,6 +34,7 @@ from bench.measure import (
     SETTLED,
     ContradictionError,
     Timer,
+    behind_itself,
     in_turns,
     seconds,
     table,
@@ -47,6 +50,7 @@ from collectives import make_mesh
 from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
 from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.calibrate.measure import Calibrator
+from pipeline.forecast.bytes import MemoryPrediction
 from pipeline.forecast.bytes import predict as predict_bytes
 from schedules import ScheduleError, simulate
 
@@ -102,7 +106,7 @@ class Step:
       config: which.
       slots: of a tick, that ran.
       clock: the clock's makespan.
-      beside: what the calibration found beside actions.
+      beside: what the calibration found beside actions, but for pages that were new to it.
       fresh: what pages of memory take that are new in every step.
       times: of each turn.
     """
@@ -273,7 +277,7 @@ def measure(
     """
     timers: dict[Any, Timer] = {}
     pipes: dict[Config, Pipeline] = {}
-    held: dict[Config, int] = {}  # bytes of temporaries
+    held: dict[Config, MemoryPrediction] = {}
     alone = [config for config in some if config.ranks == 1]
     calibrators = functools.partial(_calibrators, tuple(some))
     busy = some[0].model not in WAITING
@@ -289,9 +293,10 @@ def measure(
             pipe = pipes[config]
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
-            held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last).temporaries
-            timers[config] = functools.partial(seconds, step)
-        large = any(size > HEAP for size in held.values())
+            held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last)
+            timers[config] = behind_itself(functools.partial(seconds, step))
+        calibration = calibrating.memory()[ALL]
+        large = any(map(_fresh, (calibration, *held.values())))
         touch = call(touch_seconds, busy=True) if large else 0.0
         taken = in_turns({**timers, ALL: calibrating.turn}, rounds, SETTLED)
         try:
@@ -300,12 +305,21 @@ def measure(
             about = f"{some[0].model}, K={some[0].stages}, remat={some[0].remat}"
             raise CalibrationError(f"{about}: {error}") from error
     steps = []
+    beside = max(0.0, found.overhead - _fresh(calibration) * touch)
     for config, pipe in pipes.items():
         slots, clock = predict(pipe, found.costs)
-        size = held.get(config, 0)
-        fresh = size * touch if size > HEAP else 0.0
-        steps.append(Step(config, slots, clock, found.overhead, fresh, taken[config]))
+        fresh = _fresh(held[config]) * touch if config in held else 0.0
+        steps.append(Step(config, slots, clock, beside, fresh, taken[config]))
     return found, steps
+
+
+def _fresh(memory: MemoryPrediction) -> int:
+    """Bytes of the pages that are new in every step: all temporaries where no heap can hold them.
+
+    XLA's CPU backend allocates them as one buffer, in the heap of the thread that runs the device,
+    beside the results.
+    """
+    return memory.temporaries if memory.temporaries + memory.returned > HEAP else 0
 
 
 def _builders(some: Sequence[Config]) -> Builders:

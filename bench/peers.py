@@ -25,7 +25,7 @@ import bench
 from bench import autodiff, torch_peer
 from bench.accumulation import by_hand
 from bench.cases import Case, gradients_of, mean_square, reference, see_that_it_agrees
-from bench.measure import Timer, interleaved, seconds, table
+from bench.measure import Timer, behind_itself, interleaved, seconds, table
 from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
@@ -138,11 +138,11 @@ def contest(case: Case, variants: Variants, rounds: int, ranks: int = 0) -> dict
     """
     wanted = reference(case)
     errors = {name: see_that_it_agrees(name, c(), wanted) for name, (_, c) in variants.items()}
-    timers = {name: timer for name, (timer, _) in variants.items()}
+    timers = {name: behind_itself(timer) for name, (timer, _) in variants.items()}
     with contextlib.ExitStack() as stack:
         if ranks:
             pinned = stack.enter_context(Pinned(functools.partial(alone, case, ranks)))
-            timers["ideal"] = functools.partial(pinned.seconds, ALONE)
+            timers["ideal"] = behind_itself(functools.partial(pinned.seconds, ALONE))
         taken = interleaved(timers, rounds)
     if ranks:
         taken["ideal"] *= (case.microbatches + ranks - 1) / case.microbatches

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.cases import Layers, mean_square
-from bench.measure import ContradictionError, Timer, in_turns, seconds, table
+from bench.measure import ContradictionError, Timer, behind_itself, in_turns, seconds, table
 from bench.pinned import call
 from bench.waiting import elsewhere, is_elsewhere, machine, parser_of, show, waited
 
@@ -329,7 +329,7 @@ def answer(problem: Problem, costs: Mapping[int, Costs], speed: float, rounds: i
     for one in estimates:
         step = step_of(problem, one.layout)
         losses[one.layout] = float(step()[0])
-        timers[one.layout] = functools.partial(seconds, step)
+        timers[one.layout] = behind_itself(functools.partial(seconds, step))
     wanted = statistics.median(losses.values())
     for layout, loss in losses.items():
         if not abs(loss - wanted) <= SAME * abs(wanted):

@@ -15,7 +15,7 @@ import platform
 from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
-from bench.measure import Timer, Variant, interleaved, seconds, table
+from bench.measure import Timer, Variant, behind_itself, interleaved, seconds, table
 from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
@@ -116,6 +116,7 @@ def measure(rounds: int) -> tuple[dict[str, float], dict[str, float]]:
             for schedule in SCHEDULES:
                 variant = pipelined(schedule, remat)
                 timers[f"{schedule}, remat={remat}"] = functools.partial(seconds, variant)
+        timers = {name: behind_itself(timer) for name, timer in timers.items()}
         taken = interleaved(timers, rounds)
     forward, both = (taken[name] for name in baselines())
     work = {None: both, "stage": both + forward}

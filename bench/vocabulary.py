@@ -17,7 +17,7 @@ from typing import Any
 
 import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
 from bench.cases import Case, Layers, see_that_it_agrees
-from bench.measure import Timer, Variant, interleaved, seconds, table
+from bench.measure import Timer, Variant, behind_itself, interleaved, seconds, table
 from bench.pinned import Builders, Pinned
 
 import jax  # isort: skip
@@ -136,6 +136,7 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     with Pinned(functools.partial(baselines, case)) as pinned:
         timers: dict[str, Timer] = {kind: functools.partial(pinned.seconds, kind) for kind in KINDS}
         timers |= {name: functools.partial(seconds, step) for name, step in steps.items()}
+        timers = {name: behind_itself(timer) for name, timer in timers.items()}
         return interleaved(timers, rounds)
 
 

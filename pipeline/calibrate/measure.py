@@ -1,11 +1,9 @@
 """What each action of a pipeline takes, in the kernel that runs it.
 
-A pipeline of one rank holds the stages that differ, each once, and runs its program as any other
-does. Which entries of the program's table run is an operand of the compiled step: one compilation
-times the step with its first microbatch alone, with one kind of action of one stage for all
-microbatches, and with everything. What an action takes is what it adds to the first.
-
-Letters: K stages, M microbatches, N rows of a batch, D data shards, b rows of a microbatch.
+A pipeline of one rank (`pipeline.calibrate.one_rank`) holds the stages that differ, each once, and
+runs its program as any other does. It is timed with its first microbatch alone, with one kind of
+action of one stage for all microbatches, and with everything. What an action takes is what it adds
+to the first.
 """
 
 from __future__ import annotations
@@ -16,62 +14,35 @@ import platform
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from numpy.typing import NDArray
 
 from collectives import STAGE, exchange, vary
 from collectives.sizes import is_size
-from pipeline.base.tree import Tree, shape_text, signature
+from pipeline.base.tree import Tree, shape_text
 from pipeline.calibrate.calibration import Calibration
 from pipeline.calibrate.conclude import Key, Timed, Took, conclude, spread_of
-from pipeline.kernel import runtime
-from pipeline.kernel.operands import Operands, make_operands
-from pipeline.model.stage import define, take_stage
-from pipeline.options.plan import Plan
-from pipeline.replace import ends_of
+from pipeline.calibrate.one_rank import (
+    Chain,
+    Runs,
+    entries,
+    find_chain,
+    one_rank,
+    operands_of,
+    partial_step,
+    rows_of,
+)
 from pipeline.sharding import meshes
-from schedules import Costs, Program, Schedule, from_orders
+from schedules import Costs
 
 EXCHANGES = 100  # that are timed at once
 MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
-Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Stages that one rank runs after each other: of each kind in a row, the first.
-
-    Attributes:
-      stages: their indices in the model, ascending.
-      kinds: what each is; of equal ones, one is timed.
-      kind_of: [K] the kind of every stage of the model.
-      idle: kinds of stages whose backward computes nothing.
-    """
-
-    stages: tuple[int, ...]
-    kinds: tuple[Any, ...]
-    kind_of: tuple[Any, ...]
-    idle: frozenset[Any]
-
-    def stands_for(self, k: int) -> int:
-        """The stage of the chain that is timed for stage k."""
-        return self.kinds.index(self.kind_of[k])
-
-    def inner(self) -> int | None:
-        """A stage of the chain that is as the last, but not the last; None if there is none."""
-        group, way, _, _ = self.kinds[-1]
-        here = (n for n, kind in enumerate(self.kinds) if kind == (group, way, False, False))
-        return next(here, None)
 
 
 def calibrate(
@@ -110,6 +81,10 @@ class Calibrator:
 
     * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
       as memory for a few of them goes.
+
+    Attributes:
+      operands: of the step whose time beside its actions is the overhead, its plan first: what
+        `pipeline.forecast.bytes.predict` takes.
     """
 
     def __init__(
@@ -131,14 +106,17 @@ class Calibrator:
             in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         self._programs = ("FB", "FIW") if split else ("FB",)
-        rows = functools.partial(_rows, plan=plan, num_microbatches=repeats + 1)
+        rows = functools.partial(rows_of, plan=plan, num_microbatches=repeats + 1)
         self._batch = jax.tree.map(rows, (inputs, targets, extras))
         steps: dict[Any, Callable[[], Any]] = {}
         for kinds in self._programs:
             with warnings.catch_warnings():  # whoever made the pipeline has seen them
                 warnings.simplefilter("ignore")
                 one = one_rank(pipe, make, self._chain, kinds, repeats + 1, in_flight)
-            run, program = partial_step(one, *self._batch), one.plan.training
+            program, operands = one.plan.training, operands_of(one, *self._batch)
+            if kinds == self._programs[0]:
+                self.operands = one.plan, *operands
+            run = partial_step(one.plan, operands)
             which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
             for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
                 which |= {(n, kind): entries(program, n, kind) for kind in kinds}
@@ -155,11 +133,18 @@ class Calibrator:
         """A round: run each step once.
 
         Whatever slows the machine for a while slows all alike. No two rounds have the same order:
-        what a step finds in caches is not always the same other step's.
+        what a step finds in caches is not always the same other step's. But those of a program run
+        behind each other, after one that does not count: memory lies as the same program has left
+        it.
         """
         order = list(self._steps)
         self._shuffle(order)
+        order.sort(key=lambda key: key[0])  # by program, and within one as shuffled
+        before = None
         for key in order:
+            if key[0] != before:
+                seconds(self._steps[key])
+            before = key[0]
             self._taken[key].append(seconds(self._steps[key]))
 
     def conclude(self, rounds: int | None = None) -> Calibration:
@@ -202,149 +187,6 @@ def _check(pipe: Any, **counts: Any) -> None:
             "calibrate() makes pipelines on a mesh of one rank, and another mesh is in force; call "
             "it outside of jax.set_mesh"
         )
-
-
-def find_chain(pipe: Any) -> Chain:
-    """The stages that differ in what they compute, in how far they go back, or in their place."""
-    plan, kind_of, found = pipe.plan, [], []
-    ways = pipe.trained.ways(want_inputs=False)
-    groups: list[Any] = []
-    last = plan.schedule.num_stages - 1
-    for k in range(last + 1):
-        definition, params, rest = define(_stage(pipe, k), "a stage")
-        key = definition, signature((params, rest))
-        if key not in groups:
-            groups.append(key)
-        kind_of.append((groups.index(key), ways[k], k == 0, k == last))
-    for k, kind in enumerate(kind_of):
-        if k == 0 or kind != kind_of[k - 1]:
-            found.append((k, kind))
-    kinds = [kind for _, kind in found]
-    group, way, *_ = kind_of[-1]
-    inner = group, way, False, False
-    if (
-        "head" in plan.shared
-        and inner not in kinds
-        and [g for g, *_ in kind_of[-2:]] == [group] * 2
-    ):
-        found.insert(-1, (last, inner))  # whose difference from the last is the head
-    idle = frozenset(kind for _, kind in found if not kind[1].is_any)
-    stages, kinds = zip(*found, strict=True)
-    return Chain(stages, kinds, tuple(kind_of), idle)
-
-
-def _stage(pipe: Any, k: int) -> nnx.Module:
-    """A stage, whole, as all ranks hold it."""
-    for rank, held in enumerate(pipe.schedule.stages_of):
-        if k in held:
-            return take_stage(pipe.chunks[held.index(k)], rank)
-    raise AssertionError(k)
-
-
-def one_rank(
-    pipe: Any,
-    make: Callable[..., Any],
-    chain: Chain,
-    kinds: str,
-    microbatches: int,
-    in_flight: int,
-) -> Any:
-    """A pipeline of the stages of a chain on the devices of the first rank."""
-    plan, mesh = pipe.plan, pipe.plan.mesh
-    devices = np.take(mesh.devices, [0], axis=mesh.axis_names.index(STAGE))
-    options = dict(plan.options) | {
-        "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
-        "num_microbatches": microbatches,
-        "schedule": timetable(len(chain.stages), kinds, microbatches, in_flight),
-        "bubbles": "skip",
-        "pattern": "single",
-        "delayed": False,
-        "ignore": (),
-        "wrt": _remapped(plan.wrt, chain.stages),
-        "costs": None,
-    }
-    one = make([_stage(pipe, k) for k in chain.stages], **options | ends_of(pipe))
-    if one.plan.is_masked:
-        raise ValueError(
-            f"calibrate() times actions one by one, and with auto_axes={plan.auto_axes!r} on "
-            f"virtual CPU devices every slot computes them all; calibrate on a mesh without that "
-            f"axis, or give Costs(...)"
-        )
-    return one
-
-
-def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
-    """A filter that is asked about some stages, and answers as if they were in their places."""
-    if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
-        return wrt
-    asks = nnx.filterlib.to_predicate(wrt)
-
-    def asked(path: Any, value: Any) -> bool:
-        if path[:1] == ("stages",):
-            path = ("stages", stages[path[1]], *path[2:])
-        return bool(asks(path, value))
-
-    return asked
-
-
-def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) -> Schedule:
-    """One rank: each microbatch goes through all stages, and back when so many have gone.
-
-    Weights' halves are as far behind the inputs', so that what an action reads has been left for as
-    long as in a step, and lies in no cache.
-    """
-    there = range(num_stages)
-    order: list[str] = []
-    for m in range(microbatches + 2 * in_flight - 1):
-        back, late = m - in_flight, m - 2 * in_flight + 1
-        if 0 <= back < microbatches:
-            order += [f"{k}{kinds[1]}{back}" for k in reversed(there)]
-        if kinds[2:] and 0 <= late < microbatches:
-            order += [f"{k}{kinds[2]}{late}" for k in reversed(there)]
-        if m < microbatches:
-            order += [f"{k}F{m}" for k in there]
-    return from_orders([order], name="one by one")
-
-
-def entries(program: Program, stage: int = -1, kinds: str = "") -> Runs:
-    """Those of the first microbatch, and of some kinds of action of one chunk of every rank."""
-    runs = program.microbatch == 0
-    for index, slot in enumerate(program.slots):
-        for branch, op in enumerate(slot.ops, start=1):
-            if op.chunk == stage and op.kind in kinds:
-                runs[:, index] |= program.op[:, index] == branch
-    return runs & (program.op > 0)
-
-
-def partial_step(
-    pipe: Any, inputs: Tree, targets: Tree, extras: Any = None
-) -> Callable[[Any], Any]:
-    """A function of which entries of its table run: the training step of a pipeline."""
-    operands = _operands(pipe, inputs, targets, extras)
-
-    def run(runs: Any) -> Any:
-        with meshes.entered(pipe.plan.mesh, pipe.plan.home):
-            return runtime.train(pipe.plan, *operands, runs=runs)
-
-    return run
-
-
-def _operands(pipe: Any, inputs: Tree, targets: Tree, extras: Any) -> Operands:
-    plan, state = pipe.plan, (pipe.chunks, pipe.ends)
-    options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
-    found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)
-    model, weights, batch = found
-    return model, meshes.untyped(weights, plan.mesh), batch
-
-
-def _rows(leaf: Any, plan: Plan, num_microbatches: int) -> Any:
-    """As many microbatches of the same size as are timed: those that there are, over and over."""
-    shards, given = plan.data_size, plan.schedule.num_microbatches
-    each = leaf.shape[0] // given
-    if num_microbatches <= given and shards == 1:
-        return leaf[: num_microbatches * each]
-    kept = np.arange(num_microbatches * each) % (each * given)
-    return np.asarray(leaf)[kept]
 
 
 def seconds(step: Callable[[], Any]) -> float:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.calibrate import measure
+from pipeline.calibrate import measure, one_rank
 from pipeline.calibrate.calibration import FORMAT
 from pipeline.calibrate.conclude import Timed, conclude
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
@@ -127,9 +127,10 @@ def clock(monkeypatch):
     takes: dict[Any, float] = {}
     shown: list[float] = []
 
-    def partial_step(pipe: Any, *batch: Any) -> Any:
-        assert {leaf.shape[0] % pipe.num_microbatches for leaf in jax.tree.leaves(batch)} == {0}
-        program = pipe.plan.training
+    def partial_step(plan: Any, operands: Any) -> Any:
+        program, (_, _, batch) = plan.training, operands
+        rows = {leaf.shape[0] % plan.schedule.num_microbatches for leaf in jax.tree.leaves(batch)}
+        assert rows == {0}
 
         def step(runs: Any) -> None:
             total = BASE
@@ -221,13 +222,14 @@ def test_calibrate_says_what_contradicts(clock):
 def test_entries_of_the_table_that_do_not_run_are_idle():
     """With all of them a step is the step; with those of the first microbatch, the step of that."""
     pipe, (x, t) = make(remat=None), data()
-    step, program = measure.partial_step(pipe, x, t), pipe.plan.training
+    operands = one_rank.operands_of(pipe, x, t)
+    step, program = one_rank.partial_step(pipe.plan, operands), pipe.plan.training
     loss, (chunks, _), *_ = step(jnp.asarray(program.op > 0))
     want, grads = pipe.value_and_grad(x, t)
     np.testing.assert_array_equal(loss, want)
     for a, b in zip(jax.tree.leaves(chunks), jax.tree.leaves(grads), strict=True):
         np.testing.assert_array_equal(a, b)
-    first, y = step(jnp.asarray(measure.entries(program)))[0], x[:2]
+    first, y = step(jnp.asarray(one_rank.entries(program)))[0], x[:2]
     for stage in pipe.stages():
         y = stage(y)
     np.testing.assert_allclose(first, models.squares(y, t[:2]), rtol=1e-6)
@@ -237,7 +239,7 @@ def test_entries_of_the_table_that_do_not_run_are_idle():
 
 def test_which_stages_are_timed():
     def chain(**options: Any) -> tuple[list[int], list[int]]:
-        found = measure.find_chain(make(**options))
+        found = one_rank.find_chain(make(**options))
         K = len(found.kind_of)
         return list(found.stages), [found.stages[found.stands_for(k)] for k in range(K)]
 
@@ -277,7 +279,7 @@ def test_microbatches_are_in_flight_as_in_the_pipeline(monkeypatch):
             make(**given).calibrate(*data(), rounds=1)
     assert found == [1, 2, 4, 1, 3]
 
-    schedule = measure.timetable(1, "FIW", 4, 2)
+    schedule = one_rank.timetable(1, "FIW", 4, 2)
     order = " ".join(map(str, schedule.orders[0]))
     assert order == "0F0 0F1 0I0 0F2 0I1 0W0 0F3 0I2 0W1 0I3 0W2 0W3"
 

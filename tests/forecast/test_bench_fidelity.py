@@ -10,7 +10,16 @@ from tests.support.elsewhere import python
 CODE = """
 import sys
 from dataclasses import replace
-from bench import fidelity as f, plan as p
+from bench import fidelity as f, measure, plan as p
+from pipeline.forecast.bytes import MemoryPrediction, Places
+
+ran = []
+assert measure.behind_itself(lambda: ran.append(0) or len(ran))() == 2
+
+nothing = Places()
+held = MemoryPrediction(0, 0, 2**23, 0, nothing, Places(1, f.HEAP - 2**22), nothing, 0, 0)
+assert f._fresh(held) == f.HEAP - 2**22  # results take the rest of the heap, and more
+assert f._fresh(replace(held, returned=2**22)) == 0
 
 one, two = f.configs()[:2]
 assert 40 <= len(f.configs()) == len(set(f.configs()))
