@@ -6,8 +6,8 @@ alone, with the slots that the kernel runs, follows what a step takes of every s
 of microbatches: the lockstep clock's makespan, what the calibration found that a step takes beside
 its actions, and, where temporaries are predicted that no heap of a thread can hold, the time of
 their pages, which are new in every step (docs/kernel.md); a calibration's own are not counted. A
-step is timed right behind itself, as in training: behind one of another pipeline, whose memory has
-just been given back, it takes up to 30 ms more. There are two cores: S = 1 runs on one, S = 2 on
+step is timed right behind itself, as in training: behind one of another pipeline it pays for what
+that gives back (`bench.measure.behind_itself`). There are two cores: S = 1 runs on one, S = 2 on
 both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of

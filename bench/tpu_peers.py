@@ -3,13 +3,14 @@
 The same layers, loss and optimizer, float32 weights and bfloat16 activations, as
 GPipe: `shard_map`, a scan over ticks, `ppermute`, differentiated by `jax.grad`;
 shifted: `vmap` over stages, whose outputs a sharded buffer shifts by one, left to the compiler;
-FSDP: every weight over all chips, gathered by a block before it runs and again in its backward.
+FSDP: every weight over all chips, gathered by a block before it runs and again in its backward;
+with an axis `tensor` a rank gathers its part of a layer (Megatron's, with sequence parallelism).
 
-All compute a block's forward again in its backward and keep what its attention gives (GPipe and 70B
-on v6e, which have no room for that, do not), but that "8B-fsdp-kept" keeps all but the weights, as
-"8B-best" of ours, one of a chip's rows after another; gradients of weights are reduced once a step,
-but by FSDP. GPipe and shifted share the head: each rank of a pipeline takes its part of the
-microbatches.
+All compute a block's forward again in its backward and keep what its attention gives; GPipe, which
+has no room for that, and 70B on v6e, which is quicker without, do not, and "8B-fsdp-kept" keeps all
+but the weights, as "8B-best" of ours, one of a chip's rows after another. Gradients of weights are
+reduced once a step, but by FSDP. GPipe and shifted share the head: each rank of a pipeline takes
+its part of the microbatches.
 Letters: S ranks, M microbatches, D shards.
 """
 
@@ -47,7 +48,6 @@ def _like(
     kind: str,
     *,
     again: Sequence[str] = AGAIN,
-    loss_chunks: int | None = None,
     **changes: Any,
 ) -> tuple[str, Case]:
     """A peer on the mesh of one of ours.
@@ -56,11 +56,11 @@ def _like(
       name: of ours.
       kind: of the peer.
       again: the options of a model that are on for blocks to be computed again.
-      loss_chunks: parts in which logits are formed, twice; None to form them once.
       **changes: to the case.
     """
     case = CASES[name]
-    changed = {"loss_chunks": loss_chunks, "sequence_parallel": False}
+    over_tensor = "tensor" in changes.get("axes", ())
+    changed = {"loss_chunks": None, "sequence_parallel": over_tensor}
     blocks = dict.fromkeys(AGAIN, False) | dict.fromkeys(again, True)
     config = dataclasses.replace(case.config, **changed, **blocks)
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)
@@ -76,8 +76,14 @@ PEERS = {
     "70B-gpipe": _like("70B-again", "gpipe", again=AGAIN[:2]),
     "70B-shifted": _like("70B-again", "shifted"),
     "70B-fsdp": _like("70B-again", "fsdp", axes={"data": 512}, rows=2, microbatches=1),
-    "70B-v6e-fsdp": _like(
-        "70B-v6e", "fsdp", again=AGAIN[:2], loss_chunks=8, axes={"data": 256}, microbatches=4
+    "70B-v6e-fsdp": _like("70B-v6e", "fsdp", again=AGAIN[:2], axes={"data": 256}, microbatches=4),
+    "70B-v6e-fsdp-tensor": _like(
+        "70B-v6e",
+        "fsdp",
+        again=AGAIN[:2],
+        axes={"data": 128, "tensor": 2},
+        rows=2,
+        microbatches=4,
     ),
 }
 
@@ -172,8 +178,23 @@ def staged(weights: Any, sizes: dict[str, int], lead: int) -> Any:
 
 
 def spread(weights: Any, sizes: dict[str, int], lead: int) -> Any:
-    """Every weight over ``data``, along its first axis that can be cut but stages and layers."""
-    return owned(weights, jax.tree.map(lambda _: P(), weights), sizes, lead)
+    """Every weight over ``data``, along its first axis that can be cut but stages and layers.
+
+    Layers that are cut over ``tensor`` say along which axis.
+    """
+    stages, *ends = weights
+    cut = over_tensor(stages, sizes, before=1), *(over_tensor(end, sizes) for end in ends)
+    return owned(weights, cut, sizes, lead)
+
+
+def over_tensor(state: Any, sizes: dict[str, int], before: int = 0) -> Any:
+    """Specs of weights as their layers cut them; axes that were put ``before`` are whole."""
+
+    def spec(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        names = variable.get_metadata("out_sharding", None) if "tensor" in sizes else None
+        return variable.replace(P() if names is None else P(*[None] * before, *names))
+
+    return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def owned(weights: Any, specs: Any, sizes: dict[str, int], lead: int) -> Any:
@@ -311,7 +332,7 @@ def fsdp(case: Case, mesh: Mesh, graphs: Any, specs: Any) -> Loss:
             blocks = jax.tree.map(lambda w: w[0], blocks)
             kept = jax.checkpoint_policies.save_only_these_names(kernels.RESIDUALS)
 
-            @functools.partial(jax.checkpoint, policy=kept)
+            @functools.partial(jax.checkpoint, policy=kept if case.config.keep_attention else None)
             def block(x: jax.Array, state: Any) -> jax.Array:
                 gathered = functools.partial(whole, drop=2)
                 return nnx.merge(graph, jax.tree.map(gathered, state, specs[0]["blocks"]))(x)
@@ -332,7 +353,8 @@ def fsdp(case: Case, mesh: Mesh, graphs: Any, specs: Any) -> Loss:
         total = mean_of(case, head, x[:, None], targets[:, None])
         return jax.lax.psum(total, "data") / (words.size * mesh.shape["data"])
 
-    # Every weight is gathered, whose transpose sums, so no types are needed; and with them kernels
-    # are regions (`collectives.local`) into which the policy of `jax.checkpoint` does not look.
-    given = specs, P("data"), P("data")
-    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=P(), check_vma=False)
+    # Every weight is gathered, whose transpose sums, so no types are needed but by layers over
+    # `tensor`; and with them kernels are regions (`collectives.local`) into which a policy of
+    # `jax.checkpoint` looks for names to keep, and for nothing else.
+    given, typed = (specs, P("data"), P("data")), "tensor" in mesh.shape
+    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=P(), check_vma=typed)

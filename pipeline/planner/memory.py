@@ -16,7 +16,7 @@ LOGIT_PARTS = 8
 USABLE = 0.95
 # What autodiff alone leaves of a block for its backward, over the smallest set: 8B on v5p by its
 # compiler (`8B-fsdp-kept`, docs/tpu.md).
-UNTRIMMED = 2.16
+UNTRIMMED = 2.25
 
 
 def usable(job: Job) -> float:
@@ -114,10 +114,6 @@ def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
     given, residuals, beside = _block_bytes(job, layout)
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
     cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
-    if parts > 1 and layout.microbatches > 1:
-        # Where gradients of microbatches are summed, tables stand whole beside their gradients
-        # (`70B-v6e-fsdp`, docs/tpu.md); with one, a gradient is scattered when it is there.
-        cast += 2 * COMPUTE_BYTES * model.ends / layout.tensor
     return {
         "weights": size / parts,
         "optimizer": 2 * size / moments,
