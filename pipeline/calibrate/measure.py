@@ -134,8 +134,8 @@ class Calibrator:
 
         Whatever slows the machine for a while slows all alike. No two rounds have the same order:
         what a step finds in caches is not always the same other step's. But those of a program run
-        behind each other, after one that does not count: memory lies as the same program has left
-        it.
+        behind each other, after one that does not count: none pays for the memory that a step of
+        another program gives back.
         """
         order = list(self._steps)
         self._shuffle(order)
