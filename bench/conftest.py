@@ -48,8 +48,9 @@ def _peers(taken: Taken) -> Iterator[str]:
 
 
 def _step(taken: Taken) -> Iterator[str]:
-    ours = {name: one for name, one in taken.items() if name.startswith("test_pipelined")}
-    steps = {name: _seconds(one) for name, one in ours.items()}
+    steps = {
+        name: _seconds(one) for name, one in taken.items() if name.startswith("test_pipelined")
+    }
     if steps:
         best = min(steps, key=lambda name: steps[name])
         yield f"steps: {best} is the quickest, {1e3 * steps[best]:.0f} ms"

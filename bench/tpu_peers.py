@@ -59,8 +59,7 @@ def _like(
       **changes: to the case.
     """
     case = CASES[name]
-    over_tensor = "tensor" in changes.get("axes", ())
-    changed = {"loss_chunks": None, "sequence_parallel": over_tensor}
+    changed = {"loss_chunks": None, "sequence_parallel": "tensor" in changes.get("axes", ())}
     blocks = dict.fromkeys(AGAIN, False) | dict.fromkeys(again, True)
     config = dataclasses.replace(case.config, **changed, **blocks)
     return kind, dataclasses.replace(case, config=config, options={}, chunks=1, **changes)

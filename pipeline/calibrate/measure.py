@@ -137,15 +137,12 @@ class Calibrator:
         behind each other, after one that does not count: none pays for the memory that a step of
         another program gives back.
         """
-        order = list(self._steps)
-        self._shuffle(order)
-        order.sort(key=lambda key: key[0])  # by program, and within one as shuffled
-        before = None
-        for key in order:
-            if key[0] != before:
-                seconds(self._steps[key])
-            before = key[0]
-            self._taken[key].append(seconds(self._steps[key]))
+        for program in dict.fromkeys(program for program, _ in self._steps):
+            order = [key for key in self._steps if key[0] == program]
+            self._shuffle(order)
+            seconds(self._steps[order[0]])
+            for key in order:
+                self._taken[key].append(seconds(self._steps[key]))
 
     def conclude(self, rounds: int | None = None) -> Calibration:
         """What follows from all rounds, or from so many, the last.
