@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipeline.backward.in_place import can_be_added_in_place
+from pipeline.backward.in_place import can_be_added_in_place, is_formed_in_a_loop
 from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
@@ -68,7 +68,7 @@ class Pullback:
 
     Attributes:
       vjp: what `jax.vjp` returned.
-      by_value: for each weight that is trained, whether its gradient cannot be formed in place.
+      by_value: for each weight that is trained, whether its gradient is formed before it is added.
     """
 
     vjp: Any
@@ -107,10 +107,14 @@ def differentiate(
     *,
     grad_dtype: GradDtype = None,
     trained: Mask | None = None,
+    late: bool = False,
 ) -> tuple[Any, Any, Pullback]:
     """Value of ``f(weights, x)``, its auxiliary output, and its pullback.
 
-    The pullback is over weights `as_summed`: those that are ``trained``, all without a mask.
+    The pullback is over weights `as_summed`: those that are ``trained``, all without a mask. A
+    ``late`` one adds gradients when all are formed, but for those that a loop forms: XLA's CPU
+    backend then has x's, for which others wait, made before those of weights. It costs no memory
+    where the compiler orders what is one piece; a loop's would be held whole.
     """
     own = chosen(weights, trained)
     dtypes, summed = [w.dtype for w in own], as_summed(own, grad_dtype)
@@ -120,12 +124,18 @@ def differentiate(
         return f(woven(cast, weights, trained), xs)
 
     y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
-    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x))
+    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x, late=late))
 
 
-def _formed_by_value(f: Function, weights: Leaves, x: Leaves) -> tuple[bool, ...]:
-    """For each weight, whether the way in which it is used keeps it from being added in place."""
+def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:
+    """For each weight, whether its gradient is formed before it is added.
+
+    It is where the way in which the weight is used keeps it from being added in place.
+    """
     if not weights:
         return ()
     jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
-    return tuple(not can_be_added_in_place(jaxpr, v) for v in jaxpr.invars[: len(weights)])
+    return tuple(
+        (late and not is_formed_in_a_loop(jaxpr, v)) or not can_be_added_in_place(jaxpr, v)
+        for v in jaxpr.invars[: len(weights)]
+    )

@@ -34,6 +34,29 @@ def can_be_added_in_place(jaxpr: Any, weight: Var) -> bool:
     return _is_fit(jaxpr, {weight})
 
 
+def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
+    """Whether a loop, or what is not looked into, reads a weight, and so adds up its gradient.
+
+    Args: as of `can_be_added_in_place`.
+    """
+    same = {weight}
+    for eqn in jaxpr.eqns:
+        places = _places(eqn, same)
+        if not places:
+            continue
+        within = bodies(eqn)
+        if traits(eqn).loops or (held(eqn) and not within):
+            return True
+        if traits(eqn).passes:
+            same.update(eqn.outvars)
+        for body in within:
+            if any(
+                is_formed_in_a_loop(body.jaxpr, body.jaxpr.invars[n - body.first]) for n in places
+            ):
+                return True
+    return False
+
+
 def _is_fit(jaxpr: Any, same: set[Var]) -> bool:
     """As above; ``same`` are the variables with the weight's gradient, and gains those that are."""
     for eqn in jaxpr.eqns:

@@ -38,10 +38,12 @@ def stage_pullback(
     grad_dtype: GradDtype = None,
     way: Way | None = None,
     updates: bool = False,
+    late: bool = False,
 ) -> tuple[Tree, Pullback]:
     """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``.
 
-    With ``updates`` the stage returns a pair, of which only the first is differentiated.
+    With ``updates`` the stage returns a pair, of which only the first is differentiated; ``late``
+    as `differentiate` has it.
     """
     floats, others = partition(x)
     mask, want_x = (way.weights, way.x) if way else (None, True)
@@ -57,7 +59,7 @@ def stage_pullback(
 
     given = floats if want_x else []
     y, (y_others, after), pullback = differentiate(
-        g, weights, given, grad_dtype=grad_dtype, trained=mask
+        g, weights, given, grad_dtype=grad_dtype, trained=mask, late=late
     )
     found = combine(like, y, y_others)
     return (found, after) if updates else found, pullback

@@ -53,7 +53,7 @@ class Straight(Actions):
             x = local.embed(local.ends_weights, at(local.batch.inputs, microbatch), microbatch)
         pullbacks = []
         for chunk in range(local.num_chunks):
-            x, pullback = local.stage_pullback(chunk, microbatch, x)
+            x, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
             pullbacks.append(pullback)
         dx = self._loss_gradient(x, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():

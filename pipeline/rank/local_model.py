@@ -140,14 +140,15 @@ class LocalModel(Forward):
             trained=(*self.model.trained.ends, *(True for _ in probes)),
         )
 
-    def stage_pullback(self, chunk: Index, microbatch: Any, x: Tree) -> tuple[Tree, Pullback]:
-        """A stage's output; over its weights and its input."""
-        return self._linearize(*self.stage_arguments(chunk, microbatch), x)
+    def stage_pullback(
+        self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
+    ) -> tuple[Tree, Pullback]:
+        """A stage's output; over its weights and its input; ``late`` as `differentiate` has it."""
+        return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
-    def _linearize(self, *arguments: Any) -> tuple[Tree, Pullback]:
-        return stage_pullback(
-            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way
-        )
+    def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Tree, Pullback]:
+        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
+        return stage_pullback(self.stage, *arguments, **options, late=late)
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
