@@ -4,17 +4,20 @@ Seconds of CPU time to trace and compile it from nothing, which other work on th
 change. It does not grow with M, since ticks are scanned; hardly with S, since ranks share one
 program; and little from one family to the next, since actions of one kind share their code. Plain
 is the model of the same stages without a pipeline: a scan over microbatches that adds up what
-`jax.value_and_grad` returns, on one device. Letters: S ranks, K stages, M microbatches.
+`jax.value_and_grad` returns, on one device. It grows with the model, for it has code for each
+stage. Letters: S ranks, K stages, M microbatches.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import os
 import time
 from typing import Any
 
-import bench  # noqa: F401  (sets XLA_FLAGS, before jax is imported)
+import bench  # (sets XLA_FLAGS, before jax is imported)
 from bench import tpu
 from bench.cases import Layers
 from bench.measure import interleaved, table
@@ -33,6 +36,7 @@ from schedules import ScheduleError, build, names
 FEW, MANY = 8, 512
 SMALL, LARGE = "v5e:2x2", "v5e:8x8"
 FAMILIES_M = 8
+DEPTHS, DEEP = (2, 4, 8, 16), ("eager_1f1b", "zb_h1")  # S, with a block a stage
 PLAIN, MOST = "plain", 2.0  # what CPU seconds are to be at most, of the plain model's
 TPU_M, WIDTH = 128, 512
 
@@ -41,8 +45,7 @@ def cpu_seconds(
     stages: Any, num_microbatches: int, shape: tuple[int, ...], **options: Any
 ) -> float:
     """Trace and compile a training step from nothing."""
-    jax.clear_caches()
-    start = time.process_time()
+    start = _with_nothing_kept()
     pipe = Pipeline(stages, num_microbatches, loss_fn=mean_square, **options)
     everywhere = jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec())
     batch = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
@@ -51,19 +54,26 @@ def cpu_seconds(
 
 
 def gpt_seconds(
-    schedule: str, num_microbatches: int, num_stages: int = RANKS, remat: Any = "stage"
+    schedule: str,
+    num_microbatches: int,
+    num_stages: int = RANKS,
+    remat: Any = "stage",
+    *,
+    ranks: int = RANKS,
+    layers: int = SIZES.layers,
 ) -> float:
-    """The step of a GPT on two virtual CPU devices."""
+    """The step of a GPT on virtual CPU devices."""
     shape = num_microbatches, SIZES.context, SIZES.width
-    options = {"schedule": schedule, "remat": remat, "mesh": make_mesh(stage=RANKS)}
-    return cpu_seconds(_stages(num_stages), num_microbatches, shape, **options)
+    options = {"schedule": schedule, "remat": remat, "mesh": make_mesh(stage=ranks)}
+    return cpu_seconds(_stages(num_stages, layers), num_microbatches, shape, **options)
 
 
-def plain_seconds(num_microbatches: int, num_stages: int = RANKS) -> float:
+def plain_seconds(
+    num_microbatches: int, num_stages: int = RANKS, *, layers: int = SIZES.layers
+) -> float:
     """The same GPT as one writes it without a pipeline, on one device."""
-    jax.clear_caches()
-    start = time.process_time()
-    parts = [nnx.split(stage) for stage in _stages(num_stages)]
+    start = _with_nothing_kept()
+    parts = [nnx.split(stage) for stage in _stages(num_stages, layers)]
     params = [params for _, params in parts]
 
     def loss(params: list[Any], x: jax.Array, t: jax.Array) -> jax.Array:
@@ -83,9 +93,16 @@ def plain_seconds(num_microbatches: int, num_stages: int = RANKS) -> float:
     return time.process_time() - start
 
 
-def _stages(num_stages: int) -> list[Any]:
-    """The GPT of `bench.step` in so many stages, as types."""
-    each = SIZES.layers // num_stages
+def _with_nothing_kept() -> float:
+    """The process's time once what was traced and compiled before has gone."""
+    jax.clear_caches()
+    gc.collect()  # or what comes next pays for it
+    return time.process_time()
+
+
+def _stages(num_stages: int, layers: int) -> list[Any]:
+    """The GPT of `bench.step`, of so many layers, in so many stages, as types."""
+    each = layers // num_stages
     stage = nnx.eval_shape(lambda: Stage(SIZES, each, nnx.Rngs(0)))
     return [stage] * num_stages
 
@@ -114,7 +131,7 @@ def against_families(rounds: int) -> None:
             options = name, FAMILIES_M, _stages_for(name), remat
             timers[name, remat] = functools.partial(gpt_seconds, *options)
     taken = interleaved(timers, rounds)
-    rows = [[f"{PLAIN}, K={k}", "", "", f"{taken[PLAIN, k]:.2f}"] for k in (RANKS, 2 * RANKS)]
+    rows = [[f"{PLAIN}, K={k}", "", "", f"{taken[PLAIN, k]:.2f}", ""] for k in (RANKS, 2 * RANKS)]
     for name in names():
         k = _stages_for(name)
         plain = taken[PLAIN, k]
@@ -124,6 +141,28 @@ def against_families(rounds: int) -> None:
         ]
     print(f"\nthe same, M={FAMILIES_M}: families; wanted: at most {MOST:.0f} times the plain model")
     print(table(["schedule", "V", "remat", "seconds", "of plain"], rows), flush=True)
+
+
+def against_depth(rounds: int) -> None:
+    """A stage of one block for each rank, beside the plain model of as many blocks."""
+    timers: dict[Any, Any] = {
+        (PLAIN, ranks): functools.partial(plain_seconds, FAMILIES_M, ranks, layers=ranks)
+        for ranks in DEPTHS
+    }
+    for ranks in DEPTHS:
+        for name in DEEP:
+            for remat in REMATS:
+                options = name, FAMILIES_M, ranks, remat
+                timer = functools.partial(gpt_seconds, *options, ranks=ranks, layers=ranks)
+                timers[name, remat, ranks] = timer
+    taken = interleaved(timers, rounds)
+    rows = [[PLAIN, "", *(f"{taken[PLAIN, ranks]:.2f}" for ranks in DEPTHS)]]
+    for name in DEEP:
+        for remat in REMATS:
+            ratios = (taken[name, remat, ranks] / taken[PLAIN, ranks] for ranks in DEPTHS)
+            rows.append([name, str(remat), *(f"{ratio:.2f}" for ratio in ratios)])
+    print(f"\nGPT on CPU, one block a stage, M={FAMILIES_M}: plain in seconds, others of plain")
+    print(table(["schedule", "remat", *(f"S={ranks}" for ranks in DEPTHS)], rows), flush=True)
 
 
 def against_ranks(rounds: int) -> None:
@@ -167,11 +206,13 @@ def main() -> None:
     parts = {
         "microbatches": against_microbatches,
         "families": against_families,
+        "depth": against_depth,
         "ranks": against_ranks,
     }
     parser.add_argument("parts", nargs="*", default=list(parts), help=", ".join(parts))
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    os.environ["XLA_FLAGS"] += f" {bench.COUNT}={max(DEPTHS)}"  # the last one counts
     print(f"trace and compile, seconds of CPU time, medians of {args.rounds} interleaved runs")
     for name in args.parts:
         if name == "ranks" and not tpu.is_here():
