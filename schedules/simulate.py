@@ -43,8 +43,8 @@ def simulate(
       costs: durations; by default F = I = W = 1 and messages are free.
       clock: "event": an action starts when its rank is free and its message is there, and
         sending occupies nobody. "lockstep": what `lower` makes of it, ranks meet at the end of
-        every slot, and an action starts with its slot. "measured": the event clock with a
-        duration for each action, from a run.
+        every slot that sends, and an action starts with its slot. "measured": the event clock with
+        a duration for each action, from a run.
       pattern: the slots of a lockstep tick, as in `lower`; by default the fastest.
       partners: under lockstep, an exchange makes only those ranks meet that it joins (processes,
         GPUs and TPUs), not all of them (virtual CPU devices of one process).

@@ -31,7 +31,7 @@ or a file, .csv (as torch.distributed.pipelining writes it) or .json:
   ,1F0,1B0,1F1,1B1,     F forward, B backward = I input gradient + W weight gradient
 
 Two clocks. event: a rank waits only for its data. lockstep: what a compiled step
-does, where ranks meet at the end of every slot of a tick.
+does, where ranks meet at the end of every slot of a tick that sends.
 """
 
 EXAMPLES = """examples:

@@ -91,7 +91,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
         choices=[clock for clock in CLOCKS if clock != "measured"],
         default="event",
         help="event: a rank waits only for its data. lockstep: as compiled, ranks meet at the end "
-        "of every slot of a tick (event)",
+        "of every slot of a tick that sends (event)",
     )
     group.add_argument("--pattern", choices=PATTERNS, help="slots of a lockstep tick (the fastest)")
     group.add_argument(

@@ -4,7 +4,9 @@ A slot takes a rank as long as its action, then one exchange. Exchanges are stat
 every tick, along every edge that its slot needs at any tick, and takes as long as the slowest of
 them. Slots that no rank uses before an exchange cost only the exchange; ranks that no edge joins do
 not wait for each other, unless every exchange is a barrier, but for the work that they share: what
-all do before a slot is over when it begins, what they do after it precedes its exchange.
+all do before a slot is over when it begins, what they do after it precedes its exchange. Behind a
+slot that never sends anything, as that of W, nobody waits; unless exchanges are barriers and
+delayed, where ranks of virtual CPU devices were measured to meet in every slot.
 
 Where sends are delayed a slot takes as long as its action or the exchange of the slot before,
 whichever is longer, and partners meet where it begins. Letters as in `schedules.core.action`, A as
@@ -99,12 +101,14 @@ class Lockstep:
         work[ticks.times, flat.rank] = table[flat.kind, flat.stage]
         joined = _joined(ticks)
         exchange = np.where(joined, self.costs.messages(num_ranks), 0.0)
-        if self.partners:
-            return among_partners(work, joined, exchange, self.sharing, delayed=ticks.delayed)
-        return self._among_all(work, exchange.max(axis=(1, 2), initial=0.0))
+        if not self.partners:
+            joined, exchange = among_all(joined, exchange)
+            if joined.all() or ticks.delayed or num_ranks == 1:
+                return self._slot_by_slot(work, exchange[:, 0, 0])
+        return among_partners(work, joined, exchange, self.sharing, delayed=ticks.delayed)
 
-    def _among_all(self, work: Times, exchange: Times) -> Slots:
-        """Every exchange is a barrier; it takes [slots] as long."""
+    def _slot_by_slot(self, work: Times, exchange: Times) -> Slots:
+        """All ranks meet in every slot, in an exchange that takes [slots] as long."""
         (before, after), (count, num_ranks) = self.sharing, work.shape
         last = exchange[np.arange(count) % self.ticks.width]
         busy = work.max(axis=1, initial=0.0) + after
@@ -113,6 +117,16 @@ class Lockstep:
         found += np.append(np.cumsum(before), before.sum())
         begins = np.repeat(found[:, None], num_ranks, axis=1)
         return Slots(begins, found[:-1] - before, found[:-1] + busy - after)
+
+
+def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
+    """The same where every exchange is a barrier: it joins all ranks, and takes all as long.
+
+    Args: as of `among_partners`.
+    """
+    meets = np.logical_or.reduce(joined, axis=(1, 2), keepdims=True)
+    lasts = np.maximum.reduce(exchange, axis=(1, 2), keepdims=True)
+    return np.broadcast_to(meets, joined.shape), np.broadcast_to(lasts, joined.shape)
 
 
 def among_partners(
@@ -212,7 +226,8 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
     """Patterns that can be the fastest: W needs no slot where there is none of it.
 
     Where everybody meets, partner slots gain only if messages take time, of which each slot then
-    carries a part, or if W can run beside what is longer, or if a rank waits for delayed messages.
+    carries a part, or if W can run beside what is longer, or if a rank waits for delayed messages;
+    or of two ranks, which exchange something in one of two such slots alone.
     """
     kinds = {action.kind for order in schedule.orders for action in order}
     names = ["single"]
@@ -220,6 +235,6 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
         names.append("paired")
     if "W" in kinds:
         names.append("unit")
-    if partners or delayed or "W" in kinds or costs.comm != 0:
+    if partners or delayed or "W" in kinds or costs.comm != 0 or schedule.num_ranks == 2:
         names.append("partner")
     return names

@@ -1,4 +1,4 @@
-"""When each action runs in lockstep: ticks of a few slots, every slot ended by an exchange.
+"""When each action runs in lockstep: ticks of a few slots, and exchanges behind them.
 
 A message sent in one slot can be used in the next. How long slots take is for
 `schedules.clocks.lockstep` to say.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.clocks.lockstep import among_partners
+from schedules.clocks.lockstep import among_all, among_partners
 from schedules.clocks.slots import Pattern, fill, wait
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.action import KINDS
@@ -62,12 +62,22 @@ class Timer:
         )
         if _is_stuck(orders, times):
             return math.inf, times
-        if self.partners:
-            return self._among_partners(orders, times), times
-        return _among_all(work, self._exchanges(times), self.delayed), times
+        if self.partners or not (self.delayed or self._meets_in_every_slot(times)):
+            return self._rank_by_rank(orders, times), times
+        return _slot_by_slot(work, self._exchanges(times), self.delayed), times
 
-    def _among_partners(self, orders: Orders, times: Sequence[int]) -> float:
-        """The makespan where exchanges make only those ranks meet that they join."""
+    def _meets_in_every_slot(self, times: Sequence[int]) -> bool:
+        """Whether there is an exchange behind every slot of a tick."""
+        width, found = len(self.waits), set()
+        for code in self._crossing:
+            if times[code] >= 0:
+                found.add(times[code] % width)
+                if len(found) == width:
+                    return True
+        return False
+
+    def _rank_by_rank(self, orders: Orders, times: Sequence[int]) -> float:
+        """The makespan where not all ranks meet in every slot."""
         num_ranks, (durations, reader, lag) = len(orders), self._columns
         rank = np.repeat(np.arange(num_ranks), [len(order) for order in orders])
         codes = np.fromiter(itertools.chain.from_iterable(orders), np.int64, len(rank))
@@ -82,6 +92,8 @@ class Timer:
         joined[edges], exchange[edges] = True, lag[codes[crosses]]
         nothing = np.zeros(len(work))
         sharing = nothing, nothing
+        if not self.partners:
+            joined, exchange = among_all(joined, exchange)
         begins = among_partners(work, joined, exchange, sharing, delayed=self.delayed).begins
         return float((begins[time, rank] + durations[codes]).max())
 
@@ -112,10 +124,19 @@ class Timer:
     @functools.cached_property
     def late(self) -> list[bool]:
         """[C] whether what an action sends travels during the slot after its own."""
+        return [self.delayed and crosses for crosses in self._crosses]
+
+    @functools.cached_property
+    def _crossing(self) -> list[int]:
+        """Codes of the actions that send to another rank."""
+        return [code for code, crosses in enumerate(self._crosses) if crosses]
+
+    @functools.cached_property
+    def _crosses(self) -> list[bool]:
+        """[C] whether an action sends to another rank."""
         each = self.problem.num_microbatches
         home = [rank for _ in KINDS for rank in self.problem.placement for _ in range(each)]
-        there = self.problem.reader
-        return [self.delayed and to not in (-1, at) for to, at in zip(there, home, strict=True)]
+        return [to not in (-1, at) for to, at in zip(self.problem.reader, home, strict=True)]
 
 
 def timers(
@@ -159,8 +180,8 @@ def _is_stuck(orders: Orders, times: Sequence[float]) -> bool:
     return any(times[order[-1]] < 0 for order in orders if order)
 
 
-def _among_all(work: list[float], exchange: list[float], delayed: bool) -> float:
-    """The makespan where every exchange is a barrier; the last slot's is nobody's."""
+def _slot_by_slot(work: list[float], exchange: list[float], delayed: bool) -> float:
+    """The makespan where all ranks meet in every slot; the last slot's exchange is nobody's."""
     width, last = len(exchange), len(work) - 1
     if delayed:
         return (

@@ -222,7 +222,8 @@ def test_an_exchange_between_partners_keeps_nobody_else():
         partner = simulate(schedule, costs, "lockstep", pattern="partner", partners=True)
         assert partner.makespan == event.makespan == (M + S - 1) * 6
         everybody = simulate(schedule, costs, "lockstep", pattern="partner")
-        assert everybody.makespan > partner.makespan
+        # Two ranks are partners in any case: an exchange a tick is all that they need.
+        assert (everybody.makespan > partner.makespan) == (S > 2)
         assert simulate(schedule, costs, "lockstep", partners=True).makespan == event.makespan
 
 
