@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from schedules import Action, Costs, Report, ScheduleError, build, from_orders, simulate
+from schedules.clocks.ticks import lay_out
+from schedules.core.flat import flatten
 
 # Zero-bubble paper, tables 9 and 5: S, M, Costs(f, i, w, comm), bubble rate of each family.
 ZERO_BUBBLE = [
@@ -225,6 +228,18 @@ def test_an_exchange_between_partners_keeps_nobody_else():
         # Two ranks are partners in any case: an exchange a tick is all that they need.
         assert (everybody.makespan > partner.makespan) == (S > 2)
         assert simulate(schedule, costs, "lockstep", partners=True).makespan == event.makespan
+
+
+def test_nobody_waits_behind_a_slot_that_never_sends():
+    """In ticks F + BI + W, two F of other ranks run beside a W of the first (measured so)."""
+    costs = Costs(f=[1, 1, 1, 0], i=[1.5, 1.5, 1.5, 2], w=1)
+    for name, slots, span in [("zb_h2", 41.5, 41.5), ("zb_auto", 41.5, 39.5)]:
+        schedule = build(name, num_ranks=4, num_microbatches=8)
+        ticks, lasts = lay_out(schedule, "unit"), costs.table(4)
+        longest = np.zeros(ticks.num_ticks * ticks.width)
+        np.maximum.at(longest, ticks.times, lasts[flatten(schedule).kind, flatten(schedule).stage])
+        assert longest.sum() == slots
+        assert simulate(schedule, costs, "lockstep", pattern="unit").makespan == span
 
 
 def test_the_step_ends_with_the_optimizer():
