@@ -175,13 +175,16 @@ def _default(
 ) -> tuple[Schedule, str]:
     """What runs when nothing is asked for: one choice for barriers, one for partners."""
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
-    spans = [simulate(one, costs, "lockstep", **clock).makespan for one in (frugal, eager)]
+    slots = [clock]
+    if not clock["partners"] and clock["pattern"] is None:
+        # In those that all ranks share: 1f1b in partner ticks is no slower on two ranks, which are
+        # partners wherever they are, but what runs by default is not to depend on their number.
+        slots = [clock | {"pattern": name} for name in ("single", "paired")]
+    spans = [
+        min(simulate(one, costs, "lockstep", **of_tick).makespan for of_tick in slots)
+        for one in (frugal, eager)
+    ]
     if not clock["partners"]:
-        if clock["pattern"] is None:
-            # In partner ticks it is no slower on two ranks, which are partners wherever they are;
-            # but what runs by default is not to depend on their number.
-            slots = ({**clock, "pattern": name} for name in ("single", "paired"))
-            spans[0] = min(simulate(frugal, costs, "lockstep", **one).makespan for one in slots)
         if spans[1] <= spans[0]:
             why = "its paired ticks lose nothing where every exchange is a barrier"
             return eager, f"the default: {why}"

@@ -152,16 +152,17 @@ def timers(
     Or for ``only`` one pattern.
 
     Where every exchange is a barrier and nothing is delayed, slots that differ from rank to rank
-    seldom gain.
+    seldom gain, but of two ranks.
     """
     if clock == "event":
         return [Timer(problem, None, [])]
+    differ = partners or problem.num_ranks == 2
     return [
         Timer(problem, name, _waits(problem, pattern), partners, late)
         for late in ([False, True] if delayed is None else [delayed])
         for name, pattern in PATTERNS.items()
         if name == only
-        or (only is None and (partners or late or all(len(slot) == 1 for slot in pattern)))
+        or (only is None and (differ or late or all(len(slot) == 1 for slot in pattern)))
     ]
 
 

@@ -91,7 +91,8 @@ def test_timers_say_what_simulate_does():
 
 
 def test_in_lockstep_there_is_a_timer_for_each_pattern_that_ranks_share():
-    problem = pose((0, 1), 2, 3, Costs(), INF)
+    assert len(timers(pose((0, 1), 2, 3, Costs(), INF), "lockstep")) == len(PATTERNS)
+    problem = pose((0, 1, 2), 3, 3, Costs(), INF)
     patterns = {timer.pattern for timer in timers(problem, "lockstep")}
     assert set(PATTERNS) - patterns == {"partner"}
     assert [timer.pattern for timer in timers(problem, "event")] == [None]
