@@ -130,7 +130,8 @@ def differentiate(
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:
     """For each weight, whether its gradient is formed before it is added.
 
-    It is where the way in which the weight is used keeps it from being added in place.
+    It is where the way in which the weight is used keeps it from being added in place; and if
+    ``late`` where no loop forms it.
     """
     if not weights:
         return ()

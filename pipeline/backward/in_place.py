@@ -49,11 +49,9 @@ def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
             return True
         if traits(eqn).passes:
             same.update(eqn.outvars)
-        for body in within:
-            if any(
-                is_formed_in_a_loop(body.jaxpr, body.jaxpr.invars[n - body.first]) for n in places
-            ):
-                return True
+        inner = ((body.jaxpr, body.jaxpr.invars[n - body.first]) for body in within for n in places)
+        if any(is_formed_in_a_loop(*one) for one in inner):
+            return True
     return False
 
 

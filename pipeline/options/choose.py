@@ -177,8 +177,8 @@ def _default(
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
     slots = [clock]
     if not clock["partners"] and clock["pattern"] is None:
-        # In those that all ranks share: 1f1b in partner ticks is no slower on two ranks, which are
-        # partners wherever they are, but what runs by default is not to depend on their number.
+        # In those that all ranks share: two ranks are partners wherever they are, and the frugal
+        # one no slower there in partner ticks; but the default is not to depend on their number.
         slots = [clock | {"pattern": name} for name in ("single", "paired")]
     spans = [
         min(simulate(one, costs, "lockstep", **of_tick).makespan for of_tick in slots)

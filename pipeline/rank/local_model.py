@@ -147,8 +147,9 @@ class LocalModel(Forward):
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
     def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Tree, Pullback]:
-        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
-        return stage_pullback(self.stage, *arguments, **options, late=late)
+        return stage_pullback(
+            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way, late=late
+        )
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
