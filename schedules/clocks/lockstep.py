@@ -225,9 +225,8 @@ def fastest(
 def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: bool) -> list[str]:
     """Patterns that can be the fastest: W needs no slot where there is none of it.
 
-    Where everybody meets, partner slots gain only if messages take time, of which each slot then
-    carries a part, or if W can run beside what is longer, or if a rank waits for delayed messages;
-    or of two ranks, which exchange something in one of two such slots alone.
+    Partner slots may gain, too, if messages take time, of which each such slot carries a part, or
+    if W can run beside what is longer.
     """
     kinds = {action.kind for order in schedule.orders for action in order}
     names = ["single"]
@@ -235,6 +234,15 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
         names.append("paired")
     if "W" in kinds:
         names.append("unit")
-    if partners or delayed or "W" in kinds or costs.comm != 0 or schedule.num_ranks == 2:
+    if may_differ(schedule.num_ranks, partners, delayed) or "W" in kinds or costs.comm != 0:
         names.append("partner")
     return names
+
+
+def may_differ(num_ranks: int, partners: bool, delayed: bool) -> bool:
+    """Whether slots that permit ranks different kinds can gain, whatever actions cost.
+
+    Among barriers, where nobody waits for delayed messages, those of two ranks can: they exchange
+    something in one of two slots alone.
+    """
+    return partners or delayed or num_ranks == 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schedules.clocks.lockstep import among_all, among_partners
+from schedules.clocks.lockstep import among_all, among_partners, may_differ
 from schedules.clocks.slots import Pattern, fill, wait
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.action import KINDS
@@ -149,21 +149,20 @@ def timers(
 ) -> list[Timer]:
     """One for the event clock; in lockstep, one for each pattern, without delays and with them.
 
-    Or for ``only`` one pattern.
-
-    Where every exchange is a barrier and nothing is delayed, slots that differ from rank to rank
-    seldom gain, but of two ranks.
+    Or for ``only`` one pattern. Slots that differ from rank to rank are left out where they seldom
+    gain.
     """
     if clock == "event":
         return [Timer(problem, None, [])]
-    differ = partners or problem.num_ranks == 2
-    return [
-        Timer(problem, name, _waits(problem, pattern), partners, late)
-        for late in ([False, True] if delayed is None else [delayed])
-        for name, pattern in PATTERNS.items()
-        if name == only
-        or (only is None and (differ or late or all(len(slot) == 1 for slot in pattern)))
-    ]
+    found: list[Timer] = []
+    for late in [False, True] if delayed is None else [delayed]:
+        differ = may_differ(problem.num_ranks, partners, late)
+        found += [
+            Timer(problem, name, _waits(problem, pattern), partners, late)
+            for name, pattern in PATTERNS.items()
+            if (name == only if only else differ or all(len(slot) == 1 for slot in pattern))
+        ]
+    return found
 
 
 def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
