@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from pipeline.base.tree import Tree, nbytes
 from pipeline.forecast.fusion import Compiler
-from pipeline.forecast.hoisted_casts import cast_once
 from pipeline.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
+from pipeline.forecast.narrower import cast_once, rounded
 from pipeline.kernel import runtime
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.options.plan import Plan
@@ -139,20 +139,21 @@ def predict(
       used: whether the same program uses the gradients: they are temporaries then, no results.
     """
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
-    body = find_shard_map(traced.jaxpr.jaxpr)
+    body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)
     returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
-    walk = Walk(body, returned=not used, compiler=compiler_of(plan.mesh))
+    walk = Walk(body, returned=not used, compiler=compiler)
+    halved = rounded(body) if compiler.rounds else set()
     sizes = [nbytes(var.aval) for var in body.invars]
     count = len(jax.tree.leaves(batch))
     first = len(sizes) - count - len(jax.tree.leaves(weights))
     found: dict[str, Places] = {}
     for ref, eqn in walk.refs.items():
-        name = _name(eqn)
-        places = eqn.outvars[0].aval.shape[0] if name in NAMES[:3] else 1
+        name, var = _name(eqn), eqn.outvars[0]
+        places = var.aval.shape[0] if name in NAMES[:3] else 1
         before = found.get(name, Places()).each
-        found[name] = Places(places, before + ref.size // places)
-    held = sum(places.size for places in found.values())
-    compiler = compiler_of(plan.mesh)
+        size = ref.size // 2 if var in halved else ref.size
+        found[name] = Places(places, before + size // places)
+    held = sum(ref.size for ref in walk.refs)
     totals = found.get("totals", Places()).size
     return MemoryPrediction(
         weights=sum(sizes[first : len(sizes) - count]),
@@ -164,7 +165,7 @@ def predict(
         crossings=found.get("crossings", Places()),
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held),
-        casts=cast_once(body) if plan.mesh.devices.flat[0].platform == "tpu" else 0,
+        casts=cast_once(body) if compiler.rounds else 0,
         lent=min(returned, totals) if compiler.lends else 0,
     )
 
@@ -174,7 +175,7 @@ def compiler_of(mesh: Mesh) -> Compiler:
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
     # Described GPUs call themselves by their runtime, those that are there do not.
     kinds = {
-        "tpu": Compiler(products_fuse=True, lone=lone),
+        "tpu": Compiler(products_fuse=True, rounds=True, lone=lone),
         "gpu": (gpu := Compiler(products_add=True, lone=lone, lends=True)),
         "cuda": gpu,
     }

@@ -28,12 +28,14 @@ class Compiler:
         compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
       products_add: matrix products add what they make to a ref, transposed if need be, and
         exponentials are computed again within each of their readers. So XLA for GPU.
+      rounds: what products round to bfloat16 is kept so (`pipeline.forecast.narrower`).
       lone: mesh axes of one device. Sums over them are dropped; XLA for CPU makes new arrays.
       lends: whether results lend their memory to other values until they are written.
     """
 
     products_fuse: bool = False
     products_add: bool = False
+    rounds: bool = False
     lone: frozenset[str] = frozenset()
     lends: bool = False
 

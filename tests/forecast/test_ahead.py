@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, shard_optimizer
 from pipeline.forecast.bytes import predict
-from pipeline.forecast.hoisted_casts import cast_once
+from pipeline.forecast.narrower import cast_once, rounded
 from pipeline.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
@@ -323,7 +323,9 @@ def on_paper(*sizes: int, **axes: int) -> Any:
 @pytest.mark.parametrize("loops", [True, False])
 def test_narrower_weights_are_counted_once(remat, loops):
     assert narrow(jnp.bfloat16, remat, loops=loops) == 3 * 256 * 256 * 2
-    assert narrow(jnp.float32, remat, loops=loops) == 0
+    assert narrow(jnp.float32, remat, loops=loops) == 3 * 256 * 256 * 2
+    with jax.default_matmul_precision("highest"):
+        assert narrow(jnp.float32, remat, loops=loops) == 0
 
 
 def test_what_changes_in_a_loop_is_not_cast_once():
@@ -336,6 +338,39 @@ def test_what_changes_in_a_loop_is_not_cast_once():
 
     one = jnp.zeros((8, 8))
     assert cast_once(jax.make_jaxpr(f)(one, one).jaxpr) == 8 * 8 * 2
+
+
+def test_what_is_also_read_whole_is_not_rounded_once():
+    def f(table, x, ids):
+        def step(total, index):
+            return total + x @ table[index] + x, None
+
+        return jax.lax.scan(step, jnp.zeros((4, 8)), ids)[0]
+
+    given = jnp.zeros((2, 8, 8)), jnp.zeros((4, 8)), jnp.zeros((2,), int)
+    assert cast_once(jax.make_jaxpr(f)(*given).jaxpr) == 2 * 8 * 8 * 2
+
+
+def test_what_products_alone_read_is_kept_rounded():
+    def f(x, w):
+        refs = [jax.new_ref(jnp.zeros((2, 8, 8))) for _ in range(5)]
+        for ref in refs:
+            ref[0] = x
+
+        def step(total, index):
+            multiplied, added, exact, returned, summed = (ref[index] for ref in refs)
+            jax.ref.addupdate(refs[4], index, x)
+            total += multiplied.T @ w + added @ w + added
+            total += jnp.matmul(exact, w, precision="highest") + summed @ w
+            return total, returned
+
+        return jax.lax.scan(step, x, jnp.arange(2))
+
+    one = jnp.zeros((8, 8))
+    jaxpr = jax.make_jaxpr(f)(one, one).jaxpr
+    made = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "new_ref"]
+    assert len(made) == 5
+    assert rounded(jaxpr) == {made[0]}
 
 
 # --- Llama 8B and 70B ---

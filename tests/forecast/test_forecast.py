@@ -189,6 +189,15 @@ COMPILED_LARGE = {
     ("zb_h1", 1, None): 8_121_516_544,
     ("zb_h1", 1, "stage"): 5_823_169_024,
 }
+# A slice of 2x2, M = 8, two GPT blocks a stage, float32 at default precision, in MB.
+COMPILED_FLOAT32 = {
+    ("1f1b", None): 1491.0,
+    ("1f1b", "stage"): 442.3,
+    ("gpipe", None): 2754.3,
+    ("gpipe", "stage"): 466.0,
+    ("zb_h1", None): 2009.8,
+    ("zb_h1", "stage"): 985.4,
+}
 
 
 class Layers(nnx.Module):
@@ -236,6 +245,20 @@ def test_two_layers_a_stage_on_tpus(family, V, remat):
 def test_four_layers_a_stage_on_tpus(family, V, remat):
     wanted = COMPILED_LARGE[family, V, remat]
     assert on_paper(family, V, remat, **LARGE) == pytest.approx(wanted, rel=0.15)
+
+
+@pytest.mark.parametrize(("family", "remat"), COMPILED_FLOAT32)
+def test_blocks_in_float32_on_tpus(family, remat):
+    """Products round: what they alone read is stashed in bfloat16, weights are rounded once."""
+    mesh = Mesh(np.array(chips.tpu(chips.V5E, 2, 2)), ("stage",), axis_types=(AxisType.Auto,))
+    sizes = gpt.Sizes(layers=8, width=1024, heads=8, context=1024)
+    stages = [nnx.eval_shape(lambda: gpt.Stage(sizes, 2, nnx.Rngs(0)))] * 4
+    pipe = Pipeline(stages, 8, schedule=family, mesh=mesh, loss_fn=mean, remat=remat)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((16, 1024, 1024), jnp.float32, sharding=everywhere)
+    found = predict(pipe.plan, *pipe._operands(x, x, None))
+    assert found.casts == 2 * (3 + 1 + 4 + 4) * 1024 * 1024 * 2
+    assert found.temporaries == pytest.approx(COMPILED_FLOAT32[family, remat] * 1e6, rel=0.15)
 
 
 def test_a_sum_over_one_tpu_is_left_out():
