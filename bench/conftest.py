@@ -71,10 +71,19 @@ def _bubble(taken: Taken) -> Iterator[str]:
             yield f"bubble: at M={m} zb_v takes {ratio:.2f} of 1f1b; lockstep says {said:.2f}"
 
 
+def _compile_time(taken: Taken) -> Iterator[str]:
+    plain = taken.get("test_compile[plain]")
+    for name, one in taken.items():
+        if plain is not None and one is not plain:
+            ratio = _seconds(one) / _seconds(plain)
+            yield f"compiling: {name} takes {ratio:.2f} of the plain model (wanted 2)"
+
+
 SAID = {
     "accumulation": _accumulation,
     "bubble": _bubble,
     "clock": _clock,
+    "compile_time": _compile_time,
     "peers": _peers,
     "step": _step,
 }

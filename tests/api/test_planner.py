@@ -395,6 +395,7 @@ def test_the_command_line(tmp_path, capsys):
     assert "no layout fits 2 x v5e: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early(monkeypatch):
     read, write = os.pipe()
     os.close(read)

@@ -61,9 +61,9 @@ FAST = [
     (Checkpointed, None, "skip"),
     (Half, DOTS, "skip"),
     (Tree, "stage", "masked"),
-    (Noisy, "stage", "skip"),
 ]
 MORE = [
+    (Noisy, "stage", "skip"),
     (Block, NOTHING, "skip"),
     (Hostile, DOTS, "masked"),
     (Layered, "stage", "skip"),

@@ -80,9 +80,8 @@ def plain_losses() -> np.ndarray:
     return losses([*TINY, *TWO_STAGES, "--plain"])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "data"), [("gpipe", 1), pytest.param("eager_1f1b", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "data"), [("gpipe", 1), ("eager_1f1b", 2)])
 def test_the_first_losses_equal_those_of_the_plain_model(
     schedule: str, data: int, plain_losses: np.ndarray
 ) -> None:

@@ -58,6 +58,7 @@ llama-70b, 1280 chips, network along data, 1f1b: quicker than where every link i
 """
 
 
+@pytest.mark.slow
 def test_tables_of_others() -> None:
     """GPipe's table 2 where a step can be so, and the zero-bubble paper's table 5 to four digits.
 

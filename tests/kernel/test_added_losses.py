@@ -92,7 +92,7 @@ def name(case) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=f"{n}-{name(case)}", marks=effort(n, {0, 4}, {1, 2, 5, 6}))
+        pytest.param(case, id=f"{n}-{name(case)}", marks=effort(n, {0}, {1, 2, 4, 5, 6}))
         for n, case in enumerate(CASES)
     ],
 )

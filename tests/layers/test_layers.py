@@ -478,7 +478,7 @@ def test_a_head_by_position_is_deprecated_and_one_without_sizes_is_refused() -> 
         )
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_what_is_no_word_is_nan(ranks: int) -> None:
     embed = VocabularyEmbedding(WORDS, D, nnx.Rngs(0), multiple_of=8)  # with rows of padding
     ids = jnp.array([[-1, 0, WORDS - 1, WORDS, 24, -100]])

@@ -144,7 +144,7 @@ class JittedNoise(Noisy):
 @pytest.mark.parametrize(
     "options", [*REMATS, *(pytest.param(o, marks=pytest.mark.slow) for o in MORE)]
 )
-@pytest.mark.parametrize("kind", [RemattedNoise, JittedNoise])
+@pytest.mark.parametrize("kind", [RemattedNoise, pytest.param(JittedNoise, marks=pytest.mark.slow)])
 def test_masks_are_those_of_the_plain_call(kind, options):
     found, wanted = (
         make(models.build(k, 2), **options).value_and_grad(X, T) for k in (kind, Noisy)

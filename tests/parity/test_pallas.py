@@ -120,7 +120,7 @@ def wanted(kind: type) -> Any:
     return models.reference(models.build(kind, K), *batch(kind), mean)
 
 
-FAST = {(Own, "1f1b", None), (Flash, "1f1b", "stage"), (Splash, "zb_h1", None)}
+FAST = {(Own, "1f1b", None), (Splash, "zb_h1", None)}
 GRID = [
     (kind, family, remat)
     for kind in (Own, Flash, Splash)

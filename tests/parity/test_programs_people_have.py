@@ -191,19 +191,13 @@ class Empty(Square):
         return self.apply(x) + none.sum(-1, keepdims=True)
 
 
-PROGRAMS = [
-    *(FreshScan, FreshFori, FreshCond, ExactGelu, Recurrent),
-    *(
-        Mapped,
-        TwiceInJit,
-        ScannedAndClosedOver,
-        ScannedTwice,
-        CondOfItsOwn,
-        InvariantProduct,
-        SumsTwice,
-    ),
-    *(CarryOfWeights, SliceOfSum, UnreadRange, ProductsInScan, CondOverScan, IndicesInJit, Empty),
+# One of each kind of trouble, and what resembles it.
+OFTEN = [FreshScan, FreshCond, Recurrent, Mapped, InvariantProduct, CarryOfWeights, ProductsInScan]
+SELDOM = [
+    *(FreshFori, ExactGelu, TwiceInJit, ScannedAndClosedOver, ScannedTwice, CondOfItsOwn),
+    *(SumsTwice, SliceOfSum, UnreadRange, CondOverScan, IndicesInJit, Empty),
 ]
+PROGRAMS = [*OFTEN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SELDOM)]
 
 
 @pytest.mark.parametrize(("schedule", "remat", "bubbles"), plans())

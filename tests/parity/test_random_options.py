@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.support import models, randoms
 
-FAST, SLOW, ALL = range(3), range(3, 12), range(12, 200)
+FAST, SLOW, ALL = range(2), range(2, 12), range(12, 200)
 
 
 def seeds() -> list:

@@ -224,6 +224,7 @@ def contests(settings, seed):
     return gains
 
 
+@pytest.mark.slow
 def test_auto_is_never_worse_than_a_family():
     gains = contests(4, seed=5)
     assert sum(gain > 1e-6 for gain in gains) > 1
