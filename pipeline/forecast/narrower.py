@@ -12,6 +12,7 @@ CPU a cast stays in its loop, and products are in their operands' dtype.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from pipeline.jaxpr.evaluate import follow
 from pipeline.jaxpr.primitives import bodies, equations, is_ref, traits
 
 _ROUNDED = jnp.dtype(jnp.bfloat16)
 _PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
 
-Roots = dict[Any, Any]  # a variable to what is whole of it, outside the loops
+Root = Any  # what a variable is a part of, outside the loops; None if of nothing that is sought
 
 
 @dataclass
@@ -54,14 +56,14 @@ def cast_once(jaxpr: Any) -> int:
     search = _Search()
     for eqn in equations(jaxpr):
         if traits(eqn).loops:
-            outside = [v for v in eqn.invars if not isinstance(v, Literal) and not is_ref(v.aval)]
-            search.enter(eqn, {v: v for v in outside})
+            search.enter(eqn, [None if isinstance(v, Literal) else v for v in eqn.invars])
     found = 0
     for var, readers in search.readers.items():
-        dtypes = set(readers.casts)
-        if readers.products and not readers.others:
-            dtypes.add(_ROUNDED)
-        found += sum(var.aval.size * dtype.itemsize for dtype in dtypes)
+        if not is_ref(var.aval):
+            dtypes = set(readers.casts)
+            if readers.products and not readers.others:
+                dtypes.add(_ROUNDED)
+            found += sum(var.aval.size * dtype.itemsize for dtype in dtypes)
     return found
 
 
@@ -72,9 +74,12 @@ def rounded(jaxpr: Any) -> set[Any]:
       jaxpr: what each device runs.
     """
     search = _Search()
-    search.follow(jaxpr, {}, makes_refs=True)
-    read = search.readers
-    return {r for r in search.refs if read[r].products and not (read[r].others or read[r].casts)}
+    search.walk(jaxpr, [None] * len(jaxpr.invars))
+    return {
+        var
+        for var, read in search.readers.items()
+        if is_ref(var.aval) and read.products and not (read.others or read.casts)
+    }
 
 
 class _Search:
@@ -82,67 +87,52 @@ class _Search:
 
     def __init__(self) -> None:
         self.readers: dict[Any, Readers] = defaultdict(Readers)
-        self.refs: list[Any] = []
 
-    def follow(self, jaxpr: Any, roots: Roots, *, makes_refs: bool = False) -> Roots:
-        """Note who reads the roots in a body; returns what else in it is a part of one."""
-        roots = dict(roots)
-        for eqn in jaxpr.eqns:
-            if makes_refs and eqn.primitive.name == "new_ref":
-                (ref,) = eqn.outvars
-                self.refs.append(ref)
-                roots[ref] = ref
-            elif bodies(eqn):
-                roots.update(self.enter(eqn, roots, makes_refs=makes_refs))
-            else:
-                roots.update(self._equation(eqn, roots))
-        return roots
+    def walk(self, jaxpr: Any, roots: Sequence[Root]) -> list[Root]:
+        """Note who reads the roots in a body; returns which results are parts of one."""
+        nothing = [None] * len(jaxpr.constvars)
+        return follow(jaxpr, roots, nothing, lambda _: None, self._equation)
 
-    def enter(self, eqn: Any, roots: Roots, *, makes_refs: bool = False) -> Roots:
-        """Look into the bodies of an equation; returns which of its results are parts of roots.
-
-        What a loop changes is not followed.
-        """
-        passed: Roots = {}
+    def enter(self, eqn: Any, roots: Sequence[Root]) -> list[Root]:
+        """The same for the bodies of an equation. What a loop changes is not followed."""
+        results: list[Root] = [None] * len(eqn.outvars)
         for body in bodies(eqn):
-            inputs = body.jaxpr.invars
-            given = dict(zip(inputs, eqn.invars[body.first :], strict=True))
-            inner: Roots = {}
-            for index, var in enumerate(inputs):
-                if _is_in(given[var], roots):
-                    if index in body.carry:
-                        self.readers[roots[given[var]]].others = True
-                    else:
-                        inner[var] = roots[given[var]]
-            inside = self.follow(body.jaxpr, inner, makes_refs=makes_refs)
-            for var, out in zip(body.jaxpr.outvars, eqn.outvars, strict=True):
-                if _is_in(var, inside):
-                    if traits(eqn).calls:
-                        passed[out] = inside[var]
-                    else:
-                        self.readers[inside[var]].others = True
-        return passed
+            given = list(roots[body.first :])
+            for index in body.carry:
+                self._note(eqn, given[index])
+                given[index] = None
+            made = self.walk(body.jaxpr, given)
+            if traits(eqn).calls:
+                results = made
+            else:
+                for root in made:
+                    self._note(eqn, root)
+        return results
 
-    def _equation(self, eqn: Any, roots: Roots) -> Roots:
+    def _equation(self, eqn: Any, roots: list[Root]) -> list[Root]:
         """Note what an equation does with the roots; returns which results are parts of one."""
-        first, *others = ((roots[v] if _is_in(v, roots) else None) for v in eqn.invars or [None])
+        if bodies(eqn):
+            return self.enter(eqn, roots)
+        first, *others = roots or [None]
         for root in others:
-            if root is not None:
-                self._note(eqn, root)
-        if first is None:
-            return {}
-        what, name = traits(eqn), eqn.primitive.name
-        dtype = eqn.outvars[0].aval.dtype if eqn.outvars else first.aval.dtype
-        if name == "convert_element_type" and dtype.itemsize < first.aval.dtype.itemsize:
+            self._note(eqn, root)
+        results, what, name = eqn.outvars, traits(eqn), eqn.primitive.name
+        if name == "new_ref":
+            self._note(eqn, first)
+            return list(results)
+        if first is not None and (what.moves or what.part or name in ("get", "swap")):
+            dtype = results[0].aval.dtype  # a swap returns what was there
+            if dtype.itemsize >= first.aval.dtype.itemsize:
+                return [first] * len(results)
             self.readers[first].casts.add(dtype)
-        elif what.moves or what.part or name in ("get", "swap"):  # which returns what was there
-            return dict.fromkeys(eqn.outvars, first)
         else:
             self._note(eqn, first)
-        return {}
+        return [None] * len(results)
 
-    def _note(self, eqn: Any, root: Any) -> None:
+    def _note(self, eqn: Any, root: Root) -> None:
         """Note an equation that computes with a root."""
+        if root is None:
+            return
         if root.aval.dtype == jnp.float32 and _rounds(eqn):
             self.readers[root].products = True
         else:
@@ -155,7 +145,3 @@ def _rounds(eqn: Any) -> bool:
         return False
     asked = eqn.params["precision"]
     return asked is None or asked == (jax.lax.Precision.DEFAULT,) * 2
-
-
-def _is_in(atom: Any, roots: Roots) -> bool:
-    return not isinstance(atom, Literal) and atom in roots
