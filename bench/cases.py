@@ -142,10 +142,10 @@ def _calibrated(case: Case, stages: int, remat: Any, rounds: int, split: bool) -
     return pipe.calibrate(*case.data(), rounds=rounds, repeats=repeats, split=split)
 
 
-def calibrator(case: Case, stages: int, remat: Any, in_flight: int) -> Calibrator:
-    """That of K stages, with I and W, in this process; likewise."""
+def calibrator(case: Case, stages: int, remat: Any, ranks: int) -> Calibrator:
+    """That of K stages of S ranks, with I and W, in this process; likewise."""
     pipe, repeats = _one_rank(case, stages, remat)
-    return calibrator_of(pipe, case.data(), repeats, in_flight, split=True)
+    return calibrator_of(pipe, case.data(), repeats, ranks, split=True)
 
 
 def _one_rank(case: Case, stages: int, remat: Any) -> tuple[Pipeline, int]:
@@ -161,11 +161,19 @@ def _one_rank(case: Case, stages: int, remat: Any) -> tuple[Pipeline, int]:
 
 
 def calibrator_of(
-    pipe: Pipeline, batch: Any, repeats: int, in_flight: int, *, split: bool
+    pipe: Pipeline, batch: Any, repeats: int, ranks: int, *, split: bool
 ) -> Calibrator:
-    """That of a pipeline of one rank, with so many microbatches on their way at a time."""
-    counts: dict[str, Any] = {"repeats": repeats, "in_flight": in_flight}
-    return Calibrator(pipe, Pipeline, *batch, None, **counts, split=split, message=int)
+    """That of a pipeline of one rank whose stages so many ranks will hold, dealt in turn.
+
+    As many microbatches are on their way at a time.
+    """
+    K = pipe.schedule.num_stages
+    options: dict[str, Any] = {
+        "repeats": repeats,
+        "in_flight": ranks,
+        "held": [range(rank, K, ranks) for rank in range(ranks)],
+    }
+    return Calibrator(pipe, Pipeline, *batch, None, **options, split=split, message=int)
 
 
 def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """From the seconds of steps to those of actions, or to what is wrong with them.
 
-A step is timed with next to nothing, with one kind of action of one stage, and with everything
-(`pipeline.calibrate.measure`). What an action takes is a difference, and differences of noisy
+A step is timed with next to nothing, with one kind of action of one stage, and with all that a rank
+does (`pipeline.calibrate.measure`). What an action takes is a difference, and differences of noisy
 numbers may be anything: so numbers must stand out of their spread and agree with each other.
 """
 
@@ -17,7 +17,7 @@ Key = tuple[int, str]  # a stage and a kind of action
 UNSURE = 0.2  # how far off a median may be, in what a stage's longest action takes
 LEAST = 0.05  # of the longest action of its stage that F or B of a stage takes
 HALVES = 0.6, 1.8  # I + W, in B
-SUM = 0.25  # by how much the actions of a step may differ from the step
+SUM = 0.25  # by how much the actions of a rank may differ from what they take in turn
 
 
 class CalibrationError(RuntimeError):
@@ -30,19 +30,24 @@ class Timed:
 
     Attributes:
       first: of a step in which only the first microbatch runs.
-      whole: of one in which all do.
+      turns: of steps in which beside the first microbatch all actions of some stages run, those
+        that a rank holds.
       of: of one in which beside the first microbatch one kind of action of one stage runs.
       repeats: microbatches but the first.
     """
 
     first: Sequence[float]
-    whole: Sequence[float]
+    turns: Mapping[tuple[int, ...], Sequence[float]]
     of: Mapping[Key, Sequence[float]]
     repeats: int
 
     def each(self, taken: Sequence[float]) -> list[float]:
         """[R] seconds that a microbatch adds; a round's runs are near each other in time."""
         return [(t - f) / self.repeats for t, f in zip(taken, self.first, strict=True)]
+
+    def one_by_one(self, stages: Collection[int]) -> list[Took]:
+        """What each action of some stages adds, where it alone runs."""
+        return [spread_of(self.each(taken)) for (k, _), taken in self.of.items() if k in stages]
 
 
 class Took(NamedTuple):
@@ -61,7 +66,10 @@ def spread_of(times: Sequence[float]) -> Took:
 def conclude(
     timed: Sequence[Timed], names: Mapping[int, str], idle: Collection[Key] = ()
 ) -> dict[Key, Took]:
-    """What each action takes.
+    """What each action takes, where a rank does one after the other.
+
+    One by one they say how they compare. How long they take says a rank's turn: all are longer by
+    as much as those of all ranks are together.
 
     Args:
       timed: of a program with whole backwards, and perhaps of one with halves.
@@ -85,13 +93,24 @@ def conclude(
     ]
     wrong += _halves_that_disagree(found, longest, names)
     for one in timed:
-        wrong += _sums_that_disagree(one, found)
+        wrong += _sums_that_disagree(one, names)
     if wrong:
         raise CalibrationError(
             f"what was measured contradicts itself: {'; '.join(wrong)}; measure again on a quiet "
             f"machine, with more rounds= or repeats=, and if it stays report it with these numbers"
         )
-    return found
+    in_turn: dict[Key, Took] = {}
+    for one in timed:
+        longer = _in_turn(one)
+        for key in one.of:
+            in_turn.setdefault(key, Took(longer * found[key].median, longer * found[key].spread))
+    return in_turn
+
+
+def _in_turn(one: Timed) -> float:
+    """How much longer actions take where a rank's are run in turn than one by one."""
+    turns = sum(spread_of(one.each(times)).median for times in one.turns.values())
+    return turns / sum(part.median for held in one.turns for part in one.one_by_one(held))
 
 
 def _check_noise(
@@ -136,20 +155,19 @@ def _halves_that_disagree(
     return wrong
 
 
-def _sums_that_disagree(one: Timed, found: Mapping[Key, Took]) -> list[str]:
-    """A step of one rank that its actions do not make up."""
-    whole = spread_of(one.each(one.whole))
-    parts = [found[key] for key in one.of]
-    total = sum(part.median for part in parts)
-    slack = 2 * (whole.spread + sum(part.spread for part in parts))
-    if abs(total - whole.median) <= SUM * whole.median + slack:
-        return []
-    kinds = ", ".join(dict.fromkeys(kind for _, kind in one.of))
-    text = (
-        f"one microbatch's {kinds} of all stages take {_ms(total)} one by one, and "
-        f"{_ms(whole.median)} in a step that runs them all"
-    )
-    return [text]
+def _sums_that_disagree(one: Timed, names: Mapping[int, str]) -> list[str]:
+    """Turns of a rank that its actions do not make up."""
+    wrong, kinds = [], ", ".join(dict.fromkeys(kind for _, kind in one.of))
+    for stages, times in one.turns.items():
+        turn, parts = spread_of(one.each(times)), one.one_by_one(stages)
+        total = sum(part.median for part in parts)
+        slack = 2 * (turn.spread + sum(part.spread for part in parts))
+        if abs(total - turn.median) > SUM * turn.median + slack:
+            wrong.append(
+                f"one microbatch's {kinds} of {', '.join(names[k] for k in stages)} take "
+                f"{_ms(total)} one by one, and {_ms(turn.median)} in turn"
+            )
+    return wrong
 
 
 def _ms(seconds: float) -> str:

@@ -2,8 +2,9 @@
 
 A pipeline of one rank (`pipeline.calibrate.one_rank`) holds the stages that differ, each once, and
 runs its program as any other does. It is timed with its first microbatch alone, with one kind of
-action of one stage for all microbatches, and with everything. What an action takes is what it adds
-to the first.
+action of one stage for all microbatches, and with all of the stages that a rank of the pipeline
+holds, in turn. What an action takes is what it adds to the first; those of a rank in turn take
+longer than one by one where a stage finds its weights in a cache that the next would have filled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -42,6 +43,7 @@ from pipeline.sharding import meshes
 from schedules import Costs
 
 EXCHANGES = 100  # that are timed at once
+FIRST = "first"  # names the step of the first microbatch alone
 MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
 
 
@@ -81,6 +83,7 @@ class Calibrator:
 
     * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
       as memory for a few of them goes.
+    * held: stages of each rank; by default as in the pipeline.
 
     Attributes:
       operands: of the step whose time beside its actions is the overhead, its plan first: what
@@ -99,12 +102,17 @@ class Calibrator:
         split: bool,
         message: Callable[[], int],
         in_flight: int | None = None,
+        held: Sequence[Sequence[int]] | None = None,
     ) -> None:
         plan = pipe.plan
         if in_flight is None:
             program = plan.training
             in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
+        ranks = [
+            tuple(sorted({self._chain.stands_for(k) for k in stages}))
+            for stages in held or plan.schedule.stages_of
+        ]
         self._programs = ("FB", "FIW") if split else ("FB",)
         rows = functools.partial(rows_of, plan=plan, num_microbatches=repeats + 1)
         self._batch = jax.tree.map(rows, (inputs, targets, extras))
@@ -117,9 +125,10 @@ class Calibrator:
             if kinds == self._programs[0]:
                 self.operands = one.plan, *operands
             run = partial_step(one.plan, operands)
-            which: dict[Any, Runs] = {"first": entries(program), "whole": program.op > 0}
+            which: dict[Any, Runs] = {FIRST: entries(program)}
+            which |= {(stages, kinds): entries(program, stages, kinds) for stages in ranks}
             for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
-                which |= {(n, kind): entries(program, n, kind) for kind in kinds}
+                which |= {(n, kind): entries(program, [n], kind) for kind in kinds}
             for key, runs in which.items():
                 steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
         if plan.schedule.num_ranks > 1:
@@ -155,8 +164,9 @@ class Calibrator:
         timed = []
         for program in self._programs:
             of = {key: times for (kinds, key), times in last.items() if kinds == program}
-            times = of.pop("first"), of.pop("whole")
-            timed.append(_weighted(Timed(*times, of, repeats), chain))
+            first = of.pop(FIRST)
+            turns = {key[0]: of.pop(key) for key in list(of) if isinstance(key[0], tuple)}
+            timed.append(_weighted(Timed(first, turns, of, repeats), chain))
         names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
         found = conclude(timed, names, _idle(chain, pipe.plan.remat))
         each = sum(found[key].median for key in timed[0].of)
@@ -197,7 +207,7 @@ def _weighted(one: Timed, chain: Chain) -> Timed:
     """The same with the times of stages that were not timed because they are as others."""
     twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
     of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
-    return Timed(one.first, one.whole, of, one.repeats)
+    return Timed(one.first, one.turns, of, one.repeats)
 
 
 def _idle(chain: Chain, remat: Any) -> set[Key]:

@@ -8,7 +8,7 @@ Letters: K stages, M microbatches, T ticks, S ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,12 +159,12 @@ def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) ->
     return from_orders([order], name="one by one")
 
 
-def entries(program: Program, stage: int = -1, kinds: str = "") -> Runs:
-    """Those of the first microbatch, and of some kinds of action of one chunk of every rank."""
+def entries(program: Program, stages: Collection[int] = (), kinds: str = "") -> Runs:
+    """Those of the first microbatch, and of some kinds of action of some chunks of every rank."""
     runs = program.microbatch == 0
     for index, slot in enumerate(program.slots):
         for branch, op in enumerate(slot.ops, start=1):
-            if op.chunk == stage and op.kind in kinds:
+            if op.chunk in stages and op.kind in kinds:
                 runs[:, index] |= program.op[:, index] == branch
     return runs & (program.op > 0)
 

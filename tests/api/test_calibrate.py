@@ -41,9 +41,11 @@ def timed(kinds: str, changes: dict[Any, float] | None = None, noise: float = 0.
     def times(total: float) -> list[float]:
         return [MS * (BASE + 10 * total + 10 * each) for each in off]
 
-    whole = more.get("whole", sum(takes.values()))
+    held = more.get("held", [(0,), (1,)])
+    alone = [sum(time for (k, _), time in takes.items() if k in stages) for stages in held]
+    turns = zip(held, more.get("turns", alone), strict=True)
     of = {key: times(time) for key, time in takes.items()}
-    return Timed([MS * BASE] * 5, times(whole), of, repeats=10)
+    return Timed([MS * BASE] * 5, {k: times(time) for k, time in turns}, of, repeats=10)
 
 
 def test_actions_take_what_they_add_to_a_step():
@@ -91,9 +93,24 @@ def test_halves_that_are_not_their_whole():
     assert "stage 1" not in text
 
 
-def test_actions_that_are_not_their_step():
-    text = refusal(timed("FB", whole=20.0))
-    assert "one microbatch's F, B of all stages take 12.8 ms one by one, and 20 ms in a" in text
+def test_in_turn_they_take_longer_than_one_by_one():
+    """A stage alone may find its weights in a cache; halves are timed in a program of their own."""
+    one = timed("FB", turns=[6.4, 1.2 * 6.4], noise=0.01)
+    other = timed("FIW", {(1, "F"): 2.4}, held=[(0, 1)], turns=[1.2 * (2 * 6.6 + 0.4)])
+    alone = conclude([timed("FB", noise=0.01), timed("FIW")], NAMES)
+    for (k, kind), took in conclude([one, other], NAMES).items():
+        longer = 1.1 if kind in "FB" else 1.2
+        assert took.median == pytest.approx(MS * longer * TRUE[kind])
+        assert took.spread == pytest.approx(longer * alone[k, kind].spread, abs=1e-9)
+
+
+def test_actions_that_are_not_their_turn():
+    text = refusal(timed("FB", held=[(0, 1)], turns=[20.0]))
+    assert (
+        "one microbatch's F, B of stage 0, stage 1 take 12.8 ms one by one, and 20 ms in turn"
+    ) in text
+    text = refusal(timed("FB", turns=[6.4, 3.0]))
+    assert "F, B of stage 1 take 6.4 ms one by one, and 3 ms in turn; measure" in text
 
 
 def test_noise_is_no_result():

@@ -28,7 +28,7 @@ class Calibrating:
     def conclude(self, rounds):
         # Of two microbatches beside the first: F adds nothing to a step, B 8 ms.
         times = {(0, "F"): [0.030], (0, "B"): [0.046]}
-        conclude([Timed([0.030], [0.046], times, repeats=2)], {0: "stage 0"})
+        conclude([Timed([0.030], {(0,): [0.046]}, times, repeats=2)], {0: "stage 0"})
 
 clock.Calibrating = Calibrating
 clock.pipelines = lambda *given: {}
