@@ -1,14 +1,15 @@
 """How near the predicted step is to the step: ``python -m bench.fidelity``.
 
 Each model is calibrated once for each number of stages and each remat, in a process of one core
-while the other does the same, as in a step, a round of it in every turn of its steps. From that
-alone, with the slots that the kernel runs, follows what a step takes of every schedule and number
-of microbatches: the lockstep clock's makespan, what the calibration found that a step takes beside
-its actions, and, where temporaries are predicted that no heap of a thread can hold, the time of
-their pages, which are new in every step (docs/kernel.md); a calibration's own are not counted. A
-step is timed right behind itself, as in training: behind one of another pipeline it pays for what
-that gives back (`bench.measure.behind_itself`). There are two cores: S = 1 runs on one, S = 2 on
-both, and S = 4 has stages that wait and do not compute (`bench.waiting`).
+while the other does the same, as in a step, a round of it in every turn of its steps; so is an
+exchange between the ranks. From that alone, with the slots that the kernel runs, follows what a
+step takes of every schedule and number of microbatches: the lockstep clock's makespan, what the
+calibration found that a step takes beside its actions, and, where temporaries are predicted that no
+heap of a thread can hold, the time of their pages, which are new in every step (docs/kernel.md); a
+calibration's own are not counted. A step is timed right behind itself, as in training: behind one
+of another pipeline it pays for what that gives back (`bench.measure.behind_itself`). There are two
+cores: S = 1 runs on one, S = 2 on both, and S = 4 has stages that wait and do not compute
+(`bench.waiting`).
 
 It ends with the reason where numbers contradict each other: a calibration that does, pipelines of
 one model with other losses, a step quicker than its busiest rank's work, or a machine that is not
@@ -49,7 +50,8 @@ from flax import nnx
 from collectives import make_mesh
 from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
 from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.calibrate.measure import Calibrator
+from pipeline.calibrate.measure import EXCHANGES, Calibrator, exchanges
+from pipeline.forecast import traffic
 from pipeline.forecast.bytes import MemoryPrediction
 from pipeline.forecast.bytes import predict as predict_bytes
 from schedules import ScheduleError, simulate
@@ -198,6 +200,7 @@ MODELS: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
 }
 WAITING = ("waits", "waits, unlike stages")
 ALL = "stages"  # of a configuration, calibrated
+MESSAGES = "messages"  # between its ranks, likewise
 
 
 def configs() -> list[Config]:
@@ -293,7 +296,10 @@ def measure(
             pipe = pipes[config]
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
-            held[config] = predict_bytes(pipe.plan, *pipe.plan.traces.last)
+            operands = pipe.plan.traces.last
+            held[config] = predict_bytes(pipe.plan, *operands)
+            size = traffic.predict(pipe.plan, *operands).message
+            timers[MESSAGES] = functools.partial(seconds, exchanges(pipe.plan.mesh, size))
             timers[config] = behind_itself(functools.partial(seconds, step))
         calibration = calibrating.memory()[ALL]
         large = any(map(_fresh, (calibration, *held.values())))
@@ -304,6 +310,8 @@ def measure(
         except CalibrationError as error:
             about = f"{some[0].model}, K={some[0].stages}, remat={some[0].remat}"
             raise CalibrationError(f"{about}: {error}") from error
+    exchange = statistics.median(taken.get(MESSAGES, [0.0])) / EXCHANGES
+    found = replace(found, costs=replace(found.costs, comm=exchange))
     steps = []
     beside = max(0.0, found.overhead - _fresh(calibration) * touch)
     for config, pipe in pipes.items():
