@@ -77,10 +77,10 @@ _TABLE = {
     "broadcast_in_dim rev transpose": Traits(CHEAP, moves=True, carries=True),
     "reduce_precision": Traits(CHEAP, moves=True),
     "slice split unstack": Traits(CHEAP, carries=True, part=True),
-    "concatenate pad": Traits(CHEAP, carries=True, whole=True),
+    "concatenate pad stack": Traits(CHEAP, carries=True, whole=True),
     "empty empty2": Traits(CHEAP, carries=True),
     "iota one_minus_square": Traits(CHEAP),
-    "cbrt cos erf expm1 log log1p pow sin tan": Traits(LIGHT, elementwise=True, dear=True),
+    "cbrt cos erf expm1 log log1p log2 pow sin tan": Traits(LIGHT, elementwise=True, dear=True),
     "erf_inv erfc": Traits(LIGHT, dear=True),
     "atan2 nextafter rem": Traits(LIGHT, elementwise=True),
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in "

@@ -86,7 +86,8 @@ CASES = [
 
 def name(case) -> str:
     *sizes, loss_fn, options = case[1:]
-    return "-".join(map(str, (*sizes, loss_fn.__name__, *options.values())))
+    named = (getattr(value, "__name__", str(value)) for value in (loss_fn, *options.values()))
+    return "-".join([*map(str, sizes), *named])
 
 
 @pytest.mark.parametrize(
