@@ -25,6 +25,7 @@ HOME = "collectives.compat"
 OF_SOME_RELEASES = {
     "closed_call": "up to 0.10.2",
     "eval_jaxpr": "from 0.12 on",
+    "log2": "from 0.12 on",
     "one_minus_square": "from 0.12 on",
 }
 
