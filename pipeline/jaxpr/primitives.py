@@ -79,14 +79,15 @@ _TABLE = {
     "slice split unstack": Traits(CHEAP, carries=True, part=True),
     "concatenate pad stack": Traits(CHEAP, carries=True, whole=True),
     "empty empty2": Traits(CHEAP, carries=True),
-    "iota one_minus_square": Traits(CHEAP),
-    "cbrt cos erf expm1 log log1p log2 pow sin tan": Traits(LIGHT, elementwise=True, dear=True),
+    "iota one_minus_square platform_index polynomial": Traits(CHEAP),
+    "acos acosh asin asinh atan atanh cbrt cos cosh erf expm1 log log1p log2 pow sin sinh "
+    "tan": Traits(LIGHT, elementwise=True, dear=True),
     "erf_inv erfc": Traits(LIGHT, dear=True),
     "atan2 nextafter rem": Traits(LIGHT, elementwise=True),
     "argmax argmin cumlogsumexp cummax cummin cumprod cumsum random_bits random_fold_in "
-    "random_seed random_split random_unwrap random_wrap reduce_and reduce_max reduce_min "
+    "random_seed random_split random_unwrap random_wrap reduce reduce_and reduce_max reduce_min "
     "reduce_or reduce_prod reduce_sum scatter scatter-add threefry2x32": Traits(LIGHT, whole=True),
-    "axis_index bitcast_convert_type population_count shift_left shift_right_arithmetic "
+    "axis_index bitcast_convert_type lt_to population_count shift_left shift_right_arithmetic "
     "shift_right_logical": Traits(LIGHT),
     "dynamic_slice gather": Traits(LIGHT, carries=True, part=True),
     "dynamic_update_slice": Traits(LIGHT, carries=True, whole=True),

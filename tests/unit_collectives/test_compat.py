@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,14 @@ OF_SOME_RELEASES = {
     "eval_jaxpr": "from 0.12 on",
     "log2": "from 0.12 on",
     "one_minus_square": "from 0.12 on",
+    "polynomial": "from 0.12 on",
+}
+# What `jax.nn` and `jax.numpy` make of real numbers and the table leaves out: products and what is
+# as dear, and `cond`, whose branches are seen to by those who walk.
+HEAVY = {
+    *("bessel_i0e", "bessel_i1e", "cond", "conv_general_dilated", "custom_linear_solve"),
+    *("digamma", "dot_general", "eig", "lgamma", "lu", "scaled_dot", "sort", "triangular_solve"),
+    *("cholesky", "eigh", "geqrf", "householder_product", "schur", "svd", "qr"),
 }
 
 
@@ -150,3 +160,40 @@ def test_the_table_knows_primitives_by_the_names_they_have() -> None:
     held = [value for module in modules for value in vars(module).values()]
     there = {one.name for one in held if isinstance(one, Primitive)}
     assert primitives.names() - there <= set(OF_SOME_RELEASES)
+
+
+def names_in(jaxpr: Any) -> set[str]:
+    """Of the primitives of a jaxpr and of all that its equations hold."""
+    found = {eqn.primitive.name for eqn in jaxpr.eqns}
+    within = [body for eqn in jaxpr.eqns for body in primitives.held(eqn)]
+    return found.union(*(names_in(getattr(body, "jaxpr", body)) for body in within))
+
+
+def made_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> set[str]:
+    """The primitives of a function and of its derivative, if it takes these operands."""
+
+    def backward(*operands: Any) -> Any:
+        out, vjp = jax.vjp(function, *operands)
+        return vjp(out)
+
+    for traced in (backward, function):
+        try:
+            return names_in(jax.make_jaxpr(traced)(*operands).jaxpr)
+        except Exception:  # noqa: BLE001 (it takes other operands: any of JAX's errors)
+            continue
+    return set()
+
+
+def test_the_table_knows_what_functions_of_jax_are_made_of() -> None:
+    """One that is new would be heavy, and its result a residual: `stack` and `polynomial` were."""
+    array, made = jnp.ones((4, 4)), {}
+    for module in (jax.nn, jnp):
+        for name, function in vars(module).items():
+            if name.startswith("_") or not callable(function):
+                continue
+            for operands in ((array,), (array, array)):
+                for primitive in made_of(function, operands):
+                    made[primitive] = f"{module.__name__}.{name}"
+    assert len(made) > 80
+    unknown = {name: made[name] for name in made.keys() - primitives.names() - HEAVY}
+    assert not unknown
