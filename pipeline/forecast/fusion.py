@@ -86,7 +86,8 @@ class Node:
     @property
     def counts(self) -> bool:
         """Whether it makes anything that has memory, or changes any."""
-        return any(v.held for v in self.makes) or bool(self.eqn.effects) or self.loop
+        effects = bool(self.eqn.effects) and self.eqn.primitive.name != "get"
+        return any(v.held for v in self.makes) or effects or self.loop
 
     @property
     def writes(self) -> set[Value]:
@@ -128,6 +129,7 @@ class Flow:
         self._enter, self._compiler = enter, compiler
         self.nodes: list[Node] = []
         self.refs: dict[Value, Any] = {}
+        self._contents: set[Value] = set()  # what refs hold, read as a whole
 
     def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
         """Add a jaxpr's equations; returns its outputs."""
@@ -152,7 +154,10 @@ class Flow:
         makes = [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
         given = [v for v in reads if v is not None]
         node = Node(eqn, reads, given, makes, fuses=False)
-        if name == "get" or (what.cost < HEAVY and not what.whole):
+        if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
+            self._contents.update(makes)
+        in_place = name == "dynamic_update_slice" and reads[0] in self._contents
+        if name == "get" or in_place or (what.cost < HEAVY and not what.whole):
             node.fuses = True
             node.given = given
             for value in makes:

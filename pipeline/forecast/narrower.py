@@ -25,6 +25,7 @@ from pipeline.jaxpr.primitives import bodies, equations, is_ref, traits
 
 _ROUNDED = jnp.dtype(jnp.bfloat16)
 _PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
+_WHOLE = "get", "swap"  # what they return is what a ref holds
 
 Root = Any  # what a variable is a part of, outside the loops; None if of nothing that is sought
 
@@ -114,13 +115,15 @@ class _Search:
         if bodies(eqn):
             return self.enter(eqn, roots)
         first, *others = roots or [None]
-        for root in others:
-            self._note(eqn, root)
         results, what, name = eqn.outvars, traits(eqn), eqn.primitive.name
+        for root in others:
+            if root is not first or name != "swap":  # what it holds, changed in part, is put back
+                self._note(eqn, root)
         if name == "new_ref":
             self._note(eqn, first)
             return list(results)
-        if first is not None and (what.moves or what.part or name in ("get", "swap")):
+        changes = first is not None and is_ref(first.aval) and name == "dynamic_update_slice"
+        if changes or (first is not None and (what.moves or what.part or name in _WHOLE)):
             dtype = results[0].aval.dtype  # a swap returns what was there
             if dtype.itemsize >= first.aval.dtype.itemsize:
                 return [first] * len(results)

@@ -19,6 +19,7 @@ from collectives import vary
 from collectives.compat import platform, varying_in
 from pipeline.backward.accumulate import as_summed
 from pipeline.base.masks import Mask, chosen
+from pipeline.base.refs import read, write
 from pipeline.base.tree import (
     Leaves,
     Tree,
@@ -67,10 +68,10 @@ class Pool:
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
             if leaf.size:  # jax 0.12 refuses an index into what is empty
-                ref[place] = _tiled(leaf)
+                write(ref, _tiled(leaf), place)
 
     def __getitem__(self, place: Any) -> Tree:
-        found = [_tiled(ref[place]) if ref.size else ref[...][0] for ref in self.refs]
+        found = [_tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
         return jax.tree.unflatten(self._treedef, found)
 
     def all(self) -> Tree:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from collectives.compat import varying_in
+from pipeline.base.refs import read, write
 from pipeline.base.tree import Leaves, Tree, zeros
 
 Shape = tuple[int, ...]
@@ -88,8 +89,7 @@ class Part:
     """A leaf's part of a ref that holds its cell, below ``lead``; read and written as a whole."""
 
     def __init__(self, ref: Any, spot: Spot, *lead: Any) -> None:
-        self._ref, self._spot = ref, spot
-        self._index = (*lead, ... if spot.part is None else slice(*spot.part))
+        self._ref, self._spot, self._lead = ref, spot, lead
         inner = ref.shape[len(lead) :]
         self._is_flat = spot.part is not None and len(inner) == 1
         self.shape = spot.shape
@@ -99,11 +99,12 @@ class Part:
     def __getitem__(self, _: Any) -> Any:
         if 0 in self.shape:  # jax 0.12 refuses an index into what is empty
             return jnp.zeros(self.shape, self._ref.dtype)
-        return self._spot.shaped(self._ref[self._index])
+        return self._spot.shaped(read(self._ref, *self._lead, part=self._spot.part))
 
     def __setitem__(self, _: Any, value: Any) -> None:
         if 0 not in self.shape:
-            self._ref[self._index] = value.reshape(-1) if self._is_flat else value
+            value = value.reshape(-1) if self._is_flat else value
+            write(self._ref, value, *self._lead, part=self._spot.part)
 
 
 @dataclass(frozen=True)

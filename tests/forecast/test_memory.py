@@ -95,7 +95,7 @@ def test_the_memory_of_gpipe_grows_by_its_places(remat):
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "eager_1f1b"])
 def test_no_tick_is_unrolled(family, bubbles):
     few, many = (lower(family, M, bubbles=bubbles)[1].as_text() for M in (8, 512))
-    assert few.count("\n") > 300
+    assert few.count("\n") > 200
     assert many.count("\n") == few.count("\n")
 
 
