@@ -27,12 +27,12 @@ def save_losses(path: Path, losses: Sequence[float], levels: Mapping[str, float]
     for (name, level), colour in zip(levels.items(), COLOURS, strict=True):
         axes.axhline(level, color=colour, linestyle="--", linewidth=1)
         axes.annotate(
-            f"{name} {level:.3f}",
-            (1, level),
+            f"{name}\n{level:.3f}",
+            (1, level),  # beside the axes, where no curve runs
             xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
+            xytext=(4, 0),
             textcoords="offset points",
-            ha="right",
+            va="center",
             color=colour,
         )
     axes.set(xlabel="step", ylabel="nats per byte", xlim=(0, len(losses) + 1))
