@@ -1,4 +1,4 @@
-"""A part of a ref, at places that are known only while a step runs: `ref[place]`, with less to trace.
+"""A part of a ref, at a place that is known only while a step runs: `ref[place]`, less to trace.
 
 JAX makes an array of every index of `ref[place]`, also of those of axes that are taken whole, and
 tests and wraps each in case it is negative: three operations and four constants for each axis, once
@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-Part = tuple[int, int] | None
+Span = tuple[int, int] | None
 
 
-def read(ref: Any, *lead: Any, part: Part = None) -> jax.Array:
+def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
     """What `ref[*lead]` holds.
 
     Args:
@@ -29,18 +29,24 @@ def read(ref: Any, *lead: Any, part: Part = None) -> jax.Array:
     return jax.lax.squeeze(found, range(len(lead)))
 
 
-def write(ref: Any, value: jax.Array, *lead: Any, part: Part = None) -> None:
-    """Put a value where `read` would find it; it lies in the ref's memory, as `ref[*lead] = value`."""
+def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
+    """Put a value where `read` finds it, in the ref's own memory, as `ref[*lead] = value` does.
+
+    Raises:
+      ValueError: the value has another shape; JAX would change a part of that place.
+    """
     starts, sizes = _window(ref, lead, part)
+    if value.shape != (shape := sizes[len(lead) :]):
+        raise ValueError(f"a value of shape {value.shape} goes into a place of shape {shape}")
     value = jax.lax.expand_dims(value, range(len(lead)))
-    if value.shape != sizes:
-        raise ValueError(f"a value of shape {value.shape} goes into a part of shape {sizes}")
     ref[...] = jax.lax.dynamic_update_slice(ref[...], value, starts, allow_negative_indices=False)
 
 
-def _window(ref: Any, lead: tuple[Any, ...], part: Part) -> tuple[list[Any], tuple[int, ...]]:
+def _window(ref: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], tuple[int, ...]]:
     """Where it starts on each axis, and how many it takes."""
     whole = ref.shape[len(lead) :]
     first, sizes = (0, whole) if part is None else (part[0], (part[1] - part[0], *whole[1:]))
-    starts = [*lead, *map(np.int32, (first, *(0 for _ in whole[1:])))]
-    return starts[: len(ref.shape)], ((1,) * len(lead)) + sizes
+    places = [i if hasattr(i, "dtype") else np.int32(i) for i in lead]
+    kind = places[0].dtype if places else np.dtype(np.int32)  # JAX wants one for all
+    starts = [*places, *map(kind.type, (first, *(0 for _ in whole[1:])))]
+    return starts[: len(ref.shape)], (1,) * len(lead) + sizes

@@ -99,6 +99,14 @@ def test_no_tick_is_unrolled(family, bubbles):
     assert many.count("\n") == few.count("\n")
 
 
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_no_index_is_tested_for_being_negative(remat):
+    """`ref[place]` tests each index of each axis: 146 and 206 comparisons, where 11 are meant."""
+    text = lower("zb_h1", 8, remat=remat)[1].as_text()
+    assert text.count("stablehlo.dynamic_update_slice") >= 8
+    assert text.count("stablehlo.compare") < 30
+
+
 def test_the_optimised_program_does_not_grow_with_microbatches():
     few, many = (lower("1f1b", M)[1].compile().as_text() for M in (8, 512))
     assert len(many) == pytest.approx(len(few), rel=0.02)

@@ -63,6 +63,17 @@ def test_float32_beside_float64(wide):
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.parametrize("S", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_inputs_of_float64_have_gradients(wide, S):
+    """Microbatches are counted in int64 then."""
+    stages = models.build(Block, 2, dtype=jnp.float64)
+    pipe = Pipeline(stages, 3, mesh=make_mesh(stage=S), loss_fn=models.squares, remat=None)
+    x, t = (models.rows(9, seed=n).astype(jnp.float64) for n in (0, 3))
+    found = jax.grad(pipe.loss)(x, t)
+    want = jax.grad(lambda x: models.squares(models.compose(stages, None, None, x), t))(x)
+    assert models.distance(found, want) < 1e-14
+
+
 def test_outputs_of_float64_are_differentiated_as_such(wide):
     stages = models.build(Block, 2, dtype=jnp.float64)
     pipe, x = Pipeline(stages, 3, mesh=make_mesh(stage=2)), models.rows(9)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pipeline.kernel import memory
@@ -42,3 +43,22 @@ def test_only_a_tpu_leaves_out_clearing(monkeypatch, platform):
 
     assert made(cleared=True)
     assert made(cleared=False) is (platform != "tpu")
+
+
+def test_a_value_of_another_shape_is_refused():
+    """JAX would write it into a part of the place."""
+    pool = memory.Pool([jax.ShapeDtypeStruct((4, 8), jnp.float32)], 3, (), "x")
+    with pytest.raises(ValueError) as e:
+        pool[1] = [jnp.ones((4, 6))]
+    assert str(e.value) == "a value of shape (4, 6) goes into a place of shape (4, 8)"
+
+
+def test_a_place_is_read_and_written_as_ref_and_index_would():
+    values = [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.int32), jnp.arange(3) > 1]
+    pool = memory.Pool([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values], 3, (), "x")
+    for place in (1, jnp.uint32(2)):
+        pool[place] = values
+        jax.tree.map(np.testing.assert_array_equal, pool[place], values)
+        for ref, value in zip(pool.refs, values, strict=True):
+            np.testing.assert_array_equal(ref[int(place)], value)
+    jax.tree.map(np.testing.assert_array_equal, pool[0], [jnp.zeros_like(x) for x in values])
