@@ -8,6 +8,7 @@ but they are traced, lowered and read first (docs/kernel.md, "What compiling cos
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -24,9 +25,7 @@ def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
       lead: indices of its first axes, none of which is negative or too large.
       part: (start, stop) on the axis behind those, if not all of it is meant.
     """
-    starts, sizes = _window(ref, lead, part)
-    found = jax.lax.dynamic_slice(ref[...], starts, sizes, allow_negative_indices=False)
-    return jax.lax.squeeze(found, range(len(lead)))
+    return _read(ref[...], lead, part)
 
 
 def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
@@ -35,18 +34,30 @@ def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
     Raises:
       ValueError: the value has another shape; JAX would change a part of that place.
     """
-    starts, sizes = _window(ref, lead, part)
-    if value.shape != (shape := sizes[len(lead) :]):
+    shape = _window(ref, lead, part)[1][len(lead) :]
+    if value.shape != shape:
         raise ValueError(f"a value of shape {value.shape} goes into a place of shape {shape}")
-    value = jax.lax.expand_dims(value, range(len(lead)))
-    ref[...] = jax.lax.dynamic_update_slice(ref[...], value, starts, allow_negative_indices=False)
+    ref[...] = _written(ref[...], value, lead, part)
 
 
-def _window(ref: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], tuple[int, ...]]:
+@functools.partial(jax.jit, static_argnums=2)
+def _read(whole: jax.Array, lead: tuple[Any, ...], part: Span) -> jax.Array:
+    starts, sizes = _window(whole, lead, part)
+    found = jax.lax.dynamic_slice(whole, starts, sizes, allow_negative_indices=False)
+    return jax.lax.squeeze(found, range(len(lead)))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _written(whole: jax.Array, value: jax.Array, lead: tuple[Any, ...], part: Span) -> jax.Array:
+    value, (starts, _) = jax.lax.expand_dims(value, range(len(lead))), _window(whole, lead, part)
+    return jax.lax.dynamic_update_slice(whole, value, starts, allow_negative_indices=False)
+
+
+def _window(whole: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], tuple[int, ...]]:
     """Where it starts on each axis, and how many it takes."""
-    whole = ref.shape[len(lead) :]
-    first, sizes = (0, whole) if part is None else (part[0], (part[1] - part[0], *whole[1:]))
+    each = whole.shape[len(lead) :]
+    first, sizes = (0, each) if part is None else (part[0], (part[1] - part[0], *each[1:]))
     places = [i if hasattr(i, "dtype") else np.int32(i) for i in lead]
     kind = places[0].dtype if places else np.dtype(np.int32)  # JAX wants one for all
-    starts = [*places, *map(kind.type, (first, *(0 for _ in whole[1:])))]
-    return starts[: len(ref.shape)], (1,) * len(lead) + sizes
+    starts = [*places, *map(kind.type, (first, *(0 for _ in each[1:])))]
+    return starts[: whole.ndim], (1,) * len(lead) + sizes

@@ -103,7 +103,7 @@ def test_no_tick_is_unrolled(family, bubbles):
 def test_no_index_is_tested_for_being_negative(remat):
     """`ref[place]` tests each index of each axis: 146 and 206 comparisons, where 11 are meant."""
     text = lower("zb_h1", 8, remat=remat)[1].as_text()
-    assert text.count("stablehlo.dynamic_update_slice") >= 8
+    assert text.count("stablehlo.dynamic_update_slice") > 1
     assert text.count("stablehlo.compare") < 30
 
 
