@@ -156,6 +156,7 @@ class Flow:
         node = Node(eqn, reads, given, makes, fuses=False)
         if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
             self._contents.update(makes)
+        # A part of a ref, changed where the ref lies: it is put back next.
         in_place = name == "dynamic_update_slice" and reads[0] in self._contents
         if name == "get" or in_place or (what.cost < HEAVY and not what.whole):
             node.fuses = True
