@@ -2,8 +2,11 @@
 
 JAX makes an array of every index of `ref[place]`, also of those of axes that are taken whole, and
 tests and wraps each in case it is negative: three operations and four constants for each axis, once
-to read and twice to write. Of what `zb_h1` lowered to they were four fifths; XLA drops them all,
+to read and twice to write. Of what `zb_h1` lowered to they were three quarters; XLA drops them all,
 but they are traced, lowered and read first (docs/kernel.md, "What compiling costs").
+
+Both are jitted below their ref: a type is traced once, and the constants that `checkify` adds to a
+slice stay in there. In the body of a loop over refs JAX refuses them.
 """
 
 from __future__ import annotations
@@ -34,9 +37,6 @@ def write(ref: Any, value: jax.Array, *lead: Any, part: Span = None) -> None:
     Raises:
       ValueError: the value has another shape; JAX would change a part of that place.
     """
-    shape = _window(ref, lead, part)[1][len(lead) :]
-    if value.shape != shape:
-        raise ValueError(f"a value of shape {value.shape} goes into a place of shape {shape}")
     ref[...] = _written(ref[...], value, lead, part)
 
 
@@ -49,7 +49,10 @@ def _read(whole: jax.Array, lead: tuple[Any, ...], part: Span) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=3)
 def _written(whole: jax.Array, value: jax.Array, lead: tuple[Any, ...], part: Span) -> jax.Array:
-    value, (starts, _) = jax.lax.expand_dims(value, range(len(lead))), _window(whole, lead, part)
+    starts, sizes = _window(whole, lead, part)
+    if value.shape != (shape := sizes[len(lead) :]):
+        raise ValueError(f"a value of shape {value.shape} goes into a place of shape {shape}")
+    value = jax.lax.expand_dims(value, range(len(lead)))
     return jax.lax.dynamic_update_slice(whole, value, starts, allow_negative_indices=False)
 
 
@@ -57,7 +60,6 @@ def _window(whole: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], t
     """Where it starts on each axis, and how many it takes."""
     each = whole.shape[len(lead) :]
     first, sizes = (0, each) if part is None else (part[0], (part[1] - part[0], *each[1:]))
-    places = [i if hasattr(i, "dtype") else np.int32(i) for i in lead]
-    kind = places[0].dtype if places else np.dtype(np.int32)  # JAX wants one for all
-    starts = [*places, *map(kind.type, (first, *(0 for _ in each[1:])))]
+    kind = lead[0].dtype if lead else np.dtype(np.int32)  # JAX wants one for all
+    starts = [*lead, *map(kind.type, (first, *(0 for _ in each[1:])))]
     return starts[: whole.ndim], (1,) * len(lead) + sizes

@@ -25,7 +25,6 @@ from pipeline.jaxpr.primitives import bodies, equations, is_ref, traits
 
 _ROUNDED = jnp.dtype(jnp.bfloat16)
 _PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
-_WHOLE = "get", "swap"  # what they return is what a ref holds
 
 Root = Any  # what a variable is a part of, outside the loops; None if of nothing that is sought
 
@@ -115,15 +114,14 @@ class _Search:
         if bodies(eqn):
             return self.enter(eqn, roots)
         first, *others = roots or [None]
-        results, what, name = eqn.outvars, traits(eqn), eqn.primitive.name
+        results, name = eqn.outvars, eqn.primitive.name
         for root in others:
-            if root is not first or name != "swap":  # what it holds, changed in part, is put back
+            if root is not first or name != "swap":  # a ref's own, put back, is not read
                 self._note(eqn, root)
         if name == "new_ref":
             self._note(eqn, first)
             return list(results)
-        changes = first is not None and is_ref(first.aval) and name == "dynamic_update_slice"
-        if changes or (first is not None and (what.moves or what.part or name in _WHOLE)):
+        if first is not None and _keeps(eqn, first):
             dtype = results[0].aval.dtype  # a swap returns what was there
             if dtype.itemsize >= first.aval.dtype.itemsize:
                 return [first] * len(results)
@@ -140,6 +138,14 @@ class _Search:
             self.readers[root].products = True
         else:
             self.readers[root].others = True
+
+
+def _keeps(eqn: Any, root: Root) -> bool:
+    """Whether what an equation makes of a root is a part of it, or all of it."""
+    what, name = traits(eqn), eqn.primitive.name
+    if name == "dynamic_update_slice":  # a ref's, changed in part, is put back
+        return is_ref(root.aval)
+    return what.moves or what.part or name in ("get", "swap")
 
 
 def _rounds(eqn: Any) -> bool:
