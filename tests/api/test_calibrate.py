@@ -24,6 +24,7 @@ from pipeline.calibrate.conclude import Timed, conclude
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, ScheduleError, simulate
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block, Hostile
 
 MS = 1e-3
@@ -249,7 +250,7 @@ def test_entries_of_the_table_that_do_not_run_are_idle():
     first, y = step(jnp.asarray(one_rank.entries(program)))[0], x[:2]
     for stage in pipe.stages():
         y = stage(y)
-    np.testing.assert_allclose(first, models.squares(y, t[:2]), rtol=1e-6)
+    assert_close(first, models.squares(y, t[:2]), tolerance=1e-6)
     _, (chunks, _), *_ = step(jnp.zeros(program.op.shape, bool))
     assert not any(leaf.any() for leaf in jax.tree.leaves(chunks))
 

@@ -18,6 +18,7 @@ from pipeline.options import resolve
 from pipeline.options.choose import choose_pattern, choose_schedule, exchanges_are_barriers
 from schedules import Costs, ScheduleError, auto, build, simulate
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import Block
 
 BARRIERS = "the default: its paired ticks lose nothing where every exchange is a barrier"
@@ -263,7 +264,7 @@ def test_loss_and_gradients_in_every_pattern(S, schedule, pattern, remat, bubble
     pipe = make(S, 6, schedule=schedule, pattern=pattern, remat=remat, bubbles=bubbles)
     want = models.reference(models.build(Block, S), x, t, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
-    np.testing.assert_allclose(pipe.loss(x, t), want[0], rtol=1e-5)
+    assert_close(pipe.loss(x, t), want[0])
 
 
 @pytest.mark.parametrize("given", [str, Path])

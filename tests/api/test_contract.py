@@ -19,6 +19,7 @@ import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import Block, Half, Noisy, Readout, Sided, Tree, Words, by_stage, distance
 
 ROWS = 12  # of every batch here: a multiple of all M * D
@@ -60,15 +61,15 @@ def test_outputs(D, bubbles):
     head = Readout(nnx.Rngs(7))
     pipe = make(D=D, head=head, bubbles=bubbles)
     want = models.compose(models.build(Block, 2), None, head, X)
-    np.testing.assert_allclose(pipe(X), want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.jit(pipe)(X), want, rtol=1e-5, atol=1e-6)
+    assert_close(pipe(X), want)
+    assert_close(jax.jit(pipe)(X), want)
 
 
 def test_outputs_that_are_trees_with_integers():
     x = {"row": X, "gate": T, "kind": models.words(ROWS, most=3)}
     found = make(Tree, head=lambda y: (y["row"].sum(-1), y["kind"] + 1))(x)
     want = models.compose(models.build(Tree, 2), None, None, x)
-    np.testing.assert_allclose(found[0], want["row"].sum(-1), rtol=1e-5, atol=1e-5)
+    assert_close(found[0], want["row"].sum(-1))
     np.testing.assert_array_equal(found[1], x["kind"] + 1)
 
 
@@ -295,7 +296,7 @@ def test_extras_in_every_call(remat, bubbles):
     trainer = nnx.value_and_grad(lambda m: m.loss(X, T, extras=SIDES))
     models.assert_matches(pipe, trainer(pipe), want)
     plain = models.compose(stages, None, None, X, SIDES)
-    np.testing.assert_allclose(pipe(X, extras=SIDES), plain, rtol=1e-5, atol=1e-6)
+    assert_close(pipe(X, extras=SIDES), plain)
     other = {**SIDES, "mask": ~SIDES["mask"]}
     assert distance(pipe.loss(X, T, extras=other), want[0]) > 1e-3
 
@@ -347,7 +348,7 @@ def test_five_steps_of_training(take, jit):
     want = train(plain, TAKES["loss"], jit=True)
     pipe = make(D=2, head=head(1))
     found = train(pipe, TAKES[take], jit=jit)
-    np.testing.assert_allclose(found, want, rtol=TOLERANCE)
+    assert_close(found, want, tolerance=TOLERANCE)
     assert want[-1] < 0.9 * want[0]
     for a, b in zip(pipe.stages(), plain.layers, strict=True):
         assert distance(nnx.state(a), nnx.state(b)) < 1e-4  # Adam divides by small numbers
@@ -426,12 +427,8 @@ def test_stages_come_back_whole_and_in_layer_order():
     assert [type(stage) for stage in found] == [Block] * 6
     for a, b in zip(found, given, strict=True):
         assert trees_equal(nnx.state(a), nnx.state(b))
-    np.testing.assert_allclose(
-        models.compose(found, None, None, X),
-        models.compose(given, None, None, X),
-        rtol=1e-6,
-        atol=1e-6,
-    )
+    wanted = models.compose(given, None, None, X)
+    assert_close(models.compose(found, None, None, X), wanted, tolerance=1e-6)
 
 
 def test_stages_may_be_an_nnx_list():
@@ -457,9 +454,7 @@ def test_one_stage():
     pipe = make(count=1, S=1, D=2)
     want = models.reference(models.build(Block, 1), X, T, models.squares)
     models.assert_matches(pipe, pipe.value_and_grad(X, T), want)
-    np.testing.assert_allclose(
-        pipe(X), models.compose(models.build(Block, 1), None, None, X), rtol=1e-5, atol=1e-6
-    )
+    assert_close(pipe(X), models.compose(models.build(Block, 1), None, None, X))
 
 
 def test_integer_inputs_without_an_embedding():
@@ -569,7 +564,7 @@ def test_dropout_keys_fold_call_microbatch_and_shard(D):
     pipe = make(stages=stages, D=D)
     for call in (1, 2):
         want = fixed_masks(stages, X, call=first + call, M=3, D=D)
-        np.testing.assert_allclose(pipe(X), want, rtol=1e-5, atol=1e-6)
+        assert_close(pipe(X), want)
 
 
 def test_dropout_does_not_depend_on_how_it_is_run():
@@ -623,10 +618,10 @@ def test_eval_and_train_switch_dropout():
     for stage in stages:
         stage.eval()
     want = models.compose(stages, None, None, X)
-    np.testing.assert_allclose(pipe(X), want, rtol=1e-5, atol=1e-6)
+    assert_close(pipe(X), want)
     np.testing.assert_array_equal(pipe(X), pipe(X))
     pipe.train()
-    assert not np.allclose(pipe(X), want, rtol=1e-2)
+    assert distance(pipe(X), want) > 1e-2
 
 
 # --- low precision ---

@@ -13,6 +13,7 @@ from flax import nnx
 from collectives.compat import check_releases
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 
 
 def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
@@ -34,7 +35,7 @@ def test_copies_are_of_their_own_and_pickling_says_what_to_pickle() -> None:
     copies = copy.deepcopy(pipe), nnx.clone(pipe)
     nnx.update(pipe, jax.tree.map(lambda w: w * 0.0, nnx.state(pipe, nnx.Param)))
     for other in (loaded, *copies):
-        np.testing.assert_allclose(other.loss(*given), wanted, rtol=1e-6)
+        assert_close(other.loss(*given), wanted, tolerance=1e-6)
     assert not np.isclose(pipe.loss(*given), wanted)
 
 

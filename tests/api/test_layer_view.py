@@ -19,6 +19,7 @@ from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.hlo import computations, opcode, result
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -65,7 +66,7 @@ def pipeline(S: int, *, D: int = 1, unlike: bool = False, **options: Any) -> Pip
 def assert_equal(found: Any, wanted: Any, *, atol: float = 0.0) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+        assert_close(a, b, tolerance=atol)
 
 
 # --- the view ---

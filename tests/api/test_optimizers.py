@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -35,6 +34,7 @@ from tests.api.test_layer_view import (
     refusal,
 )
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import CLASSES
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -294,7 +294,7 @@ def test_twenty_steps(name, place, compiled):
     places = [(x.sharding, x.ndim) for x in jax.tree.leaves(nnx.state((pipe, optimizer)))]
     found = [float(train_step(pipe, optimizer, *batch())) for _ in range(20)]
     wanted = trained_plain(optax.chain(*tx), 20, unlike=place == "unlike")
-    np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    assert_close(found, wanted, tolerance=2e-5)
     after = jax.tree.leaves(nnx.state((pipe, optimizer)))
     assert all(x.sharding.is_equivalent_to(*p) for x, p in zip(after, places, strict=True))
     assert len(compiled()) == 1

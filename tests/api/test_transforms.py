@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block, Noisy
 
 X, T = models.rows(4), models.rows(4, seed=3)
@@ -25,11 +25,6 @@ def make(stages=None, *, D=1, **options) -> Pipeline:
     options.setdefault("loss_fn", models.squares)
     stages = models.build(Block, 2) if stages is None else stages
     return Pipeline(stages, 2, mesh=make_mesh(stage=2, data=D), **options)
-
-
-def assert_close(found, wanted) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 # --- several batches in one gradient ---

@@ -14,6 +14,8 @@ from pipeline import Pipeline
 from pipeline.jaxpr.evaluate import narrows
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
+from tests.support.close import assert_close
+from tests.support.float16 import needs_float16
 from tests.support.models import Block, distance
 
 ROWS, M = 8, 2
@@ -59,6 +61,7 @@ CASES = [
 ]
 
 
+@needs_float16
 @pytest.mark.parametrize(("options", "loss_fn"), CASES)
 def test_what_vanishes_in_float16_is_kept_by_a_scale(options, loss_fn):
     stages = models.build(Block, options.get("K", 2))
@@ -101,6 +104,7 @@ def test_a_dynamic_scale_falls_until_nothing_overflows():
     models.assert_matches(pipe, (loss, grads), wanted, tolerance=2e-2)
 
 
+@needs_float16
 def test_a_head_that_all_ranks_share_is_given_the_scale():
     words, width, scale = 12, 8, 2.0**10
     ids, targets = models.words(8, most=words), models.words(8, most=words, seed=1)
@@ -127,7 +131,7 @@ def test_a_weight_made_of_outputs_is_divided_by_after_the_step():
     pipe = make(loss_fn=of_outputs)
     loss, grads = pipe.value_and_grad(X, T)
     scaled, found = pipe.value_and_grad(X, T, loss_scale=4)
-    np.testing.assert_allclose(scaled, loss, rtol=1e-6)
+    assert_close(scaled, loss, tolerance=1e-6)
     assert distance(divided(found, 4), grads) < 1e-6
 
 
@@ -146,6 +150,7 @@ def test_what_narrows():
     assert not makes(lambda x: x[::-1].reshape(2, 2)[0].astype(jnp.float32) * 2, "float16")
 
 
+@needs_float16
 @pytest.mark.parametrize(
     ("dtype", "inputs", "kernels"),
     [(None, "float32", 1), ("bfloat16", "float16", 1), ("float16", "float32", 2)],

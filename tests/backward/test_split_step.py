@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.interpreters import partial_eval
@@ -30,6 +29,7 @@ from tests.support import dots, models
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import gpt
+from tests.support.close import assert_close
 
 # --- collectives over another axis ---
 
@@ -106,7 +106,7 @@ def test_collectives_over_another_axis(f, keep):
     arrays = up, down, scale, x
     wanted, found = (jax.jit(sharded(body))(*arrays) for body in (whole, halves))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        assert_close(a, b, tolerance=1e-6)
     together, apart = (collectives(sharded(body), arrays) for body in (whole, halves))
     assert together
     assert apart <= together  # no collective runs twice

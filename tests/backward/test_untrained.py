@@ -16,6 +16,7 @@ from pipeline import Pipeline, make_optimizer
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.vocabulary import VocabularyEmbedding
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import CLASSES, WIDTH, Block, Readout, Words
 
 ROWS, M = 8, 2
@@ -73,7 +74,7 @@ def test_a_loss_that_is_a_module_is_trained(tied, K, options):
     models.assert_matches(pipe, again, (wanted_loss, stages_wanted, ends_wanted))
     make_optimizer(pipe, optax.sgd(0.1)).update(pipe, grads)
     step = 0.1 * wanted["loss_fn"]["scale"][...]
-    np.testing.assert_allclose(pipe.ends.loss_fn.scale[...], 0.7 - step, rtol=1e-5)
+    assert_close(pipe.ends.loss_fn.scale[...], 0.7 - step)
     assert float(loss_fn.scale[...]) == np.float32(0.7)  # what was given is not changed
 
 

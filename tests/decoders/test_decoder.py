@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -14,6 +13,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, build, next_token_loss, split_layers
 from pipeline.vocabulary import CrossEntropy
+from tests.support.close import assert_close
 
 SIZES: dict[str, Any] = {
     "vocabulary": 30,
@@ -100,9 +100,9 @@ def test_ranks_that_share_the_words_learn_as_much():
         loss, grads = pipe.value_and_grad(tokens[:, :-1], tokens[:, 1:])
         found.append((loss, pipe.to_layers(grads)))
     (loss, plain), (again, shared) = found
-    np.testing.assert_allclose(loss, again, rtol=0, atol=1e-5)
+    assert_close(loss, again)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(shared), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+        assert_close(a, b)
 
 
 def test_words_that_ranks_cannot_share():

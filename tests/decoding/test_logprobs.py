@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -12,6 +11,7 @@ import collectives
 from pipeline import Pipeline
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import models
+from tests.support.close import assert_close
 
 WORDS, ROWS, LENGTH = 13, 12, 3
 TOKENS = jax.random.randint(jax.random.key(0), (ROWS, LENGTH), 0, WORDS)
@@ -62,7 +62,7 @@ def test_log_probabilities(options):
         found = pipe.logprobs(TOKENS, TARGETS, num_microbatches=M)
         assert (found.shape, found.dtype) == (TARGETS.shape, jnp.float32)
         want = wanted(plain, TOKENS, TARGETS)
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+        assert_close(found, want)
     with pytest.raises(ValueError, match=r"logprobs\(\) was differentiated, .* differentiate loss"):
         nnx.grad(lambda m: m.logprobs(TOKENS, TARGETS).sum())(pipe)
 
@@ -85,13 +85,13 @@ def test_a_call_with_another_number_of_microbatches():
         "the batch has 10 rows, which num_microbatches=4 on each of 2 data shards cannot share"
     )
     want = models.compose(pipe.stages(), pipe.embed, pipe.head, x)
-    np.testing.assert_allclose(pipe(x, num_microbatches=5), want, rtol=1e-5, atol=1e-5)
+    assert_close(pipe(x, num_microbatches=5), want)
     t = TARGETS[:10]
     loss = pipe.loss(x, t, num_microbatches=1)
-    np.testing.assert_allclose(pipe.loss(x, t, num_microbatches=5), loss, rtol=1e-6)
+    assert_close(pipe.loss(x, t, num_microbatches=5), loss, tolerance=1e-6)
     take = nnx.value_and_grad(lambda m, M: m.loss(x, t, num_microbatches=M))
     again, grads = take(pipe, 5)
-    np.testing.assert_allclose(again, loss, rtol=1e-6)
+    assert_close(again, loss, tolerance=1e-6)
     assert models.distance(grads, take(pipe, 1)[1]) < 1e-5
     with pytest.raises(ValueError, match="num_microbatches=0: must be an integer >= 1"):
         pipe(x, num_microbatches=0)

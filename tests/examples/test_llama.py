@@ -22,6 +22,7 @@ from tests.support.group import Parts, assert_parity, mesh, specs
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import llama
 from llama import Llama, LlamaConfig
+from tests.support.close import assert_close
 
 # As the Hugging Face configuration of Llama 3.1 8B has it, of which only some keys matter here.
 PUBLISHED: dict[str, Any] = {
@@ -276,7 +277,7 @@ def loss_and_size_of_gradients(form: str) -> tuple[float, float]:
 )
 def test_every_form_is_the_same_function(form: str) -> None:
     found, wanted = loss_and_size_of_gradients(form), loss_and_size_of_gradients("plain")
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert_close(found, wanted)
 
 
 def test_a_masked_target_changes_nothing() -> None:
@@ -287,7 +288,7 @@ def test_a_masked_target_changes_nothing() -> None:
     assert weight == 13
     wanted = -jax.nn.log_softmax(logits[..., :WORDS])
     picked = jnp.take_along_axis(wanted, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(total, jnp.where(targets == -100, 0, picked).sum(), rtol=1e-5)
+    assert_close(total, jnp.where(targets == -100, 0, picked).sum())
 
 
 CASES = [

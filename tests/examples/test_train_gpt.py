@@ -29,6 +29,7 @@ import train_gpt
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.trainer import Trainer
 from tests.conftest import DEVICES
+from tests.support.close import assert_close
 
 TINY = ["--width=8", "--heads=2", "--context=16", "--batch-size=8", "--microbatches=4", "--steps=5"]
 TWO_STAGES = ["--stages=2", "--layers=2"]
@@ -86,7 +87,7 @@ def test_the_first_losses_equal_those_of_the_plain_model(
     schedule: str, data: int, plain_losses: np.ndarray
 ) -> None:
     pipeline = losses([*TINY, *TWO_STAGES, f"--schedule={schedule}", f"--data={data}"])
-    np.testing.assert_allclose(pipeline, plain_losses, rtol=1e-5)
+    assert_close(pipeline, plain_losses)
 
 
 FIFTY = ("--steps", "50", "--batch-size", "32")
@@ -110,7 +111,7 @@ def fifty_losses_of_the_plain_model() -> np.ndarray:
 )
 def test_fifty_losses_equal_those_of_the_plain_model(schedule: str, data: str) -> None:
     pipeline = losses([*FIFTY, "--schedule", schedule, "--data", data])
-    np.testing.assert_allclose(pipeline, fifty_losses_of_the_plain_model(), rtol=1e-5)
+    assert_close(pipeline, fifty_losses_of_the_plain_model())
 
 
 def test_the_number_of_stages_does_not_change_the_weights() -> None:

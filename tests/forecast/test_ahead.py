@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -35,6 +34,7 @@ from tests.support.models import CLASSES, Hostile
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import LlamaConfig, build, loss_fn
+from tests.support.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 M, ROWS = 4, 32
@@ -154,7 +154,7 @@ def test_three_compiled_steps_train():
     for _ in range(3):
         state, loss = step(state, *batch(), None)
         found.append(float(loss))
-    np.testing.assert_allclose(found, unpipelined(3), rtol=1e-5)
+    assert_close(found, unpipelined(3))
 
 
 def unpipelined(steps: int) -> list[float]:

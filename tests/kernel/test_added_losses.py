@@ -9,7 +9,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -18,6 +17,8 @@ from pipeline import CrossEntropy, Pipeline, add_loss, with_losses
 from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.support import adding, models
 from tests.support.adding import Adding, AddingReadout, AddingWords, Scanned
+from tests.support.close import assert_close
+from tests.support.float16 import needs_float16
 from tests.support.grids import effort
 from tests.support.models import WIDTH, WORDS, Block, Hostile
 from tests.support.poison import poison  # noqa: F401, a fixture
@@ -110,11 +111,11 @@ def test_other_ways_to_a_loss_agree():
     pipe, (want, *_), added = both(alike(Adding, 2), 2, 2, 1, counted)
     _, grads = pipe.value_and_grad(X, T)
     loss, again = nnx.value_and_grad(lambda m: m.loss(X, T))(pipe)
-    np.testing.assert_allclose([loss, pipe.loss(X, T)], want, rtol=1e-6)
+    assert_close([loss, pipe.loss(X, T)], want, tolerance=1e-6)
     assert models.distance(again, grads) < 1e-6
     assert added > 0.1
     scaled, grads = pipe.value_and_grad(X, T, loss_scale=SCALE)
-    np.testing.assert_allclose(scaled, want, rtol=1e-6)
+    assert_close(scaled, want, tolerance=1e-6)
     assert models.distance(jax.tree.map(lambda g: g / SCALE, grads), again) < 1e-5
 
 
@@ -128,19 +129,20 @@ def test_a_shared_vocabulary_and_a_further_axis():
         mesh = make_mesh(stage=sizes[0], tensor=sizes[1])
         pipe = Pipeline(models.build(Adding, 2), 2, mesh=mesh, vocabulary=mode, **options)
         loss, grads = pipe.value_and_grad(X, T)
-        np.testing.assert_allclose(pipe.loss(X, T), float(loss), rtol=1e-6)
+        assert_close(pipe.loss(X, T), float(loss), tolerance=1e-6)
         found.append((float(loss), models.by_stage(pipe, grads)))
     for loss, grads in found[1:]:
-        np.testing.assert_allclose(loss, found[0][0], rtol=1e-6)
+        assert_close(loss, found[0][0], tolerance=1e-6)
         assert models.distance(grads, found[0][1]) < 1e-5
 
 
+@needs_float16
 @pytest.mark.slow
 def test_float16_is_scaled_before():
     pipe, (want, *_), _ = both(alike(Adding, 2), 2, 2, 1, counted, compute_dtype=jnp.float16)
     loss, grads = pipe.value_and_grad(X, T, loss_scale=SCALE)
     again, scaled = nnx.value_and_grad(lambda m: m.loss(X, T) * SCALE)(pipe)
-    np.testing.assert_allclose([loss, again / SCALE], want, rtol=2e-2)
+    assert_close([loss, again / SCALE], want, tolerance=0.02)
     assert models.distance(scaled, grads) < 1e-2
 
 
@@ -156,9 +158,9 @@ def test_the_main_loss_as_a_metric_says_what_was_added():
     _, want = adding.reference(
         models.build(Adding, 2, explicit=True), X, T, counted, 3, **ends(explicit=True)
     )
-    np.testing.assert_allclose(loss - metrics["main"], want, rtol=1e-5)
+    assert_close(loss - metrics["main"], want)
     loss, metrics = pipe.loss(X, T, has_aux=True)
-    np.testing.assert_allclose(loss - metrics["main"], want, rtol=1e-5)
+    assert_close(loss - metrics["main"], want)
 
 
 def test_frozen_stages_add_to_the_loss():
@@ -168,7 +170,7 @@ def test_frozen_stages_add_to_the_loss():
         pipe.value_and_grad(X, T)
     pipe = pipe.replace(wrt=nnx.Any(last, nnx.PathContains("embed")))
     loss, grads = pipe.value_and_grad(X, T)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert_close(loss, want, tolerance=1e-6)
     assert models.distance(grads["ends"], of_ends) < 1e-5
 
 
@@ -185,10 +187,10 @@ def test_frozen_stages_before_all_that_is_trained_add_too():
     ]
     whole = Pipeline(stages, 2, **options).value_and_grad(x, t)
     for loss, grads in found:
-        np.testing.assert_allclose(loss, whole[0], rtol=1e-6)
+        assert_close(loss, whole[0], tolerance=1e-6)
         for path, g in nnx.to_flat_state(grads):
             same = dict(nnx.to_flat_state(whole[1]))[path][...]
-            np.testing.assert_allclose(g[...][1], same[1], rtol=1e-5, atol=1e-7)
+            assert_close(g[...][1], same[1])
 
 
 def test_outputs_are_differentiated_as_of_a_plain_call():
@@ -239,7 +241,7 @@ def test_with_losses_is_exact_whatever_is_done_with_them(factor):
         y, added = bare(x, w)
         return 0.7 * y + factor * added
 
-    np.testing.assert_allclose(found(*POINT), wanted(*POINT), rtol=1e-6)
+    assert_close(found(*POINT), wanted(*POINT), tolerance=1e-6)
     a, b = (jax.jit(jax.grad(f, argnums=(0, 1)))(*POINT) for f in (found, wanted))
     assert models.distance(a, b) < 1e-5
 
@@ -283,7 +285,7 @@ def test_values_add_up_under_vmap_and_in_one_branch():
     x = models.rows(4)
     yes = jnp.array([True, False, True, True])
     _, added = with_losses(jax.vmap(of_row))(x, yes)
-    np.testing.assert_allclose(added, x[yes].sum(), rtol=1e-5)
+    assert_close(added, x[yes].sum())
 
 
 # --- what cannot be ---

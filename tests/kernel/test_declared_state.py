@@ -20,6 +20,8 @@ from pipeline import CrossEntropy, Pipeline, add_loss, make_optimizer
 from pipeline.vocabulary import VocabularyHead
 from schedules import Action, from_orders
 from tests.support import models
+from tests.support.close import assert_close
+from tests.support.float16 import needs_float16
 from tests.support.grids import covering, effort
 from tests.support.poison import poison  # noqa: F401
 
@@ -116,11 +118,11 @@ def make(stages, *, S=2, data=1, state=nnx.BatchStat, loss_fn=models.squares, **
 
 
 def assert_state(pipe, model, kind):
-    for k, (stage, own) in enumerate(zip(pipe.stages(), model.stages, strict=True)):
+    for stage, own in zip(pipe.stages(), model.stages, strict=True):
         found, wanted = (jax.tree.leaves(nnx.state(one, kind)) for one in (stage, own))
         assert wanted, "there is state"
         for a, b in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=f"stage {k}")
+            assert_close(a, b)
 
 
 GRID = [
@@ -155,7 +157,7 @@ def test_a_step_leaves_what_the_plain_model_has(case, kind, request):
     for _ in range(2):  # the second reads what the first has left
         loss, grads = pipe.value_and_grad(X, T)
         want, want_grads = plain_step(model, X, T)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(loss, want)
     assert models.distance(models.by_stage(pipe, grads), list(want_grads["stages"].values())) < 1e-5
     assert_state(pipe, model, (nnx.BatchStat, Seen))
 
@@ -171,14 +173,14 @@ def test_twenty_steps_with_batch_norm():
         x, t = models.rows(ROWS, seed=2 * n), models.rows(ROWS, seed=2 * n + 1)
         loss, grads = step(pipe, x, t)
         want, want_grads = plain_step(model, x, t)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(loss, want)
         with jax.numpy_dtype_promotion("standard"):  # of optax
             optimizer.update(pipe, grads)
             plain.update(model, want_grads)
     assert_state(pipe, model, nnx.BatchStat)
     pipe.eval()
     model.eval()
-    np.testing.assert_allclose(pipe(X), model(X), rtol=1e-4, atol=1e-5)
+    assert_close(pipe(X), model(X), tolerance=1e-4)
     assert_state(pipe, model, nnx.BatchStat)  # which evaluation leaves as it is
 
 
@@ -187,7 +189,7 @@ def test_a_loss_that_somebody_differentiates_updates_it_too():
     pipe = make(list(model.stages))
     take = nnx.jit(nnx.value_and_grad(lambda m: m.loss(X, T)))
     want, _ = plain_step(model, X, T)
-    np.testing.assert_allclose(take(pipe)[0], want, rtol=1e-5)
+    assert_close(take(pipe)[0], want)
     assert_state(pipe, model, nnx.BatchStat)
     plain_step(model, X, T)
     pipe.loss(X, T)  # a call of the plain model's forward would do so too
@@ -197,6 +199,7 @@ def test_a_loss_that_somebody_differentiates_updates_it_too():
     assert_state(pipe, model, nnx.BatchStat)
 
 
+@needs_float16
 def test_float16_is_computed_in_two_passes_and_updated_once():
     model = Model(models.build(Drifting, 2))
     pipe = make(list(model.stages), state=Seen, compute_dtype=jnp.float16)
@@ -211,7 +214,7 @@ def test_a_router_whose_bias_is_changed_once_a_step(data):
     for _ in range(2):
         loss, _ = pipe.value_and_grad(X, T)
         want, _ = plain_step(model, X, T, even)  # the router looks at single rows
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(loss, want)
     assert_state(pipe, model, Seen)
     assert any(np.any(stage.bias[...]) for stage in pipe.stages())
     before = [np.asarray(stage.bias[...]) for stage in pipe.stages()]
@@ -234,7 +237,7 @@ def test_statistics_over_data_shards(axis_name):
     loss, grads = pipe.value_and_grad(X, T)
     if axis_name:
         want, want_grads = plain_step(model, over_shards(X), over_shards(T))
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(loss, want)
         found = models.by_stage(pipe, grads)
         assert models.distance(found, list(want_grads["stages"].values())) < 1e-5
         assert_state(pipe, model, nnx.BatchStat)
@@ -255,13 +258,13 @@ def test_embed_and_head_have_state_too(bubbles):
     for _ in range(2):
         loss, grads = pipe.value_and_grad(X, T)
         want, want_grads = plain_step(model, X, T)
-        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(loss, want)
     for name in ends:
         assert models.distance(grads["ends"][name], want_grads[name]) < 1e-5
         kinds = nnx.BatchStat, Seen
         found = nnx.state(getattr(pipe, name), kinds), nnx.state(getattr(model, name), kinds)
         for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(a, b)
 
 
 @pytest.mark.parametrize("remat", ["stage", pytest.param(None, marks=pytest.mark.slow)])
@@ -279,12 +282,12 @@ def test_stages_that_are_not_alike(remat):
     pipe = make(stages(), state=(nnx.BatchStat, Seen), remat=remat)
     for _ in range(2):
         loss, _ = pipe.value_and_grad(X, T)
-        np.testing.assert_allclose(loss, plain_step(model, X, T)[0], rtol=1e-5)
+        assert_close(loss, plain_step(model, X, T)[0])
     found = pipe.stages()
     for k in (0, 1, 3):
         own = [nnx.state(one, (nnx.BatchStat, Seen)) for one in (found[k], model.stages[k])]
         for a, b in zip(*map(jax.tree.leaves, own), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert_close(a, b)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
@@ -403,7 +406,7 @@ def test_beside_losses_that_are_added(remat):
     loss, _ = pipe.value_and_grad(X, T)
     counts = [np.asarray(stage.counts[...]) for stage in pipe.stages()]
     assert [of.sum() for of in counts] == [ROWS, ROWS]
-    np.testing.assert_allclose(pipe.loss(X, T), loss, rtol=1e-5)
+    assert_close(pipe.loss(X, T), loss)
     for stage, before in zip(pipe.stages(), counts, strict=True):
         np.testing.assert_array_equal(stage.counts[...], 2 * before)
     plain = make(models.build(Router, 2), state=Seen)

@@ -22,6 +22,7 @@ from schedules import Costs, lower, simulate
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.page import save_page
 from tests.support import models
+from tests.support.close import assert_close
 
 HLO = """HloModule jit_train, is_scheduled=true
 
@@ -89,11 +90,11 @@ def test_ticks_that_were_played_are_read_again(fetched: bool) -> None:
     found = profile.report(lowered, loops, seen, [[0], [1]], steps=2, pattern="single")
     wanted = simulate(lowered.schedule, Costs(1, 2, 0), "lockstep", pattern="single")
     assert (found.clock, found.pattern) == ("measured", "single")
-    np.testing.assert_allclose(found.costs.table(2), Costs(1e-7, 2e-7, 0.0).table(2))
-    np.testing.assert_allclose(found.work, np.multiply(wanted.work, 1e-7))
+    assert_close(found.costs.table(2), Costs(1e-7, 2e-7, 0.0).table(2), tolerance=1e-7)
+    assert_close(found.work, np.multiply(wanted.work, 1e-7), tolerance=1e-7)
     ticks = [np.flatnonzero(row) for row in lowered.op[:, 0].T]
     for mine, theirs, tick in zip(found.starts, wanted.starts, ticks, strict=True):
-        np.testing.assert_allclose(mine, np.multiply(theirs, 1e-7) + 7e-9 * tick, atol=1e-15)
+        assert_close(mine, np.multiply(theirs, 1e-7) + 7e-9 * tick, tolerance=1e-7)
 
 
 def test_differences_sum_to_that_of_the_makespans() -> None:
@@ -156,7 +157,7 @@ def test_what_the_compiler_left_out_takes_no_time() -> None:
     loops = {n: one for n, one in loops_of(lowered).items() if one.place.label != "F0_last"}
     seen = played(lowered, loops, {"F": 100.0, "B": 200.0})
     found = profile.report(lowered, loops, seen, [[0], [1]], steps=2)
-    np.testing.assert_allclose(found.costs.table(2), Costs([1e-7, 0], 2e-7, 0.0).table(2))
+    assert_close(found.costs.table(2), Costs([1e-7, 0], 2e-7, 0.0).table(2), tolerance=1e-7)
     order, starts, ends = found.schedule.orders[1], found.starts[1], found.ends[1]
     for n in range(0, 6, 2):
         assert (order[n].kind, starts[n], ends[n]) == ("F", starts[n + 1], starts[n + 1])

@@ -13,6 +13,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block, Noisy, Readout, normal
 
 X, T = models.rows(8), models.rows(8, seed=3)
@@ -27,7 +28,7 @@ def assert_parity(stages, *, head=None, **options) -> Pipeline:
     pipe = make(stages, head=head, **options)
     want = models.reference(stages, X, T, models.squares, head=head)
     models.assert_matches(pipe, pipe.value_and_grad(X, T), want)
-    np.testing.assert_allclose(pipe(X), models.compose(stages, None, head, X), rtol=1e-5, atol=1e-5)
+    assert_close(pipe(X), models.compose(stages, None, head, X))
     return pipe
 
 
@@ -101,7 +102,7 @@ def test_plain_arrays_of_stages_that_are_not_alike(options):
     for found, given in zip(pipe.stages(), stages, strict=True):
         assert isinstance(found.speed, jax.Array)
         np.testing.assert_array_equal(found.speed, given.speed)
-        np.testing.assert_allclose(found(X), given(X), rtol=1e-6)
+        assert_close(found(X), given(X), tolerance=1e-6)
 
 
 class Bag(nnx.Module):
@@ -321,4 +322,4 @@ def test_flags_as_outputs():
         want = models.compose(stages, None, end, X)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             assert x.dtype == y.dtype
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+            assert_close(x, y)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -16,6 +15,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.options.choose import is_straight, straight
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import Block, Hostile, Noisy, Readout, Sided, Tree, Words
 
 ROWS = 12
@@ -66,9 +66,7 @@ def test_a_timetable_of_the_same_order_is_run_like_it():
     assert not is_straight(schedules.build("gpipe", num_ranks=1, num_stages=2, num_microbatches=2))
     for loss, grads in found[1:]:
         assert loss == found[0][0]
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), grads, found[0][1]
-        )
+        assert_close(grads, found[0][1], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("remat", [None, pytest.param("stage", marks=pytest.mark.slow)])
@@ -83,7 +81,7 @@ def test_side_inputs_trees_keys_and_gradients_for_inputs(remat):
     want = models.reference(stages, x, y, models.squares, extras=extras, wrt_inputs=True)
     models.assert_matches(pipe, pipe.value_and_grad(x, y, extras=extras), want)
     found = jax.grad(lambda x: pipe.loss(x, y, extras=extras))(x)
-    np.testing.assert_allclose(found, want[3], rtol=1e-5, atol=1e-6)
+    assert_close(found, want[3])
 
     stages = models.build(Tree, 2)
     tree = {"row": x, "gate": jnp.abs(y[:, :1]), "kind": jnp.arange(ROWS, dtype=jnp.int32) % 3}
@@ -109,7 +107,7 @@ def test_dropout_falls_as_on_any_rank(remat):
         )
         for S in (1, 2)
     )
-    np.testing.assert_allclose(one.value_and_grad(*data)[0], two.value_and_grad(*data)[0], 1e-6)
+    assert_close(one.value_and_grad(*data)[0], two.value_and_grad(*data)[0], tolerance=1e-6)
 
 
 def test_the_loop_has_no_branch():

@@ -22,6 +22,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, VocabularyHead
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.grids import covering, pairs
 from tests.support.models import WIDTH, Block, Hostile
 from tests.support.poison import poison  # noqa: F401, a fixture
@@ -252,11 +253,11 @@ def test_sentences_and_weights(bubbles):
     plain = models.compose(stages, embed, given["head"], ids)
     log = jax.nn.log_softmax(plain)
     lost = -jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(loss, (lost * weights).sum() / weights.sum(), rtol=1e-5)
-    np.testing.assert_allclose(pipe.loss(ids, (targets, weights)), loss, rtol=1e-6)
+    assert_close(loss, (lost * weights).sum() / weights.sum())
+    assert_close(pipe.loss(ids, (targets, weights)), loss, tolerance=1e-6)
     outputs = pipe(ids)
     assert outputs.shape == (8, 3, WORDS)
-    np.testing.assert_allclose(outputs, plain, rtol=1e-5, atol=1e-5)
+    assert_close(outputs, plain)
 
 
 @pytest.mark.slow
@@ -290,9 +291,7 @@ def test_what_is_tied_is_one_parameter(mode):
     _, grads = pipe.value_and_grad(*batch())
     optimizer.update(pipe, grads)
     (gradient,) = [v for _, v in nnx.to_flat_state(grads) if isinstance(v, Table)]
-    np.testing.assert_allclose(
-        pipe.head.table[...], before - 0.5 * gradient[...], rtol=1e-6, atol=1e-7
-    )
+    assert_close(pipe.head.table[...], before - 0.5 * gradient[...], tolerance=1e-6)
     assert pipe.embed.table is pipe.head.table
 
 
@@ -415,11 +414,11 @@ def test_other_tables_in_the_ends_are_no_matter():
             return pipe.value_and_grad(*batch())
 
     (loss, grads), (wanted, want) = take("stage"), take("ends")
-    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    assert_close(loss, wanted, tolerance=1e-6)
     for a, b in zip(
         *map(jax.tree.leaves, (without_padding(grads, want["ends"]), want)), strict=True
     ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(a, b)
 
 
 # --- errors ---

@@ -21,6 +21,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.layers import Attention, attention, kernels
 from tests.support import chips, models
+from tests.support.close import assert_close
 from tests.support.grids import covering, effort
 from tests.support.group import assert_parity, normal
 
@@ -96,7 +97,7 @@ def test_splash_attention_in_parts(heads, kv, options):
     x = normal(B, T, D)
     assert_parity(layer, lambda m, x: m(x), x, ranks=2, sequence_parallel=sequence)
     formula = Attention(D, heads, kv, nnx.Rngs(0), implementation="chunked", **given)
-    np.testing.assert_allclose(layer(x), formula(x), rtol=1e-4, atol=1e-5)
+    assert_close(layer(x), formula(x), tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_several_blocks_of_positions():
         q, k, v = (normal(1, t, heads, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
         found = attention.attend(q, k, v, implementation="splash")
         formula = attention.attend(q, k, v, implementation="chunked")
-        np.testing.assert_allclose(found, formula, rtol=1e-4, atol=1e-5)
+        assert_close(found, formula, tolerance=1e-4)
 
 
 # --- the choice ---

@@ -29,6 +29,7 @@ from pipeline.layers import (
     fuse_qkv,
     rotary,
 )
+from tests.support.close import assert_close
 from tests.support.group import Parts, assert_parity, mesh, normal, outside, specs, whole
 
 B, T, D, WORDS = 2, 8, 12, 21  # sequences, positions, width, words
@@ -162,7 +163,7 @@ def test_padding_never_wins(chunks: int | None) -> None:
     assert np.isneginf(logits[..., WORDS:]).all()
     np.testing.assert_array_equal(logits[..., :WORDS], short(x))
     found, wanted = head.losses(x, labels, chunks=chunks), short.losses(x, labels)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert_close(found, wanted)
 
 
 def test_activations_stay_in_bfloat16() -> None:
@@ -174,9 +175,8 @@ def test_activations_stay_in_bfloat16() -> None:
     assert (y.dtype, dx.dtype) == (dtype, dtype)
     assert {w.dtype for w in weights} == {jnp.dtype("float32")}
     wanted, (want_weights, _) = whole(parts, c, x)
-    np.testing.assert_allclose(np.asarray(y, np.float32), wanted, atol=0.1)
-    for a, b in zip(weights, want_weights, strict=True):
-        np.testing.assert_allclose(a, b, atol=0.05 * float(jnp.abs(b).max()))
+    assert_close(np.asarray(y, np.float32), wanted, tolerance=0.1)
+    assert_close(weights, want_weights, tolerance=0.05)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_parity_of_fewer_heads_of_keys_than_ranks(
     k, v = (part.reshape(D, -1) for part in jnp.split(both, 2, axis=-1))
     fused.qkv.linear.weight.set_value(fuse_qkv(q, k, v, num_kv_heads=kv))
     fused.out.weight.set_value(attention.out.weight[...])
-    np.testing.assert_allclose(attention(x), fused(x), rtol=1e-4, atol=1e-5)
+    assert_close(attention(x), fused(x), tolerance=1e-4)
 
 
 # --- against formulas written differently ---
@@ -225,7 +225,7 @@ def test_attention_by_its_definition(
     x = normal(B, T, D, seed=4)
     wide = [np.asarray(a, np.float64) for a in (x, q, k, v, out)]
     found = attention(x)
-    np.testing.assert_allclose(found, slow_attention(*wide, c, theta), rtol=1e-3, atol=1e-4)
+    assert_close(found, slow_attention(*wide, c, theta), tolerance=0.001)
 
 
 def slow_attention(x, q, k, v, out, c, theta):
@@ -253,12 +253,12 @@ def test_swiglu_and_norm_by_their_definitions() -> None:
     mlp.gate_up.set_value(fuse_gate_up(gate, up))
     a = x @ gate
     wanted = (a / (1 + jnp.exp(-a)) * (x @ up)) @ mlp.down.weight.get_value()
-    np.testing.assert_allclose(mlp(x), wanted, rtol=1e-4, atol=1e-4)
+    assert_close(mlp(x), wanted, tolerance=1e-4)
     norm = RMSNorm(D, epsilon=0.25)
     norm.scale.set_value(normal(D, seed=3))
     size = np.sqrt((np.asarray(x) ** 2).mean(axis=-1, keepdims=True) + 0.25)
     wanted = x / size * norm.scale.get_value()[None, None]
-    np.testing.assert_allclose(norm(x), wanted, rtol=1e-5)
+    assert_close(norm(x), wanted)
 
 
 def test_scaling_of_rotary_positions() -> None:
@@ -268,13 +268,13 @@ def test_scaling_of_rotary_positions() -> None:
     turns = 8192 * speeds / (2 * np.pi)
     ratio = scaling.apply(speeds) / speeds
     np.testing.assert_array_equal(ratio[turns >= 4], 1.0)
-    np.testing.assert_allclose(ratio[turns <= 1], 1 / 8)
+    assert_close(8 * ratio[turns <= 1], np.ones((turns <= 1).sum()), tolerance=1e-7)
     between = ratio[(turns > 1) & (turns < 4)]
     assert between.size
     assert ((between > 1 / 8) & (between < 1)).all()
     cos, sin = rotary(jnp.array([[1, 3]]), 128, theta=500000.0, scaling=scaling)
-    np.testing.assert_allclose(cos[0, 1, 0], np.cos(3 * ratio * speeds), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(sin[0, 0, 0], np.sin(ratio * speeds), rtol=1e-5, atol=1e-6)
+    assert_close(cos[0, 1, 0], np.cos(3 * ratio * speeds))
+    assert_close(sin[0, 0, 0], np.sin(ratio * speeds))
 
 
 # --- what is exchanged ---

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
 from tests.support import models, randoms
+from tests.support.close import assert_close
 
 FAST, SLOW, ALL = range(2), range(2, 12), range(12, 200)
 
@@ -31,7 +31,7 @@ def test_random_options_same_gradient(seed):
     pipe, (loss, grads), want, (inputs, targets, extras) = randoms.run(case)
     models.assert_matches(pipe, (loss, without_padding(grads, want[2])), want)
     again = pipe.loss(inputs, targets, extras=extras)
-    np.testing.assert_allclose(again, want[0], rtol=1e-5)
+    assert_close(again, want[0])
 
 
 def test_the_cases_are_of_all_kinds():

@@ -13,13 +13,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.grids import effort
 from tests.support.models import WIDTH, WORDS, Words, normal, unit
 from tests.support.poison import poison  # noqa: F401, a fixture
@@ -193,10 +193,6 @@ def test_all_heads_are_trained_as_without_a_pipeline(request, case):
     (loss, metrics), grads = pipe.value_and_grad(inputs, T, has_aux=True)
     want, want_metrics, *parts = wanted(make)
     models.assert_matches(pipe, (loss, grads), (want, *parts))
-    np.testing.assert_allclose(
-        [metrics[name] for name in sorted(metrics)],
-        [want_metrics[name] for name in sorted(want_metrics)],
-        rtol=1e-5,
-    )
+    assert_close(metrics, want_metrics)
     assert len(nnx.to_flat_state(grads["ends"])) == 3  # one table, and the second head's own two
     assert WORDS in jax.tree.leaves(grads["ends"])[0].shape

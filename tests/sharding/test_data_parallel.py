@@ -23,6 +23,7 @@ from tests.forecast.test_memory import HIDDEN, Wide
 from tests.forecast.test_memory import WIDTH as WIDE
 from tests.layers.test_tensor_axis import mesh
 from tests.support import models, tensor_stages
+from tests.support.close import assert_close
 from tests.support.hlo import Sent, computations, in_loops, opcode, result
 from tests.support.models import CLASSES, WIDTH, WORDS, Hostile
 
@@ -241,7 +242,7 @@ def test_training_with_sharded_optimizer_state(option):
 
     places = [leaf.sharding for leaf in jax.tree.leaves(nnx.state(pipe))]
     losses = [float(step(pipe, opt, *batch())) for _ in range(5)]
-    np.testing.assert_allclose(losses, unpipelined(), rtol=1e-5)
+    assert_close(losses, unpipelined())
     assert [leaf.sharding for leaf in jax.tree.leaves(nnx.state(pipe))] == places
     own = per_device(nnx.state(pipeline("replicated", D=D), nnx.Param))
     assert per_device(nnx.state(opt)) == 2 * own // D + 8  # and two counts
@@ -260,7 +261,7 @@ def test_eager_updates_and_plain_optax():
     updates, state = tx.update(grads, state, params)
     nnx.update(pipe, optax.apply_updates(params, updates))
     assert pipe.chunks[0].w.get_value().sharding.spec == P("stage")
-    np.testing.assert_allclose(pipe.loss(*batch()), unpipelined()[1], rtol=1e-5)
+    assert_close(pipe.loss(*batch()), unpipelined()[1])
 
 
 def test_an_optimizer_inherits_it_by_metadata():

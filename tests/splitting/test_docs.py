@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flax import nnx
+
+from tests.support.close import assert_close
 
 PAGE = (Path(__file__).parents[2] / "docs" / "split.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -27,4 +28,4 @@ def test_the_page(capsys) -> None:
     pipe, parts, given = names["pipe"], names["parts"], (names["tokens"], names["padding"])
     inputs, extras = parts.inputs(*given)
     wanted = nnx.jit(names["call"])(names["model"], *given)
-    np.testing.assert_allclose(pipe(inputs, extras=extras), wanted, atol=1e-5)
+    assert_close(pipe(inputs, extras=extras), wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -13,6 +12,7 @@ from pipeline import Pipeline, split
 from pipeline.splitting.cutting import balance
 from tests.splitting import models
 from tests.splitting.parity import assert_same, check, check_parts, cross_entropy, plain, squares
+from tests.support.close import assert_close
 from tests.support.poison import poison  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -151,7 +151,7 @@ def test_inputs_of_floats_have_gradients() -> None:
         return pipe.loss(inputs, jnp.zeros_like(x), extras=extras)
 
     wanted = jax.grad(lambda x: squares(model(x, time), jnp.zeros_like(x)))(x)
-    np.testing.assert_allclose(jax.grad(loss)(x), wanted, atol=1e-6)
+    assert_close(jax.grad(loss)(x), wanted, tolerance=1e-6)
 
 
 @pytest.mark.slow
@@ -174,14 +174,14 @@ def test_weights_go_there_and_back(name) -> None:
     inputs, extras = parts.inputs(*given)
     nnx.update(pipe, pipe.from_layers(parts.to_layers(nnx.state(other, nnx.Param))))
     wanted = (call or type(other).__call__)(other, *given)
-    np.testing.assert_allclose(pipe(inputs, extras=extras), wanted, atol=1e-5)
+    assert_close(pipe(inputs, extras=extras), wanted)
     _, grads = pipe.value_and_grad(inputs, tokens, extras=extras)
     learned = jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(pipe, nnx.Param), grads)
     nnx.update(pipe, learned)
     back = parts.from_layers(pipe.to_layers(learned))
     nnx.update(model, jax.device_get(back))
     wanted = (call or type(model).__call__)(model, *given)
-    np.testing.assert_allclose(pipe(inputs, extras=extras), wanted, atol=1e-5)
+    assert_close(pipe(inputs, extras=extras), wanted)
     assert_same(parts.from_layers(parts.to_layers(back)), nnx.state(model, nnx.Param))
 
 
@@ -201,7 +201,7 @@ def test_dropout_is_that_of_a_pipeline() -> None:
     assert 0.3 < float((one == 0).mean()) < 0.7
     pipe.eval()
     model.eval()
-    np.testing.assert_allclose(pipe(tokens), call(model, tokens), atol=1e-5)
+    assert_close(pipe(tokens), call(model, tokens))
 
 
 @pytest.mark.slow
@@ -265,13 +265,13 @@ def test_declared_state_is_written(joined) -> None:
     options = {"num_microbatches": 1, "loss_fn": squares, "mesh": mesh, "state": nnx.BatchStat}
     pipe = Pipeline(**parts, **options)
     found, _ = pipe.value_and_grad(x, x)
-    np.testing.assert_allclose(found, squares(model(x), x), rtol=1e-5)  # which writes too
+    assert_close(found, squares(model(x), x))  # which writes too
     wanted = sorted(
         float(v[...].sum()) for _, v in nnx.to_flat_state(nnx.state(model, nnx.BatchStat))
     )
     kept = [nnx.state(stage, nnx.BatchStat) for stage in pipe.stages()]
     own = sorted(float(v[...].sum()) for state in kept for _, v in nnx.to_flat_state(state))
-    np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-5)
+    assert_close(own, wanted, tolerance=1e-4)
 
 
 def test_types_of_weights_and_inputs_are_enough() -> None:

@@ -16,9 +16,12 @@ def distance(found: Any, wanted: Any) -> float:
     """Largest difference between two arrays, over the largest absolute entry of `wanted`.
 
     Entries that are not finite must be equal; where one array has NaN or infinity and the other
-    has not, the distance is infinite. A wanted array of zeros is compared absolutely.
+    has not, the distance is infinite. A wanted array of zeros is compared absolutely, and a wanted
+    scalar is meant for every entry.
     """
     found, wanted = (np.asarray(one) for one in (found, wanted))
+    if not wanted.ndim:
+        wanted = np.broadcast_to(wanted, found.shape)
     if found.shape != wanted.shape:
         raise AssertionError(f"shape {found.shape}, wanted {wanted.shape}")
     if not wanted.size:
@@ -39,11 +42,14 @@ def distance(found: Any, wanted: Any) -> float:
 def assert_close(found: Any, wanted: Any, *, tolerance: float = 1e-5) -> None:
     """Assert that two pytrees have equal arrays, in order, within `tolerance` of the largest entry.
 
-    The containers may differ (an `nnx.State` beside a dictionary); shapes may not.
+    The containers may differ (an `nnx.State` beside a dictionary), and a list of numbers beside an
+    array is an array; shapes may not differ.
 
     Raises:
       AssertionError: with the path of each array that differs, by how much, and the bound.
     """
+    if isinstance(found, list | tuple) != isinstance(wanted, list | tuple):
+        found, wanted = (np.asarray(one) for one in (found, wanted))
     leaves = jax.tree_util.tree_leaves_with_path(found)
     pairs = zip(leaves, jax.tree.leaves(wanted), strict=True)
     faults = []

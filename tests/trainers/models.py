@@ -15,6 +15,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from tests.support.close import assert_close
 
 WORDS, WIDTH, ROWS, LAYERS = 16, 8, 8, 4
 MARKS = [  # of trainers that are perhaps not installed
@@ -83,4 +84,4 @@ def batches(count: int) -> Iterator[dict[str, np.ndarray]]:
 def assert_equal_losses(found: list[float], wanted: list[float], *, count: int) -> None:
     """To 1e-5."""
     assert len(found) == len(wanted) == count
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert_close(found, wanted)

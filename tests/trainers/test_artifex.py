@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from pipeline import shard_optimizer
+from tests.support.close import assert_close
 from tests.trainers.models import (
     MARKS,
     Plain,
@@ -71,7 +72,7 @@ def test_losses_are_those_of_the_plain_model(tmp_path):
     for options in ({}, {"loss_fn": by_outputs}):
         found, found_last = train(pipelined(Plain(), data=2), tmp_path, **options)
         assert_equal_losses(found, losses, count=10)
-        np.testing.assert_allclose(found_last["loss"], last["loss"], atol=1e-5)
+        assert_close(found_last["loss"], last["loss"])
 
 
 def test_an_optimizer_that_looks_at_layers(tmp_path):

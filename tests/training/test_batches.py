@@ -30,6 +30,7 @@ from pipeline.training.batches import (
 from pipeline.training.step import Step
 from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.support import models
+from tests.support.close import assert_close
 from tests.support.models import CLASSES, WORDS, Hostile, Readout, Words
 from tests.training.plain import (
     Chain,
@@ -74,7 +75,7 @@ def test_twenty_ragged_batches_are_those_of_the_plain_model(weighted):
     step = Step(pipe, make_optimizer(pipe, optax.adamw(1e-2)))
     before = compiles()
     losses = [float(step(*batch[:2]).loss) for batch in padded(batches, M * D)]
-    np.testing.assert_allclose(losses, wanted[0], rtol=1e-5)
+    assert_close(losses, wanted[0])
     assert_layers(pipe, nnx.state(pipe, nnx.Param), wanted[1])
     assert compiles() - before == 1
 
@@ -93,7 +94,7 @@ def test_padded_rows_and_a_vocabulary_that_all_ranks_share():
     pipe = Pipeline(stages, M, **ends, **options)
     batch = pad(Batch(ids, targets), 6)
     loss, grads = pipe.value_and_grad(batch.inputs, batch.targets)
-    np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
+    assert_close(loss, wanted[0])
     layers = pipe.to_layers(grads)
     assert models.distance(layers["stages"], wanted[1]) < 1e-5
     for name in ends:
@@ -105,7 +106,7 @@ def test_a_masked_loss_of_other_targets_is_the_loss():
     assert masked(models.squares)(x, t) == models.squares(x, t)
     total, weight = masked(models.squares)(x, Padded(t, jnp.array([1.0, 1, 0, 1])))
     kept = jnp.array([0, 1, 3])
-    np.testing.assert_allclose(total / weight, models.squares(x[kept], t[kept]), rtol=1e-6)
+    assert_close(total / weight, models.squares(x[kept], t[kept]), tolerance=1e-6)
     assert weight == 3
 
 
@@ -169,7 +170,7 @@ def test_packed_sequences_lose_what_they_lose_alone():
         stages, M, mesh=make_mesh(stage=2), embed=embed, head=head, loss_fn=CrossEntropy()
     )
     found = pipe.loss(batch.inputs, batch.targets, extras=batch.extras)
-    np.testing.assert_allclose(found, total / weight, rtol=1e-5)
+    assert_close(found, total / weight)
 
 
 def test_what_a_packed_batch_holds():
@@ -207,7 +208,7 @@ def test_each_bucket_compiles_once():
         )
     )
     lost = [of_text(text) for text in texts]
-    np.testing.assert_allclose(total / weight, sum(one[0] for one in lost) / weight, rtol=1e-5)
+    assert_close(total / weight, sum(one[0] for one in lost) / weight)
 
 
 # --- positions ---

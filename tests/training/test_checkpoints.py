@@ -27,6 +27,7 @@ from pipeline import Pipeline, make_optimizer
 from pipeline.training.checkpoints import CheckpointError, Checkpoints, manifest
 from pipeline.training.checkpoints.folder import MARK
 from pipeline.training.checkpoints.together import everyone, from_first
+from tests.support.close import assert_close
 from tests.support.models import WIDTH, Block, Noisy
 from tests.support.store import Store
 
@@ -127,7 +128,7 @@ def test_random_streams_of_a_pipeline_go_on(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, one)
         checkpoints.restore(two)
-    np.testing.assert_allclose(one.loss(x, t), two.loss(x, t), rtol=1e-6)
+    assert_close(one.loss(x, t), two.loss(x, t), tolerance=1e-6)
 
 
 def test_an_optimizer_that_knows_nothing_of_layers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 
 from pipeline import make_optimizer
 from pipeline.training.checkpoints import Checkpoints
+from tests.support.close import assert_close
 from tests.support.grids import effort
 from tests.training import runs
 from tests.training.runs import assert_same_parameters, optimizer_of, pipeline_of, plain_of, train
@@ -95,7 +96,7 @@ def test_losses_go_on_as_if_the_run_had_stayed(name: str, tmp_path: Path) -> Non
         of_other = optimizer_of(other)
         checkpoints.restore(other, of_other)
     stayed, went = train(model, optimizer, 2, 20), train(other, of_other, 2, 20)
-    np.testing.assert_allclose(went, stayed, rtol=1e-5, atol=0)
+    assert_close(went, stayed)
 
 
 def test_a_checkpoint_of_the_plain_model_restores_in_a_pipeline(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_checkpoint_of_the_plain_model_restores_in_a_pipeline(tmp_path: Path) 
         checkpoints.restore(pipe, of_pipe)
         assert_same_parameters(plain, pipe)
         stayed, went = train(plain, optimizer, 2, 2), train(pipe, of_pipe, 2, 2)
-        np.testing.assert_allclose(went, stayed, rtol=0, atol=1e-5)
+        assert_close(went, stayed)
         checkpoints.save(4, pipe, of_pipe)
         parts = plain_of([2, 2], seed=3)
         as_parts = {"stages": list(parts.stages), "embed": parts.embed, "head": parts.head}
@@ -149,4 +150,4 @@ def test_losses_go_on_over_a_tensor_axis(tmp_path: Path) -> None:
         checkpoints.save(2, one, optimizers[0])
         checkpoints.restore(two, optimizers[1])
         stayed, went = losses(one, optimizers[0], 20), losses(two, optimizers[1], 20)
-    np.testing.assert_allclose(went, stayed, rtol=1e-5, atol=0)
+    assert_close(went, stayed)

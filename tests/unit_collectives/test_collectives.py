@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 from collectives import DATA, STAGE
+from tests.support.close import assert_close
 
 RANKS = (1, 2, 8)
 
@@ -73,9 +74,9 @@ def test_value_and_gradient_of_linear_collectives(name: str, ranks: int) -> None
     a = matrix(ranks).astype(np.float32)
     x, c = sample(ranks, 3), sample(ranks, 3, seed=1)
     run = on_ranks(body, ranks)
-    np.testing.assert_allclose(run(x), a @ x, rtol=1e-6, atol=1e-6)
+    assert_close(run(x), a @ x, tolerance=1e-6)
     gradient = jax.grad(lambda v: jnp.sum(c * run(v)))(jnp.asarray(x))
-    np.testing.assert_allclose(gradient, a.T @ c, rtol=1e-6, atol=1e-6)
+    assert_close(gradient, a.T @ c, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -88,7 +89,7 @@ def test_gradient_inside_the_body_equals_the_gradient_outside(ranks: int) -> Non
         return jax.grad(lambda u: jnp.sum(weight * collectives.shift_right(u, STAGE)))(v)
 
     expected = np.eye(ranks, k=-1, dtype=np.float32).T @ c
-    np.testing.assert_allclose(on_ranks(body, ranks)(x, c), expected, rtol=1e-6)
+    assert_close(on_ranks(body, ranks)(x, c), expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -180,7 +181,7 @@ def test_sum_over_does_not_double_count_the_gradient_of_a_replicated_weight() ->
 
     mesh = collectives.make_mesh(stage=4, data=2)
     run = jax.shard_map(body, mesh=mesh, in_specs=(P((DATA, STAGE)), P()), out_specs=P())
-    np.testing.assert_allclose(jax.jit(run)(x, jnp.ones(())), x.sum(), rtol=1e-6)
+    assert_close(jax.jit(run)(x, jnp.ones(())), x.sum(), tolerance=1e-6)
 
 
 def test_sum_over_several_axes_uses_those_each_leaf_varies_over() -> None:
@@ -210,8 +211,8 @@ def test_gradient_of_reductions_over_both_axes(reduction: str, data: int, stage:
     )
     value, gradient = jax.value_and_grad(lambda v: run(v)[0])(jnp.asarray(x))
     scale = 1 if reduction == "sum_over" else 1 / 8
-    np.testing.assert_allclose(value, scale * np.sum(x**2), rtol=1e-6)
-    np.testing.assert_allclose(gradient, scale * 2 * x, rtol=1e-6)
+    assert_close(value, scale * np.sum(x**2), tolerance=1e-6)
+    assert_close(gradient, scale * 2 * x, tolerance=1e-6)
 
 
 def test_leaves_that_vary_alike_share_one_collective() -> None:

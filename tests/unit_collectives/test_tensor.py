@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from collectives import TENSOR, chunked, tensor, vocabulary
+from tests.support.close import assert_close
 from tests.support.group import mesh, normal
 
 RANKS = (1, 2, 4)
@@ -46,7 +47,7 @@ def test_a_column_and_a_row_are_one_product(ranks: int, sequence_axis: int | Non
     run = on(ranks, body, (cut, CUT, P(TENSOR)), cut)
     found = jax.value_and_grad(lambda *w: jnp.sum(c * run(*w)), argnums=(0, 1, 2))(x, a, b)
     wanted = jax.value_and_grad(lambda *w: jnp.sum(c * body(*w)), argnums=(0, 1, 2))(x, a, b)
-    jax.tree.map(lambda f, w: np.testing.assert_allclose(f, w, rtol=1e-4, atol=1e-5), found, wanted)
+    assert_close(found, wanted, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -61,9 +62,9 @@ def test_split_sequence_is_undone_by_column_input(ranks: int) -> None:
         return tensor.row_output(whole * c) / ranks
 
     run = on(ranks, body, P(), P())
-    np.testing.assert_allclose(run(x, c), x * c, rtol=1e-6)
+    assert_close(run(x, c), x * c, tolerance=1e-6)
     gradient = jax.grad(lambda x: jnp.sum(run(x, c)))(x)
-    np.testing.assert_allclose(gradient, c, rtol=1e-5)
+    assert_close(gradient, c)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -76,9 +77,9 @@ def test_join_sequence_is_the_way_back_of_split_sequence(ranks: int) -> None:
         return tensor.join_sequence(2 * part, sequence_axis=-2)  # P() says that all are equal
 
     run = on(ranks, body, P(), P())
-    np.testing.assert_allclose(run(x), 2 * x, rtol=1e-6)
+    assert_close(run(x), 2 * x, tolerance=1e-6)
     gradient = jax.grad(lambda x: jnp.sum(run(x) * c))(x)
-    np.testing.assert_allclose(gradient, 2 * c, rtol=1e-5)
+    assert_close(gradient, 2 * c)
     odd = x.at[0, 0].set(-jnp.inf).at[1, 7].set(jnp.nan)
     np.testing.assert_array_equal(run(odd), 2 * odd)
 
@@ -186,10 +187,10 @@ def test_cross_entropy_and_its_gradient(ranks: int, axis: str) -> None:
     g = normal(3, 5, seed=4)
     body = lambda logits, labels: vocabulary.vocabulary_cross_entropy(logits, labels, axis)  # noqa: E731
     run = on(ranks, body, (P(None, None, axis), P()), P(), axis=axis)
-    np.testing.assert_allclose(run(logits, labels), entropy(logits, labels), rtol=1e-5, atol=1e-6)
+    assert_close(run(logits, labels), entropy(logits, labels))
     found = jax.grad(lambda x: jnp.sum(g * run(x, labels)))(logits)
     shares = jax.nn.softmax(logits) - jax.nn.one_hot(labels, 12)
-    np.testing.assert_allclose(found, g[..., None] * shares, rtol=1e-4, atol=1e-6)
+    assert_close(found, g[..., None] * shares, tolerance=1e-4)
 
 
 def test_cross_entropy_of_hostile_logits() -> None:
@@ -202,7 +203,7 @@ def test_cross_entropy_of_hostile_logits() -> None:
     labels = jnp.array([0, 7, 1, 7])
     run = on(2, vocabulary.vocabulary_cross_entropy, (CUT, P()), P())
     wanted = entropy(rows, labels)
-    np.testing.assert_allclose(run(rows, labels), wanted, rtol=1e-5, atol=1e-6)
+    assert_close(run(rows, labels), wanted)
     gradient = jax.grad(lambda x: jnp.sum(run(x, labels)))(jnp.asarray(rows))
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[2, 4:], 0.0)
@@ -233,7 +234,7 @@ def test_gradient_of_a_loss_that_ranks_weigh_differently() -> None:
     run = on(2, body, (CUT, P(), P(TENSOR)), P())
     found = jax.grad(lambda x: jnp.sum(run(x, labels, weights)))(logits)
     wanted = weights.sum(axis=0)[:, None] * (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 8))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert_close(found, wanted, tolerance=1e-4)
 
 
 def test_labels_that_vary_where_logits_do_not() -> None:
@@ -249,10 +250,10 @@ def test_labels_that_vary_where_logits_do_not() -> None:
             body, mesh=where, in_specs=(CUT, P("data")), out_specs=P("data"), check_vma=True
         )
     )
-    np.testing.assert_allclose(run(logits, labels)[1], entropy(logits, labels[1]), rtol=1e-5)
+    assert_close(run(logits, labels)[1], entropy(logits, labels[1]))
     found = jax.grad(lambda x: jnp.sum(run(x, labels)))(logits)
     hits = jax.nn.one_hot(labels, 8).sum(axis=0)
-    np.testing.assert_allclose(found, 2 * jax.nn.softmax(logits) - hits, rtol=1e-4, atol=1e-6)
+    assert_close(found, 2 * jax.nn.softmax(logits) - hits, tolerance=1e-4)
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:
@@ -261,11 +262,11 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     run = on(4, vocabulary.vocabulary_cross_entropy, (CUT, P()), P())
     found = run(logits, labels)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, entropy(logits.astype(jnp.float32), labels), rtol=1e-5)
+    assert_close(found, entropy(logits.astype(jnp.float32), labels))
     gradient = jax.grad(lambda x: jnp.sum(run(x, labels)))(logits)
     assert gradient.dtype == jnp.bfloat16
     shares = jax.nn.softmax(logits.astype(jnp.float32)) - jax.nn.one_hot(labels, 512)
-    np.testing.assert_allclose(gradient.astype(jnp.float32), shares, rtol=1e-2, atol=1e-4)
+    assert_close(gradient.astype(jnp.float32), shares, tolerance=0.01)
 
 
 def chunked_on(ranks: int, *, axis: str = TENSOR, **options: Any) -> Any:
@@ -298,10 +299,10 @@ def test_linear_cross_entropy_in_chunks(ranks: int, chunks: int, words: int) -> 
         logits = jax.nn.log_softmax((x @ table)[..., :words])
         return -jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
 
-    np.testing.assert_allclose(run(x, table, labels), plain(x, table), rtol=1e-4, atol=1e-5)
+    assert_close(run(x, table, labels), plain(x, table), tolerance=1e-4)
     found = jax.grad(lambda *w: jnp.sum(g * run(*w, labels)), argnums=(0, 1))(x, table)
     wanted = jax.grad(lambda *w: jnp.sum(g * plain(*w)), argnums=(0, 1))(x, table)
-    jax.tree.map(lambda f, w: np.testing.assert_allclose(f, w, rtol=1e-4, atol=1e-5), found, wanted)
+    assert_close(found, wanted, tolerance=1e-4)
 
 
 def test_refusals_of_the_vocabulary() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import weights
+from tests.support.close import assert_close
 from tests.weights import tiny
 
 TOKENS = np.random.default_rng(7).integers(0, tiny.WORDS, (2, tiny.T))
@@ -40,7 +41,7 @@ def test_logits_are_those_of_the_definition_and_weights_come_back(name: str, tmp
     folder = tiny.write(tmp_path / "given", config, tensors, files=3)
     pipe = weights.load(folder, 2, layout="Et|ttL", mesh=make_mesh(stage=2))
     expected = tiny.logits(config, tensors, TOKENS)
-    np.testing.assert_allclose(pipe(jnp.asarray(TOKENS)), expected, rtol=0, atol=1e-5)
+    assert_close(pipe(jnp.asarray(TOKENS)), expected)
     weights.save(pipe, tmp_path / "out", shard_bytes=3000)
     assert same(tiny.read_all(tmp_path / "out"), tensors)
     weights.save(weights.load(tmp_path / "out", num_stages=1), tmp_path / "again")

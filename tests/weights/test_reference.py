@@ -17,6 +17,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import weights
+from tests.support.close import assert_close
 from tests.weights.test_families import same
 from tests.weights.tiny import read_all
 
@@ -98,7 +99,7 @@ def test_logits_and_greedy_words_of_the_reference(case: str, tmp_path: Path):
             words = torch.cat([words, following], 1)
     pipe = weights.load(tmp_path / "given", 2, num_stages=4, mesh=make_mesh(stage=4))
     found = np.asarray(pipe(jnp.asarray(tokens.numpy())))
-    np.testing.assert_allclose(found, logits, rtol=0, atol=1e-5)
+    assert_close(found, logits)
     # What follows a position changes nothing before it: one program makes all words.
     own = np.zeros((2, BEFORE + WORDS), np.int32)
     own[:, :BEFORE] = tokens[:, :BEFORE]
@@ -112,4 +113,4 @@ def test_logits_and_greedy_words_of_the_reference(case: str, tmp_path: Path):
     back = type(model).from_pretrained(tmp_path / "out")
     with torch.no_grad():
         # Not bit by bit: it may choose another attention now.
-        np.testing.assert_allclose(back(tokens).logits.numpy(), logits, rtol=0, atol=1e-5)
+        assert_close(back(tokens).logits.numpy(), logits)

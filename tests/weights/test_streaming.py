@@ -17,6 +17,7 @@ from pipeline import weights
 from pipeline.decoders import next_token_loss
 from pipeline.processes.launch import Job, run
 from pipeline.weights import safetensors
+from tests.support.close import assert_close
 from tests.weights import jobs, tiny
 from tests.weights.test_families import TOKENS, same
 
@@ -55,7 +56,7 @@ def test_devices_read_their_slices_of_a_tensor_axis(
     assert sum(read) == sum(x.nbytes for x in tensors.values())
     inputs, targets = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
     loss = pipe.loss(inputs, targets)
-    np.testing.assert_allclose(loss, expected_loss(config, tensors), rtol=0, atol=1e-5)
+    assert_close(loss, expected_loss(config, tensors))
     weights.save(pipe, tmp_path / "out")
     assert same(tiny.read_all(tmp_path / "out"), tensors)
 
