@@ -148,7 +148,7 @@ def train(config: Config, *, resume: bool, how: str) -> int:
         stop = stack.enter_context(stop_on_signals())
         for recorder in recorders:
             stack.callback(recorder.close)
-        stack.callback(checkpoints.close)
+        stack.enter_context(checkpoints)
         trainer = make_trainer(config, checkpoints=checkpoints, recorders=recorders, stop=stop)
         if resume and (found := trainer.resume()) is not None:
             _say(f"going on after update {found}, from {checkpoints.folder}")
@@ -157,8 +157,6 @@ def train(config: Config, *, resume: bool, how: str) -> int:
         try:
             ended = trainer.run()
         except NotFiniteError as error:
-            trainer.save()
-            checkpoints.close()
             _say(f"stopped: {error}; {checkpoints.folder} holds the weights before them")
             return NOT_FINITE
     if not ended:

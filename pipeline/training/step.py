@@ -162,7 +162,8 @@ class Step:
         self._carry = self._replicated(_start(loss_scale))
         self.ema = None if ema is None else self._mean_of_weights()
         self._sums: Tree = None
-        self._called = 0
+        self._called = self.updates = 0
+        self._writing = False
 
         def given(*numbers: int) -> dict[str, Any]:
             return {"donate_argnums": numbers if donate else ()}
@@ -246,6 +247,16 @@ class Step:
     def pending(self) -> int:
         """Calls since the last update, of those that the next one takes together."""
         return self._called
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether model, optimizer and mean are all of the last update, none half replaced.
+
+        They are not if an exception came between the start of an update, to which their arrays are
+        given away, and its end.
+        """
+        arrays = self._leaves(), self.ema, self._carry
+        return not self._writing and not any(x.is_deleted() for x in jax.tree.leaves(arrays))
 
     # --- what a checkpoint keeps beside model and optimizer
 
@@ -335,8 +346,11 @@ class Step:
         return self._keep(*done)
 
     def _keep(self, leaves: Any, mean: Tree, carry: Any, metrics: Metrics) -> Metrics:
+        self._writing = True
         self._write(leaves)
         self.ema, self._carry = mean, carry
+        self.updates += 1
+        self._writing = False
         return self._ended(metrics)
 
     def _ended(self, found: Any) -> Any:

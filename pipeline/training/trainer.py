@@ -10,6 +10,7 @@ The host is one step ahead of the devices: a step's numbers are read while the n
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import operator
@@ -33,7 +34,7 @@ Hook = Callable[["Trainer", Record], None]
 
 
 class Saves(Protocol):
-    """What a run asks of its checkpoints."""
+    """Checkpoints as a run uses them. If they have ``wait()`` too, `Trainer.run` ends with it."""
 
     def save(
         self,
@@ -69,6 +70,16 @@ class _Running:
     batch: Batch
     tokens: int
     waited: float
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A position in the data, for a checkpoint."""
+
+    state: Any
+
+    def get_state(self) -> Any:
+        return self.state
 
 
 class Trainer:
@@ -157,6 +168,7 @@ class Trainer:
         self.done, self.losses, self.seconds = 0, list[float](), list[float]()
         self.eval_loss: float | None = None
         self.evaluated = self._saved = -1
+        self._position: Any = None  # of the data where the update under way began
         self._ended = 0.0
         self._shares = timing.predicted(step.model)
         counted = timing.flops_per_token(step.model)
@@ -193,13 +205,39 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end; whether it got there, or was stopped.
 
+        It returns, or raises, once all checkpoints are on the disk. Where an exception ends it (of
+        a hook, of the data, Ctrl-C), the update that was reached is saved first, unless the
+        exception came within an update or there are several processes, which save together.
+
         Raises:
           NotFiniteError: too many updates in a row were not finite.
           ValueError: the data ended, or gave no batch.
+          CheckpointError: the last checkpoint could not be written.
         """
         self._watchdog = self._new_watchdog()
-        with self._watchdog or contextlib.nullcontext():
-            return self._run()
+        before = self.done - self.step.updates
+        try:
+            with self._watchdog or contextlib.nullcontext():
+                ended = self._run()
+        except BaseException as error:
+            self.done = before + self.step.updates
+            self._save_after(error)
+            raise
+        self._wait()
+        return ended
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save what an exception has left whole; a failure to do so is noted on the exception."""
+        try:
+            if self.done > 0 and self.step.is_whole and jax.process_count() == 1:
+                self.save()
+            self._wait()
+        except Exception as failure:  # noqa: BLE001  # the run's own error is the one to raise
+            error.add_note(f"the state after update {self.done} is not saved: {failure}")
+
+    def _wait(self) -> None:
+        """Wait for the save under way; what saves at once need not have a `wait`."""
+        getattr(self._checkpoints, "wait", lambda: None)()
 
     def _run(self) -> bool:
         running: _Running | None = None
@@ -266,10 +304,16 @@ class Trainer:
             step.optimizer,
             shaped=step.shaped(),
             plain={"step": step.plain()},
-            data=self.data if isinstance(self.data, Resumable) else None,
+            data=self._place_in_data(),
             metrics=unknown if known is None else {"eval_loss": known},
         )
         self._saved = self.done
+
+    def _place_in_data(self) -> Any:
+        """The data, or the place where its update under way began; None if it has no position."""
+        if not isinstance(self.data, Resumable):
+            return None
+        return self.data if self._position is None else _Place(self._position)
 
     def close(self) -> None:
         """Wait for checkpoints, and close recorders."""
@@ -286,6 +330,8 @@ class Trainer:
             self._read(before)  # so that its seconds are not those of the next one
             before = None
         waited, tokens, metrics = 0.0, 0, None
+        if self._checkpoints is not None and isinstance(self.data, Resumable):
+            self._position = copy.deepcopy(self.data.get_state())
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
@@ -296,6 +342,7 @@ class Trainer:
             weight = None if self.step.accumulate == 1 else batch.counts
             metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
         self.done += 1
+        self._position = None
         self._read(before)
         return _Running(self.done, metrics, batch, tokens, waited)
 

@@ -265,6 +265,25 @@ def test_of_damaged_checkpoints_none_is_loaded(
     assert count < 14 or ways == {"truncate", "flip", "delete", "marker"}
 
 
+@pytest.mark.parametrize("kind", ["a folder", "a link to itself", "empty", "not JSON", "no text"])
+def test_a_manifest_that_cannot_be_read_is_damage(kind: str, tmp_path: Path) -> None:
+    """Issue 38: a manifest that is a folder was an OSError, and the good one before not taken."""
+    model = {"stages": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, model)
+        checkpoints.save(2, model)
+    file = tmp_path / "step_000000002" / "manifest.json"
+    file.unlink()
+    if kind == "a folder":
+        file.mkdir()
+    elif kind == "a link to itself":
+        file.symlink_to(file)
+    else:
+        file.write_bytes({"empty": b"", "not JSON": b"{", "no text": b"\xff\n\xfe\n"}[kind])
+    with pytest.warns(UserWarning, match=f"step 2 is damaged: {file} .*; that of step 1 is taken"):
+        assert Checkpoints(tmp_path).restore(model) == 1
+
+
 def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
     file = next((copy / "step_000000030").rglob("manifest.ocdbt"))
     file.write_bytes(file.read_bytes()[:-1])

@@ -10,10 +10,13 @@ is whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +30,7 @@ from pipeline.base.tree import Tree
 from pipeline.training.checkpoints import contents, manifest
 from pipeline.training.checkpoints.arrays import Orbax, read_leaves
 from pipeline.training.checkpoints.contents import Contents
+from pipeline.training.checkpoints.exits import CAN_WAIT_AT_EXIT, before_exit
 from pipeline.training.checkpoints.manifest import DamagedError
 from pipeline.training.checkpoints.together import everyone, from_first
 from schedules.core.capacity import bytes_text
@@ -75,6 +79,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._damaged: set[int] = set()  # steps of those that were found to be
+        self._asked_at_exit = self._is_entered = False
         self._asked = 0  # how often processes have asked each other
         _check_folder(self._folder, read_only=read_only)
         self._folder = self._folder.absolute()
@@ -107,6 +112,9 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Write a checkpoint while the run goes on: it returns when all arrays are copied.
+
+        On Python 3.12.0 to 3.12.2, outside of ``with Checkpoints(...)``, it returns when all is on
+        the disk: these cannot write once the main thread has ended.
 
         All processes call it, at the same step. A save that is still being written is waited for.
 
@@ -144,9 +152,14 @@ class Checkpoints:
             response = self._orbax.save(temporary / ARRAYS, tree)
         except Exception as error:
             raise self._failed(step, error) from error
+        if not self._asked_at_exit:
+            self._asked_at_exit = True
+            before_exit(functools.partial(_end, weakref.ref(self)))
         given = step, response, said, topic
         self._thread = threading.Thread(target=self._finish, args=given, name=_name(step))
         self._thread.start()
+        if not (CAN_WAIT_AT_EXIT or self._is_entered):
+            self.wait()
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -162,10 +175,11 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait, as `wait`; what comes after it is as before."""
+        """Wait until what was saved is on the disk, as `wait` does; saving may go on after it."""
         self.wait()
 
     def __enter__(self) -> Self:
+        self._is_entered = True
         return self
 
     def __exit__(
@@ -413,6 +427,16 @@ class Checkpoints:
     def _topic(self, name: str) -> str:
         self._asked += 1
         return f"checkpoints/{self._asked}/{name}"
+
+
+def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
+    """Wait, before the interpreter ends, for a save that nobody waited for."""
+    found = checkpoints()
+    try:
+        if found is not None:
+            found.wait()
+    except CheckpointError as error:  # nobody is left to catch it
+        sys.stderr.write(f"{error}\n")
 
 
 def _name(step: int) -> str:

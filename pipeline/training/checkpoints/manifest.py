@@ -87,6 +87,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         text, digest = path.read_bytes().rstrip(b"\n").rsplit(b"\n", 1)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror or error})") from None
     except ValueError:
         raise DamagedError(f"{path} is cut off or changed") from None
     if hashlib.sha256(text).hexdigest().encode() != digest:
