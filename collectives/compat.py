@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -308,6 +308,33 @@ def live(jaxpr: Any, *, keep_inputs: bool) -> tuple[Any, list[bool]]:
     wanted = [True] * len(jaxpr.outvars)
     found, used = partial_eval.dce_jaxpr(jaxpr, wanted, instantiate=keep_inputs)
     return found, list(used)
+
+
+def without_refs(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays whose mutable buffers (`jax.new_ref`) have become values.
+
+    A write to a ref returns nothing, and who takes a jaxpr apart by what equations return leaves
+    it out. Values in place of refs can be taken apart, and differentiated: JAX's own derivatives of
+    refs that are made in the body of a loop are wrong in 0.10.2 and in 0.12.0.
+
+    How a jaxpr's refs are discharged is private, seen in 0.10.2 and 0.12.0; a public function in
+    `jax.ref` would take its place.
+    """
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        closed, like = jax.make_jaxpr(f, return_shape=True)(*args)
+        leaves = jaxpr_as_fun(discharged(closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    return call
+
+
+def discharged(closed: Any) -> Any:
+    """A closed jaxpr with values in place of the refs that it makes, as `without_refs` has it."""
+    from jax._src.state.discharge import discharge_state  # noqa: PLC0415
+
+    return discharge_state(closed, lower=False)  # with its custom derivatives
 
 
 # --- effects and errors ---

@@ -213,6 +213,18 @@ def held(eqn: Eqn) -> list[Any]:
     return list(jaxprs_in_params(eqn.params)) if body is None else [body.jaxpr]
 
 
+def makes_ref(jaxpr: Any) -> bool:
+    """Whether a jaxpr makes a mutable buffer (`jax.new_ref`), also within loops and calls.
+
+    The buffers of a Pallas kernel are its operands, and made by nobody.
+    """
+    return any(
+        any(is_ref(var.aval) for var in eqn.outvars) or any(map(makes_ref, held(eqn)))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name != "pallas_call"
+    )
+
+
 def barred(eqn: Eqn) -> Sequence[bool]:
     """Which operands of a call must not be merged with what was computed before.
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import DATA, STAGE, vary
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
+from pipeline.jaxpr.primitives import makes_ref
 from pipeline.kernel.actions import Row
 from pipeline.kernel.grouped import make_actions
 from pipeline.kernel.jitted import PerPlan
@@ -250,6 +251,9 @@ def _with_loss(
         )
     if embed_adds or head_adds:
         state = dataclasses.replace(state, adding_ends=True, adding_embed=embed_adds)
+    if makes_ref(body):
+        state = dataclasses.replace(state, has_refs=True)
+    if state is not local.state:
         local = make_local_model(state, activations, ways)
     return local, is_mean, body
 

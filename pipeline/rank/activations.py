@@ -21,6 +21,7 @@ from collectives import DATA, STAGE
 from collectives.compat import has_check
 from pipeline.added_losses import Adding, adding_losses
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
+from pipeline.jaxpr.primitives import makes_ref
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
 from pipeline.rank.forward import Forward
@@ -80,6 +81,8 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         check_activations(found.types)
     if any(has_check(body.effects) for body in found.bodies):
         state = dataclasses.replace(state, checks=True)
+    if any(makes_ref(body) for body in found.bodies):
+        state = dataclasses.replace(state, has_refs=True)
     return dataclasses.replace(state, adding_stages=found.adding), found
 
 

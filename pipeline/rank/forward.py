@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from collectives import STAGE, vary
+from collectives.compat import without_refs
 from pipeline.added_losses import Adding, adding_losses, counted
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, pick, real
@@ -81,8 +82,11 @@ class Forward:
         if not self.model.has_embed:
             return self.state.varied(self._computed(inputs))
         own = self.state.embeds_own
-        found, _ = self._ends_and_state(weights, microbatch, embedded, inputs, own, now=now)
-        return self.state.varied(self._computed(found))
+
+        def run(weights: Leaves) -> Tree:
+            return self._ends_and_state(weights, microbatch, embedded, inputs, own, now=now)[0]
+
+        return self.state.varied(self._computed(self._pure(run)(weights)))
 
     def stage(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> Tree:
         """The output of a stage.
@@ -111,6 +115,7 @@ class Forward:
 
         if where:
             run = naming(run, *where)
+        run = self._pure(run)
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
         y, values = run(weights, x)
@@ -143,6 +148,10 @@ class Forward:
         """Leave what a stage's forward has written."""
         self.state.held.write(self._seat, chunk, microbatch, values, real=real)
 
+    def _pure(self, run: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A part of the model as a function of its arguments, with values in place of refs."""
+        return without_refs(run) if self.state.has_refs else run
+
     def _computed(self, tree: Tree) -> Tree:
         """Parameters or activations in the dtype to compute in."""
         return as_computed(tree, self.model.compute_dtype)
@@ -158,12 +167,19 @@ class Forward:
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
         """What a head that all ranks share makes its logits of."""
         own = own_axes(y, self.axes)
-        found, _ = self._ends_and_state(weights, microbatch, featured, y, own)
-        return cast("jax.Array", vary(found, self.axes))
+
+        def run(weights: Leaves, y: Tree) -> Tree:
+            return self._ends_and_state(weights, microbatch, featured, y, own)[0]
+
+        return cast("jax.Array", vary(self._pure(run)(weights, y), self.axes))
 
     def loss(self, weights: Leaves, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves]:
         """The sum of one microbatch's loss, a float32 scalar; its weight, and sums for metrics."""
-        return self._loss_and_metrics(weights, y, microbatch)[0]
+
+        def run(weights: Leaves, y: Tree) -> tuple[jax.Array, Leaves]:
+            return self._loss_and_metrics(weights, y, microbatch)[0]
+
+        return self._pure(run)(weights, y)
 
     def _loss_and_metrics(
         self, weights: Leaves, y: Tree, microbatch: Any

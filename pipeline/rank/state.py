@@ -50,6 +50,7 @@ class RankState:
       embeds_own: axes of which each rank has its own part of what embed gives.
       widest: a tree of types that vary as all activations do, None if ``axes`` say it.
       checks: whether a stage has checks of `checkify`.
+      has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head does, and adding_embed: whether embed.
       added_share: what an added loss is multiplied with, to be differentiated.
@@ -64,6 +65,7 @@ class RankState:
     embeds_own: tuple[str, ...] = ()
     widest: Tree = None
     checks: bool = False
+    has_refs: bool = False
     adding_stages: tuple[bool, ...] = ()
     adding_ends: bool = False
     adding_embed: bool = False

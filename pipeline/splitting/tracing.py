@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Literal
 
+from collectives.compat import discharged
 from pipeline.base.tree import shape_text
 from pipeline.base.variables import kind_text
 from pipeline.jaxpr.evaluate import bind
-from pipeline.jaxpr.primitives import held
+from pipeline.jaxpr.primitives import held, makes_ref
 from pipeline.splitting.recording import Call, Path, Recorder, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
@@ -229,6 +230,8 @@ class Recipe:
         ]
         arrays = [jax.ShapeDtypeStruct(*one) for one in types]
         closed = jax.make_jaxpr(run)(given, arrays)
+        if makes_ref(closed.jaxpr):  # which a cut cannot hand from one part to another
+            closed = discharged(closed)
         counts = [len(found) for found, _ in leaves]
         return _read(closed, recorder.calls, self.state, counts, trees["out"])
 
