@@ -354,6 +354,7 @@ class Pipeline(nnx.Module):
         *,
         extras: dict[str, Tree] | None = None,
         has_aux: bool = False,
+        weighed: bool = False,
         num_microbatches: int | None = None,
     ) -> Any:
         """The mean loss, a float32 scalar on every rank; with ``has_aux`` (loss, metrics).
@@ -367,10 +368,13 @@ class Pipeline(nnx.Module):
           targets: likewise.
           extras: likewise, by name, for every stage.
           has_aux: as of `value_and_grad`; metrics have no gradient.
+          weighed: as of `value_and_grad`; weights have no gradient.
           num_microbatches: M of this call, if not the pipeline's.
         """
         plan = self._plan_of(num_microbatches)
-        operands = self._operands(inputs, targets, extras, "loss", has_aux=has_aux, plan=plan)
+        operands = self._operands(
+            inputs, targets, extras, "loss", has_aux=has_aux, weighed=weighed, plan=plan
+        )
         with self._step("loss", operands) as (model, *arrays):
             found, kept = differentiable.loss(plan, model, warn_of_memory, *arrays)
         self._keep(plan, model, kept)
@@ -385,6 +389,7 @@ class Pipeline(nnx.Module):
         wrt: nnx.filterlib.Filter | None = None,
         loss_scale: Any = None,
         has_aux: bool = False,
+        weighed: bool = False,
     ) -> tuple[Any, nnx.State[Any, Any]]:
         """The mean loss and its gradients, laid out as ``nnx.state(pipe, pipe.wrt)``.
 
@@ -404,13 +409,18 @@ class Pipeline(nnx.Module):
             microbatches and data shards; a float as the mean of the microbatches, weighted as the
             loss is; an integer is a count, and added up. They are float32 (counts int32) scalars on
             every rank, and have no gradient.
+          weighed: whether the loss, and each metric that is no count, comes as `Weighed` (mean,
+            weight). The mean over several batches is Σ mean * weight / Σ weight, and so are the
+            gradients, each times the weight of its loss.
 
         Raises:
           ValueError: a batch, a filter or a scale that does not fit; a loss_fn that returns other
             than ``has_aux`` says; or it was differentiated.
         """
         wrt, scale = self.plan.wrt if wrt is None else wrt, check_scale(loss_scale)
-        operands = self._operands(inputs, targets, extras, "value_and_grad", wrt, has_aux)
+        operands = self._operands(
+            inputs, targets, extras, "value_and_grad", wrt, has_aux, weighed=weighed
+        )
         with (
             self._step("value_and_grad", operands) as operands,
             differentiable.refusing_twice(
@@ -680,6 +690,8 @@ class Pipeline(nnx.Module):
         loss_for: str = "",
         wrt: Any = None,
         has_aux: bool | None = None,
+        *,
+        weighed: bool = False,
         plan: Plan | None = None,
     ) -> Operands:
         plan = self.plan if plan is None else plan
@@ -692,7 +704,7 @@ class Pipeline(nnx.Module):
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
         given = inputs, targets, extras, loss_for
-        return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux)
+        return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux, weighed=weighed)
 
     def _keep(self, plan: Plan, model: Model, kept: runtime.Kept) -> None:
         """Take over the state that a step has written, if it has written any."""

@@ -106,7 +106,7 @@ def _is_narrow(
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:
-    ct = _instantiate(ct[0][0] if model.has_aux else ct[0])
+    ct = _instantiate(jax.tree.leaves(ct[0], is_leaf=_is_zero)[0])  # weight and metrics have none
     if isinstance(kept, _Waiting):
         model = dataclasses.replace(model, trained=kept.trained)
         run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
@@ -162,7 +162,8 @@ def _cotangents(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool, **scale: Any
 ) -> tuple[Weights, Batch]:
     """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
-    model = dataclasses.replace(model, has_aux=None if model.has_aux else model.has_aux)
+    has_aux = None if model.has_aux else model.has_aux
+    model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
     run = functools.partial(train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
         _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)

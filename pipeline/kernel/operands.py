@@ -39,6 +39,7 @@ def make_operands(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool | None = False,
+    weighed: bool = False,
     num_microbatches: int | None = None,
 ) -> Operands:
     """The static half of the model, its state, and the batch on the mesh.
@@ -53,6 +54,7 @@ def make_operands(
       loss_for: the method that takes a loss, if one does.
       wrt: a filter, what is trained.
       has_aux: as `Model` has it.
+      weighed: likewise.
       num_microbatches: M, if not that of the schedule.
 
     Raises:
@@ -85,6 +87,7 @@ def make_operands(
         grad_dtype=plan.grad_dtype,
         tables=find_tables(ends_params, ends, plan.shared),
         has_aux=has_aux,
+        weighed=weighed,
         declared=declared,
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch

@@ -26,7 +26,7 @@ from pipeline.kernel.memory import Memory, Step, scale_in_place
 from pipeline.kernel.scopes import COMMON
 from pipeline.kernel.straight import Straight
 from pipeline.kernel.ticks import run_ticks, was_sent, without
-from pipeline.model.loss import mean_of
+from pipeline.model.loss import Weighed, mean_of
 from pipeline.model.model import Batch, Model, Weights
 from pipeline.options.plan import Plan
 from pipeline.rank.activations import Activations, follow
@@ -78,10 +78,10 @@ def train(
       normalise: divide by the total weight of the loss.
 
     Returns:
-      The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted;
-      gradients for those leaves of
-      ``weights.chunks`` and of ``weights.ends`` that are trained; for the inputs' float leaves,
-      [N, ...]; and declared state as the step has left it.
+      The loss, a float32 scalar that is not scaled, or (loss, metrics) if metrics are wanted, each
+      `Weighed` if the model says so; gradients for those leaves of ``weights.chunks`` and of
+      ``weights.ends`` that are trained; for the inputs' float leaves, [N, ...]; and declared state
+      as the step has left it.
     """
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
@@ -149,7 +149,9 @@ def train(
         if known is not None:
             is_plain = scale is None and is_mean
             value = total / weight if is_plain else mean_of(total, weight)[0]
-        value = _with_metrics(local, _with_added(sums, value, plan), weight, measured)
+        value = _with_metrics(
+            local, _with_added(sums, value, plan), weight, measured, is_mean=is_mean
+        )
         return value, (chunks, ends), inputs, _kept(local, weights, plan, training=True)
 
     layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
@@ -208,10 +210,17 @@ def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) ->
     return chunks, [ends[n] for n in declared.ends_cells]
 
 
-def _with_metrics(local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves) -> Any:
+def _with_metrics(
+    local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves, *, is_mean: bool
+) -> Any:
     """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
-    _, metrics = local.metrics
-    return value if metrics is None else (value, metrics.of(measured, weight))
+    loss, counted, (_, metrics) = value, None, local.metrics
+    if local.model.weighed:
+        batch = local.batch
+        rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
+        counted = weight * rows if is_mean else weight
+        loss = Weighed(value, counted)
+    return loss if metrics is None else (loss, metrics.of(measured, weight, counted))
 
 
 def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
@@ -345,15 +354,16 @@ def infer(
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Tree, Kept]:
         ways = model.trained.ways(want_inputs=False, backward=False)
         state, activations = follow(rank_state(plan, model, weights, batch))
+        is_mean = False
         if take_loss:
-            local = _with_loss(plan, state, activations, ways)[0]
+            local, is_mean, _ = _with_loss(plan, state, activations, ways)
         else:
             local = make_local_model(state, activations, ways)
         local = _writing(local, activations, plan, ways, training=want_share)
-        found = outputs(local, tables)
+        found = outputs(local, tables, is_mean=is_mean)
         return found, _kept(local, weights, plan, training=want_share)
 
-    def outputs(local: LocalModel, tables: Row) -> Tree:
+    def outputs(local: LocalModel, tables: Row, *, is_mean: bool) -> Tree:
         check_effects(local, again=False, masked=plan.is_masked)
         step = Step(training=False, take_loss=take_loss, logprobs=logprobs)
         actions = make_actions(local, plan.forward, step)
@@ -362,7 +372,7 @@ def infer(
             total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes)
             value, share = mean_of(total, weight)
             value = _with_added(actions.memory, value, plan)
-            found = _with_metrics(local, value, weight, measured)
+            found = _with_metrics(local, value, weight, measured, is_mean=is_mean)
             return (found, share) if want_share else found
         if shares_head and not logprobs:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)

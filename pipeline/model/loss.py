@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,19 @@ class LossModule:
 Loss = LossFn | LossModule
 
 
+class Weighed(NamedTuple):
+    """A mean, and what it counts beside the means of other steps.
+
+    Attributes:
+      mean: a float32 scalar.
+      weight: a float32 scalar: the weights of a pair (sum, weight), added up; the rows of the batch
+        if a loss is a mean.
+    """
+
+    mean: jax.Array
+    weight: jax.Array
+
+
 @dataclass(frozen=True, eq=False)
 class Metrics:
     """What a loss measures beside itself, as sums over microbatches and data shards.
@@ -40,20 +53,25 @@ class Metrics:
     treedef: Any
     kinds: tuple[Literal["mean", "pair", "count"], ...]
 
-    def of(self, sums: Leaves, weight: jax.Array) -> Tree:
+    def of(self, sums: Leaves, weight: jax.Array, counted: jax.Array | None = None) -> Tree:
         """The metrics of a step, of sums over all its microbatches.
 
         Args:
           sums: scalars, as `MicrobatchLoss` has them.
           weight: the loss's, of the same microbatches.
+          counted: the loss's as `Weighed` has it, if means are to come with their weights.
         """
         rest = iter(sums)
-        found = []
+        found: list[Any] = []
         for kind in self.kinds:
             total = next(rest)
-            if kind != "count":
-                total, _ = mean_of(total, next(rest) if kind == "pair" else weight)
-            found.append(total)
+            if kind == "count":
+                found.append(total)
+                continue
+            own = next(rest) if kind == "pair" else weight
+            mean, _ = mean_of(total, own)
+            beside = own if kind == "pair" else counted
+            found.append(mean if counted is None else Weighed(mean, beside))
         return jax.tree.unflatten(self.treedef, found)
 
 

@@ -90,7 +90,8 @@ class Model:
       summed, as `pipeline.backward.accumulate.as_summed` takes it. layout: where the leaves of its
       state lie. trained: which of its parameters have gradients. tables: those of embed and head
       that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are wanted;
-      None if it may, and metrics are not. declared: the state that stages and ends may write.
+      None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`. declared:
+      the state that stages and ends may write.
     """
 
     stages: tuple[Seat, ...]
@@ -106,6 +107,7 @@ class Model:
     compute_dtype: Any = None
     tables: Tables = field(default_factory=Tables)
     has_aux: bool | None = False
+    weighed: bool = False
     declared: Declared = field(default_factory=Declared)
 
     @property

@@ -15,19 +15,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.placeholders import Placeholder
-from pipeline.base.tree import shape_text
+from pipeline.base.tree import shape_text, times
+from pipeline.model.loss import Weighed
 
 Tree = Any
 Extras = dict[str, Any] | None
@@ -116,16 +118,18 @@ class Step:
       clip: the most that the global norm of the gradients may be, over all parameters.
       ema: decay of a mean of the trained parameters, ``decay * mean + (1 - decay) * weights`` after
         each update, in float32 or wider; it starts at the weights.
-      accumulate: how many calls one update takes together.
+      accumulate: how many calls one update takes together, as one mean over all that counts.
       loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
         differentiated; gradients are divided by it before anything sees them.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
         it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
-        (integers) are added up, all else is the mean by their weights.
+        (integers) are added up, all else is the mean by weights.
       donate: whether arrays of model, optimizer and mean are given away to their new values.
 
     Attributes:
       ema: the mean, laid out as ``nnx.state(model, optimizer.wrt)``; None without one.
+      weighs: whether the model says what its loss counts: its methods take ``weighed=True``, as
+        those of a pipeline do.
 
     Raises:
       ValueError: options that do not fit, or a model that cannot be trained.
@@ -148,6 +152,7 @@ class Step:
         self.model, self.optimizer = model, optimizer
         self.clip, self.decay, self.accumulate = clip, ema or 0.0, accumulate
         self.scaling, self.has_aux = loss_scale, has_aux
+        self.weighs = _takes(model, "weighed")
         self._variables = _variables((model, optimizer))
         _settle(self._variables, copied=donate)
         self._graph, state = nnx.split((model, optimizer))
@@ -186,7 +191,10 @@ class Step:
           targets: likewise.
           extras: likewise; None gives the model none.
           weight: what this call counts beside the others of its update, such as its number of
-            tokens: the update is that of the mean over all of them. By default all count alike.
+            tokens: the update is that of the mean over all of them. A call that counts 0 adds
+            nothing, even if its loss is NaN. By default what the loss counts, if the model says so:
+            of a pipeline the weights of a loss (sum, weight), added up, or the rows of one that is
+            a mean. Calls of another model count alike.
 
         Raises:
           ValueError: a weight that is no number >= 0.
@@ -195,13 +203,14 @@ class Step:
         _check_weight(weight)
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
-        weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
+        if weight is not None or not self.weighs:
+            weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
         self._called += 1
         if self._called == self.accumulate:
             sums, self._sums, self._called = self._sums, None, 0
             return self._run_fused(batch, sums, weight)
         if self._sums is None:
-            self._sums = self._zeros(batch)
+            self._sums = self._zeros(batch, weight)
         leaves, self._sums = self._ended(
             self._added(self._leaves(), self._sums, self._carry, batch, weight)
         )
@@ -230,18 +239,25 @@ class Step:
         return self._keep(*done)
 
     def eval_step(
-        self, inputs: Tree, targets: Tree, *, extras: Extras = None, ema: bool = False
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: Extras = None,
+        ema: bool = False,
+        weighed: bool = False,
     ) -> Any:
         """The mean loss, forward only; with ``ema`` that of the mean of the weights.
 
         Modules are as after ``model.eval()``: none drops, a batch norm reads its statistics.
-        With ``has_aux``, ``(loss, metrics)``.
+        With ``has_aux``, ``(loss, metrics)``. With ``weighed`` they are as of a pipeline's
+        ``loss(..., weighed=True)``, for a model that `weighs`.
         """
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
         mean = self.ema if ema else None
         batch = inputs, targets, extras
-        return self._ended(self._evaluated(ema, self._leaves(), mean, batch))
+        return self._ended(self._evaluated((ema, weighed), self._leaves(), mean, batch))
 
     @property
     def pending(self) -> int:
@@ -368,19 +384,23 @@ class Step:
 
         return jax.jit(copied, out_shardings=_shardings(weights))(weights)
 
-    def _zeros(self, batch: Tree) -> Tree:
-        """Sums of nothing: gradients in float32 or wider, loss, metrics and weight."""
+    def _zeros(self, batch: Tree, weight: Any) -> Tree:
+        """Sums of nothing: loss and metrics; gradients in float32 or wider."""
         weights = nnx.state(self.model, self.optimizer.wrt)
 
         def zeros(tree: Tree) -> Tree:
             return jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), tree)
 
         grads = jax.jit(zeros, out_shardings=_shardings(weights))(weights)
-        aux: Tree = None
+        loss, aux = Weighed(jnp.zeros(()), jnp.zeros(())), None
         if self.has_aux:
-            _, _, like, _ = jax.eval_shape(self._take, self._leaves(), self._carry, batch)
+
+            def metrics(leaves: Any, carry: Any, batch: Tree) -> Tree:
+                return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
+
+            like = jax.eval_shape(metrics, self._leaves(), self._carry, batch)
             aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return grads, *self._replicated((jnp.zeros(()), aux, jnp.zeros(())))
+        return *self._replicated((loss, aux)), grads
 
     # --- what is compiled
 
@@ -397,10 +417,12 @@ class Step:
             )
         return jax.tree.leaves(state)
 
-    def _gradients(self, model: Any, batch: Tree, scale: Any) -> tuple[jax.Array, Tree, Tree]:
+    def _gradients(
+        self, model: Any, batch: Tree, scale: Any, *, weighed: bool = False
+    ) -> tuple[Any, Tree, Tree]:
         """The loss, metrics if there are any, and the loss's gradients times the scale."""
         inputs, targets, extras = batch
-        options = _as_option(extras)
+        options = _as_option(extras) | ({"weighed": True} if weighed else {})
         if hasattr(model, "value_and_grad"):
             options |= {} if scale is None else {"loss_scale": scale}
             options |= {"has_aux": True} if self.has_aux else {}
@@ -408,10 +430,11 @@ class Step:
             loss, aux = found if self.has_aux else (found, None)
             return loss, aux, grads
 
-        def scaled(model: Any) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+        def scaled(model: Any) -> tuple[jax.Array, tuple[Any, Tree]]:
             found = model.loss(inputs, targets, **options)
             loss, aux = found if self.has_aux else (found, None)
-            return (loss if scale is None else loss * scale.astype(loss.dtype)), (loss, aux)
+            mean: jax.Array = loss.mean if weighed else loss
+            return (mean if scale is None else mean * scale.astype(mean.dtype)), (loss, aux)
 
         take = nnx.value_and_grad(
             scaled, argnums=nnx.DiffState(0, self.optimizer.wrt), has_aux=True
@@ -419,39 +442,48 @@ class Step:
         (_, (loss, aux)), grads = take(model)
         return loss, aux, grads
 
-    def _loss_and_grads(self, model: Any, carry: Any, batch: Tree) -> tuple[Any, Tree, Tree]:
+    def _loss_and_grads(
+        self, model: Any, carry: Any, batch: Tree, *, weighed: bool = False
+    ) -> tuple[Any, Tree, Tree]:
         """Of one call, unscaled."""
         scale = None if self.scaling is None else carry["scale"]
-        loss, aux, grads = self._gradients(model, batch, scale)
+        loss, aux, grads = self._gradients(model, batch, scale, weighed=weighed)
+        loss = jax.tree.map(lambda x: x.astype(jnp.float32), loss)
         if scale is None:
-            return loss.astype(jnp.float32), aux, grads
+            return loss, aux, grads
 
         def unscaled(g: jax.Array) -> jax.Array:
             return (g.astype(_wide(g)) / scale.astype(_wide(g))).astype(g.dtype)
 
-        return loss.astype(jnp.float32), aux, jax.tree.map(unscaled, grads)
+        return loss, aux, jax.tree.map(unscaled, grads)
+
+    def _weighed(
+        self, model: Any, carry: Any, batch: Tree, weight: Any
+    ) -> tuple[Weighed, Tree, Tree]:
+        """Of one call, means with what they count: that weight, or the loss's own if it is None."""
+        found = self._loss_and_grads(model, carry, batch, weighed=weight is None)
+        if weight is None:
+            return found
+        loss, aux, grads = found
+        return Weighed(loss, weight), with_weight(aux, weight), grads
 
     def _train(
         self, leaves: Any, mean: Tree, carry: Any, sums: Tree, batch: Tree, weight: Any
     ) -> Any:
         model, optimizer = self._merged(leaves)
-        loss, aux, grads = self._loss_and_grads(model, carry, batch)
-        if sums is not None:
-            leaves, like = self._left(leaves, model, optimizer, loss, grads), grads
-            grads, loss, aux, total = _plus(sums, loss, aux, grads, weight)
-            total = jnp.where(total > 0, total, 1.0)
-            loss = loss / total
-            aux = jax.tree.map(lambda x: x if is_count(x) else x / total.astype(x.dtype), aux)
-            grads = jax.tree.map(
-                lambda g, w: (g / total.astype(g.dtype)).astype(w.dtype), grads, like
-            )
+        if sums is None:
+            loss, aux, grads = self._loss_and_grads(model, carry, batch)
+        else:
+            found = self._weighed(model, carry, batch, weight)
+            leaves = self._left(leaves, model, optimizer, found[0].mean, found[2])
+            (loss, aux), grads = _means(_plus(sums, found), like=found[2])
         return self._updated_by(leaves, model, optimizer, mean, carry, grads, loss, aux)
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
-        loss, aux, grads = self._loss_and_grads(model, carry, batch)
-        left = self._left(leaves, model, optimizer, loss, grads)
-        return left, _plus(sums, loss, aux, grads, weight)
+        found = self._weighed(model, carry, batch, weight)
+        left = self._left(leaves, model, optimizer, found[0].mean, found[2])
+        return left, _plus(sums, found)
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)
@@ -495,7 +527,7 @@ class Step:
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if self.clip is not None:
             factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
-            grads = jax.tree.map(lambda g: (g.astype(_wide(g)) * factor).astype(g.dtype), grads)
+            grads = jax.tree.map(lambda g: times(g, factor), grads)
         optimizer.update(model, grads)
         if mean is not None:
             weights = nnx.state(model, self.optimizer.wrt)
@@ -524,8 +556,8 @@ class Step:
         found = Metrics(loss, norm, finite, scale, updates, skipped, in_a_row, aux)
         return leaves, mean, carry, found
 
-    def _evaluate(self, of_mean: bool, leaves: Any, mean: Tree, batch: Tree) -> Any:
-        model, _ = self._merged(leaves)
+    def _evaluate(self, how: tuple[bool, bool], leaves: Any, mean: Tree, batch: Tree) -> Any:
+        (of_mean, weighed), (model, _) = how, self._merged(leaves)
         model.eval()
         if of_mean:
             weights = nnx.state(model, self.optimizer.wrt)
@@ -534,12 +566,14 @@ class Step:
         options = _as_option(extras)
         if self.has_aux and hasattr(model, "value_and_grad"):
             options["has_aux"] = True
+        if weighed:
+            options["weighed"] = True
         return model.loss(inputs, targets, **options)
 
 
 def global_norm(tree: Tree) -> jax.Array:
     """The norm of all numbers of all leaves together, over every mesh axis, as a float32 scalar."""
-    squares = [jnp.sum(jnp.square(x.astype(_wide(x)))) for x in jax.tree.leaves(tree)]
+    squares = [optax.tree.norm(x.astype(_wide(x)), squared=True) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(s.astype(jnp.float32) for s in squares) + jnp.zeros(()))
 
 
@@ -547,15 +581,60 @@ def _as_option(extras: Extras) -> dict[str, Any]:
     return {} if extras is None else {"extras": extras}
 
 
-def _plus(sums: Tree, loss: Any, aux: Tree, grads: Tree, weight: Any) -> Tree:
-    """Sums with those of one more call."""
-    total, losses, others, weights = sums
+def with_weight(found: Tree, weight: jax.Array) -> Tree:
+    """Means of one call with that weight; counts have none."""
+    return jax.tree.map(lambda x: x if is_count(x) else Weighed(x, weight), found)
 
-    def plus(t: jax.Array, g: jax.Array) -> jax.Array:
-        return t + g.astype(t.dtype) * weight.astype(t.dtype)
 
-    others = jax.tree.map(lambda t, x: t + x if is_count(x) else plus(t, x), others, aux)
-    return jax.tree.map(plus, total, grads), losses + loss * weight, others, weights + weight
+def plus_weighed(sums: Tree, found: Tree) -> Tree:
+    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up."""
+
+    def plus(t: Any, x: Any) -> Any:
+        if not isinstance(x, Weighed):
+            return t + x
+        return Weighed(_plus_part(t.mean, x.mean, x.weight), t.weight + x.weight)
+
+    return jax.tree.map(plus, sums, found, is_leaf=_is_weighed)
+
+
+def mean_weighed(sums: Tree) -> Tree:
+    """The means of sums as of `plus_weighed`; 0 where nothing counts."""
+
+    def mean(t: Any) -> Any:
+        return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
+
+    return jax.tree.map(mean, sums, is_leaf=_is_weighed)
+
+
+def _is_weighed(x: Any) -> bool:
+    return isinstance(x, Weighed)
+
+
+def _plus(sums: Tree, found: tuple[Weighed, Tree, Tree]) -> Tree:
+    """Sums of loss, metrics and gradients with those of one more call."""
+    *means, grads = found
+    *totals, total = sums
+    weight = means[0].weight
+    added = jax.tree.map(lambda t, g: _plus_part(t, g, weight), total, grads)
+    return *plus_weighed(totals, means), added
+
+
+def _plus_part(total: jax.Array, part: jax.Array, weight: jax.Array) -> jax.Array:
+    """A sum with a part that may be NaN if it counts nothing."""
+    part = part.astype(total.dtype) * weight.astype(total.dtype)
+    return total + jnp.where(weight == 0, jnp.zeros_like(part), part)
+
+
+def _means(sums: Tree, like: Tree) -> tuple[Tree, Tree]:
+    """Means of sums as of `_plus`: (loss, metrics), and gradients in the dtypes of others."""
+    *means, grads = sums
+    weight = means[0].weight
+    grads = jax.tree.map(lambda g, w: _over(g, weight).astype(w.dtype), grads, like)
+    return mean_weighed(means), grads
+
+
+def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
+    return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
 
 
 def is_count(x: Any) -> bool:
@@ -638,12 +717,17 @@ def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
         )
     asked = {"loss_scale": scaled, "has_aux": has_aux}
     for name in [name for name, wanted in asked.items() if wanted and "value_and_grad" in methods]:
-        known: Callable[..., Any] = model.value_and_grad
-        if name not in inspect.signature(known).parameters:
+        if name not in inspect.signature(model.value_and_grad).parameters:
             raise ValueError(
                 f"{name}= needs {type(model).__name__}.value_and_grad(..., {name}=), which it has "
                 f"not; add it, or leave value_and_grad out and give the model a loss"
             )
+
+
+def _takes(model: Any, name: str) -> bool:
+    """Whether all methods of a model that make a loss have that argument."""
+    methods = [getattr(model, name, None) for name in ("value_and_grad", "loss")]
+    return all(name in inspect.signature(f).parameters for f in methods if f is not None)
 
 
 def _check_weight(weight: Any) -> None:

@@ -11,24 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
+from pipeline.model.loss import Weighed
 from pipeline.pipeline import Pipeline
 from pipeline.training import timing
 from pipeline.training.batches import Batch, Resumable, as_batch
 from pipeline.training.faults import Watchdog
 from pipeline.training.records import Record, Recorder
-from pipeline.training.step import DynamicScale, Metrics, NotFiniteError, Step, is_count
+from pipeline.training.step import (
+    DynamicScale,
+    Metrics,
+    NotFiniteError,
+    Step,
+    mean_weighed,
+    plus_weighed,
+    with_weight,
+)
 
 Hook = Callable[["Trainer", Record], None]
 
@@ -339,7 +347,7 @@ class Trainer:
             if before is None or _is_ready(before.metrics.loss):
                 waited += time.perf_counter() - start
             tokens += timing.tokens_of(batch)
-            weight = None if self.step.accumulate == 1 else batch.counts
+            weight = None if self.step.accumulate == 1 else _weight(self.step, batch)
             metrics = self.step(batch.inputs, batch.targets, extras=batch.extras, weight=weight)
         self.done += 1
         self._position = None
@@ -430,33 +438,39 @@ class Trainer:
 def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[float, Any]:
     """The mean loss over all batches, each by its weight, and metrics; None if there are none.
 
-    With ``ema`` they are those of the mean weights. Counts among metrics are added up.
+    A batch without a weight counts what its loss does (`Step` says what that is), or its rows. With
+    ``ema`` they are those of the mean weights. Counts among metrics are added up.
 
     Raises:
       ValueError: there is no batch, or nothing counts.
     """
     total: Any = None
-    weight = 0.0
     for item in batches:
         batch = as_batch(item)
-        found = step.eval_step(batch.inputs, batch.targets, extras=batch.extras, ema=ema)
-        own = jax.tree.map(functools.partial(_weighed, batch.counts), found)
-        total = own if total is None else jax.tree.map(operator.add, total, own)
-        weight += batch.counts
+        weight = _weight(step, batch)
+        found = step.eval_step(
+            batch.inputs, batch.targets, extras=batch.extras, ema=ema, weighed=weight is None
+        )
+        if weight is not None:
+            found = with_weight(found, jnp.float32(weight))
+        if total is None:
+            total = jax.tree.map(jnp.zeros_like, found)
+        total = plus_weighed(total, found)
     if total is None:
         raise ValueError(
             "the evaluation gave no batch; give a list, or what can be gone through each time: an "
             "iterator ends with the first evaluation"
         )
-    if not weight:
+    loss: Weighed = total[0] if step.has_aux else total
+    if not float(loss.weight):
         raise ValueError("the evaluation has no batch in which anything counts")
-    total = jax.device_get(total)
-    mean = jax.tree.map(lambda x: int(x) if is_count(x) else float(x) / weight, total)
+    mean = jax.tree.map(lambda x: x.item(), jax.device_get(mean_weighed(total)))
     return mean if step.has_aux else (mean, None)
 
 
-def _weighed(weight: float, x: jax.Array) -> jax.Array:
-    return x if is_count(x) else x * weight
+def _weight(step: Step, batch: Batch) -> float | None:
+    """What a batch counts beside others; None if the model's loss says so."""
+    return batch.weight if step.weighs else batch.counts
 
 
 def _is_ready(array: Any) -> bool:

@@ -197,7 +197,7 @@ def test_gradients_of_what_all_ranks_share_are_summed():
         return jax.jit(mapped)(x, scale)
 
     plain = body(f, x, scale)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), run(2), plain)
+    assert_close(run(2), plain)
     assert local(f)(x, scale, picks)["y"].shape == (3, WIDTH)
 
 

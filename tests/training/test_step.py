@@ -141,7 +141,7 @@ def test_parts_are_the_whole():
     for n in range(2):
         loss, grads = apart.fwd_bwd(*batch(n))
         found, wanted = apart.update(grads, loss=loss), whole(*batch(n))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
+        assert_close(found, wanted, tolerance=1e-6)
     for ema in (False, True):
         a, b = (float(step.eval_step(*batch(9), ema=ema)) for step in pair)
         assert_close(a, b, tolerance=1e-6)
@@ -218,8 +218,7 @@ def test_metrics_of_a_loss_come_with_the_step():
         found[name] += mean, metrics
         (loss, aux), _ = step.fwd_bwd(*batch(4))
         found[name] += loss, aux
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(close, found["pipe"], found["plain"])
+    assert_close(found["pipe"], found["plain"])
 
 
 # --- float16, and what is not finite ---
