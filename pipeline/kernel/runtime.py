@@ -214,7 +214,8 @@ def _with_metrics(
     local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves, *, is_mean: bool
 ) -> Any:
     """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
-    loss, counted, (_, metrics) = value, None, local.metrics
+    loss: Any = value
+    counted, (_, metrics) = None, local.metrics
     if local.model.weighed:
         batch = local.batch
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch

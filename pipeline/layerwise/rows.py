@@ -204,6 +204,8 @@ class Program:
         row = _row_of(operands)
         if traits(eqn).combines and any(v.is_mixed for v in operands):
             row = row if any(_is_array(v) for v in operands) else None
+        if eqn.primitive.name == "concatenate" and all(v.is_number for v in operands):
+            row = None  # a list of numbers, such as whether each weight is finite, is of no layer
         if row is None and any(v.row is not None for v in operands):
             if eqn.primitive.name == "cond" and operands[0].row is None:
                 return self._both(eqn, operands)

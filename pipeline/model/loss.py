@@ -70,8 +70,10 @@ class Metrics:
                 continue
             own = next(rest) if kind == "pair" else weight
             mean, _ = mean_of(total, own)
-            beside = own if kind == "pair" else counted
-            found.append(mean if counted is None else Weighed(mean, beside))
+            if counted is None:
+                found.append(mean)
+            else:
+                found.append(Weighed(mean, own if kind == "pair" else counted))
         return jax.tree.unflatten(self.treedef, found)
 
 

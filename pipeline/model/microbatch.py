@@ -5,10 +5,12 @@ Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
@@ -34,7 +36,8 @@ def make_batch(
             f"a tree of arrays with the batch as their leading axis, such as "
             f"extras=dict(mask=mask)"
         )
-    batch = Batch(*map(_arrays, _NAMES, (inputs, targets, extras)))
+    given = as_arrays(inputs, targets, extras)
+    batch = Batch(*map(_on_devices, _NAMES, given))
     leaves = [
         (name + jax.tree_util.keystr(path), leaf)
         for name in _NAMES
@@ -46,7 +49,7 @@ def make_batch(
         if leaf.ndim == 0:
             raise ValueError(
                 f"{name} is a scalar; every leaf has the batch as its leading axis: give it the "
-                f"shape (N, ...), or let the stage hold it"
+                f"shape (N, ...), or let the stage hold it{_of_a_list(name, given, 'asarray')}"
             )
     first_name, first = leaves[0]
     rows = first.shape[0]
@@ -55,6 +58,7 @@ def make_batch(
             raise ValueError(
                 f"{name} has {leaf.shape[0]} rows, {first_name} has {rows}; every leaf of inputs, "
                 f"targets and extras has the same leading axis: the batch"
+                f"{_of_a_list(name, given, 'stack') or _of_a_list(first_name, given, 'stack')}"
             )
     _check_rows(rows, num_microbatches, data_size)
     return batch
@@ -80,8 +84,35 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
 _NAMES = ("inputs", "targets", "extras")
 
 
-def _arrays(name: str, tree: Tree) -> Tree:
-    """The tree with every leaf as an array."""
+_TAKEN = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
+
+
+def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
+    """Trees of a batch (inputs, targets, extras) with arrays of other libraries as numpy's.
+
+    Raises:
+      ValueError: one cannot be read as numpy's.
+    """
+
+    def one(name: str, path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, _TAKEN) or not hasattr(leaf, "__array__"):
+            return leaf
+        try:
+            return np.asarray(leaf)
+        except Exception as error:  # of another library
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of {leaf.dtype} "
+                f"that numpy.asarray cannot read ({error}); give an array that it can"
+            ) from error
+
+    def taken(name: str, tree: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(functools.partial(one, name), tree)
+
+    return tuple(map(taken, _NAMES, trees))
+
+
+def _on_devices(name: str, tree: Tree) -> Tree:
+    """The tree with every leaf as an array of JAX."""
 
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -89,12 +120,22 @@ def _arrays(name: str, tree: Tree) -> Tree:
         try:
             return jnp.asarray(leaf)
         except TypeError:
+            of = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; every leaf "
-                f"is an array with the batch as its leading axis: leave out what is not"
+                f"{name}{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}{of}; every "
+                f"leaf is an array of numbers with the batch as its leading axis: leave out what "
+                f"is not"
             ) from None
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _of_a_list(name: str, given: tuple[Tree, ...], how: str) -> str:
+    """Advice, if a leaf of that name is an element of a list that was given as inputs or such."""
+    outer = name.partition("[")[0]
+    if not isinstance(given[_NAMES.index(outer)], list):
+        return ""
+    return f"; to JAX a list is a tree of {outer}: make it one array, numpy.{how}({outer})"
 
 
 def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:

@@ -27,10 +27,25 @@ BY_HAND = (
 
 # Variables by which one sees a job of several processes even where jax does not: from which number
 # on, and what jax wants.
+_TORCHRUN = (
+    "torchrun tells jax nothing: num_processes is its WORLD_SIZE, process_id its RANK, and the "
+    "port of the coordinator another than MASTER_PORT, which is taken; start the program with "
+    "`python -m pipeline launch`"
+)
+_SLURM = "for SLURM it wants SLURM_NTASKS, which `srun --ntasks=N` sets"
+_OTHER = "it does not know this launcher"
 SEVERAL = {
     "OMPI_COMM_WORLD_SIZE": (2, "for Open MPI 5 it wants a later jax, and mpi4py"),
     "PMI_SIZE": (2, "it knows no MPI but Open MPI"),
     "JOB_COMPLETION_INDEX": (0, "for Kubernetes install jax[k8s]"),
+    "WORLD_SIZE": (2, _TORCHRUN),
+    "SLURM_STEP_NUM_TASKS": (2, _SLURM),
+    "SLURM_PROCID": (1, _SLURM),
+    "MV2_COMM_WORLD_SIZE": (2, _OTHER),
+    "FLUX_JOB_SIZE": (2, _OTHER),
+    "JSM_NAMESPACE_SIZE": (2, _OTHER),
+    "PALS_RANKID": (1, _OTHER),
+    "PMIX_RANK": (1, _OTHER),
 }
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pipeline.model.microbatch import as_arrays
 from pipeline.vocabulary import CrossEntropy
 
 Tree = Any
@@ -42,8 +43,8 @@ class Batch(NamedTuple):
     @property
     def rows(self) -> int:
         """N."""
-        leaves = jax.tree.leaves(self.inputs)
-        return int(leaves[0].shape[0]) if leaves and leaves[0].ndim else 0
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.inputs)]
+        return shapes[0][0] if shapes and shapes[0] else 0
 
     @property
     def counts(self) -> float:
@@ -54,15 +55,21 @@ class Batch(NamedTuple):
 def as_batch(item: Any) -> Batch:
     """A batch of what a source gave: a `Batch`, (inputs, targets[, extras]), or a dict of those.
 
+    Arrays of other libraries, such as torch's tensors, become numpy's.
+
     Raises:
       ValueError: something else.
     """
+    found = None
     if isinstance(item, Batch):
-        return item
-    if isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
-        return Batch(**item)
-    if isinstance(item, tuple | list) and len(item) in (2, 3):
-        return Batch(*item)
+        found = item
+    elif isinstance(item, dict) and {"inputs", "targets"} <= set(item) <= set(Batch._fields):
+        found = Batch(**item)
+    elif isinstance(item, tuple | list) and len(item) in (2, 3):
+        found = Batch(*item)
+    if found is not None:
+        inputs, targets, extras = as_arrays(*found[:3])
+        return Batch(inputs, targets, extras, found.weight)
     keys = f" with the keys {sorted(map(str, item))}" if isinstance(item, dict) else ""
     length = f" of length {len(item)}" if isinstance(item, tuple | list) else ""
     raise ValueError(

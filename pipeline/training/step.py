@@ -30,6 +30,7 @@ from pipeline.base.arguments import is_whole
 from pipeline.base.placeholders import Placeholder
 from pipeline.base.tree import shape_text, times
 from pipeline.model.loss import Weighed
+from pipeline.model.microbatch import as_arrays
 
 Tree = Any
 Extras = dict[str, Any] | None
@@ -199,7 +200,7 @@ class Step:
         Raises:
           ValueError: a weight that is no number >= 0.
         """
-        batch = inputs, targets, extras
+        batch = as_arrays(inputs, targets, extras)
         _check_weight(weight)
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
@@ -222,7 +223,7 @@ class Step:
 
         With ``has_aux``, ``((loss, metrics), gradients)``.
         """
-        batch = inputs, targets, extras
+        batch = as_arrays(inputs, targets, extras)
         leaves, loss, aux, grads = self._ended(self._taken(self._leaves(), self._carry, batch))
         self._write(leaves)
         return ((loss, aux) if self.has_aux else loss), grads
@@ -256,7 +257,7 @@ class Step:
         if ema and self.ema is None:
             raise ValueError("eval_step(ema=True), and there is no mean: make the Step with ema=")
         mean = self.ema if ema else None
-        batch = inputs, targets, extras
+        batch = as_arrays(inputs, targets, extras)
         return self._ended(self._evaluated((ema, weighed), self._leaves(), mean, batch))
 
     @property
@@ -315,7 +316,7 @@ class Step:
         if bad := self._bad(nnx.state(self.model, wrt)):
             return f"of the weights {bad} is not finite"
         scale = None if self.scaling is None else self._carry["scale"]
-        batch = inputs, targets, extras
+        batch = as_arrays(inputs, targets, extras)
         loss, _, grads = self._gradients(self.model, batch, scale)
         said = []
         if bad := self._bad(grads):

@@ -8,12 +8,14 @@ that take no time.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pipeline.pipeline import Pipeline
@@ -62,8 +64,9 @@ def predicted(model: Any) -> Shares:
 def tokens_of(batch: Batch) -> int:
     """Numbers of an integer input [N, t]; of any other its rows."""
     leaves = jax.tree.leaves(batch.inputs)
-    is_words = bool(leaves) and leaves[0].ndim > 1 and jnp.issubdtype(leaves[0].dtype, jnp.integer)
-    return int(leaves[0].size) if is_words else batch.rows
+    shape = np.shape(leaves[0]) if leaves else ()
+    is_words = len(shape) > 1 and jnp.issubdtype(leaves[0].dtype, jnp.integer)
+    return math.prod(shape) if is_words else batch.rows
 
 
 def flops_per_token(model: Any) -> float:

@@ -105,6 +105,47 @@ def test_a_scalar_leaf(inputs, targets, extras, name):
     )
 
 
+def test_lists_are_trees():
+    pipe, rows = make(), X.tolist()
+    asarray = (
+        "[0][0] is a scalar; every leaf has the batch as its leading axis: give it the shape (N, "
+        "...), or let the stage hold it; to JAX a list is a tree of "
+    )
+    assert refusal(pipe, rows) == f"inputs{asarray}inputs: make it one array, numpy.asarray(inputs)"
+    assert refusal(pipe.loss, X, rows) == (
+        f"targets{asarray}targets: make it one array, numpy.asarray(targets)"
+    )
+    assert refusal(pipe.loss, list(X), X) == (
+        f"targets has 4 rows, inputs[0] has {models.WIDTH}; every leaf of inputs, targets and "
+        f"extras has the same leading axis: the batch; to JAX a list is a tree of inputs: make it "
+        f"one array, numpy.stack(inputs)"
+    )
+
+
+class Foreign:
+    """An array of another library, as torch's tensors are: a dtype of its own, and __array__."""
+
+    def __init__(self, array, error=None):
+        self._array, self._error = np.asarray(array), error
+        self.shape, self.dtype, self.ndim = self._array.shape, "foreign.float32", array.ndim
+
+    def __array__(self, dtype=None, copy=None):
+        if self._error is not None:
+            raise self._error
+        return self._array
+
+
+def test_arrays_of_other_libraries():
+    pipe = make()
+    assert_close(pipe(Foreign(X)), pipe(X))
+    assert_close(pipe.loss(Foreign(X), {"t": Foreign(X)}["t"]), pipe.loss(X, X))
+    bad = Foreign(X, TypeError("Got unsupported ScalarType BFloat16"))
+    assert refusal(pipe.loss, X, bad) == (
+        "targets is a Foreign of foreign.float32 that numpy.asarray cannot read (Got unsupported "
+        "ScalarType BFloat16); give an array that it can"
+    )
+
+
 @pytest.mark.parametrize("inputs", [None, {}, []])
 def test_inputs_without_arrays(inputs):
     assert refusal(make(), inputs) == (
@@ -118,11 +159,14 @@ def test_inputs_without_arrays(inputs):
         ("text", X, None, "inputs is of type str"),
         (X, {"t": [X, object()]}, None, "targets['t'][1] is of type object"),
         (X, X, {"name": "left"}, "extras['name'] is of type str"),
+        (np.array(["a"] * 4), X, None, "inputs is of type ndarray of <U1"),
+        (X, np.array([None] * 4), None, "targets is of type ndarray of object"),
     ],
 )
 def test_leaves_that_are_no_arrays(inputs, targets, extras, what):
     assert refusal(make().loss, inputs, targets, extras=extras) == (
-        f"{what}; every leaf is an array with the batch as its leading axis: leave out what is not"
+        f"{what}; every leaf is an array of numbers with the batch as its leading axis: leave out "
+        f"what is not"
     )
 
 

@@ -5,6 +5,7 @@ Letters: S ranks, K stages, V chunks, D data shards.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -143,15 +144,28 @@ class Small(nnx.Module):
         return x
 
 
-def small() -> tuple[Pipeline, Layers]:
-    stages = [Small(nnx.Rngs(k)) for k in range(2)]
-    head = Small(nnx.Rngs(2))
+class Many(nnx.Module):
+    """As many arrays as a real layer has: `jnp.array` joins a list of more than 16 in groups."""
+
+    def __init__(self, rngs: nnx.Rngs, *, count: int = 10):
+        self.w = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (6,))) for _ in range(count)])
+
+    def __call__(self, x):
+        return x
+
+
+def small(kind: Any = Small) -> tuple[Pipeline, Layers]:
+    stages = [kind(nnx.Rngs(k)) for k in range(2)]
+    head = kind(nnx.Rngs(2))
     pipe = Pipeline(stages, M, mesh=make_mesh(stage=2), head=head, loss_fn=models.squares)
     return pipe, pipe.to_layers(nnx.state(pipe, nnx.Param))
 
 
-def compare(tx: Any, steps: int = 2, **extra: Any) -> None:
-    pipe, weights = small()
+def compare(
+    tx: Any, steps: int = 2, kind: Any = Small, bad: int | None = None, **extra: Any
+) -> None:
+    """Updates against the plain model's; the gradients of step ``bad`` hold one NaN."""
+    pipe, weights = small(kind)
     optimizer = make_optimizer(pipe, tx)
     tx = optax.with_extra_args_support(tx)
 
@@ -163,6 +177,10 @@ def compare(tx: Any, steps: int = 2, **extra: Any) -> None:
     state = tx.init(weights)
     for n in range(steps):
         grads = gradients(weights, n)
+        if n == bad:
+            last = jax.tree.leaves(grads["stages"])[-1]
+            hit = lambda g, last=last: g.at[0].set(jnp.nan) if g is last else g  # noqa: E731
+            grads = jax.tree.map(hit, grads)
         optimizer.update(pipe, pipe.from_layers(grads), **extra)
         weights, state = step(weights, state, grads)
     assert_equal(pipe.to_layers(nnx.state(pipe, nnx.Param)), weights, atol=2e-5)
@@ -182,6 +200,35 @@ def test_the_table_names_what_there_is():
 def test_an_update_in_eager_steps():
     """`MultiSteps` has a conditional over all layers, and a clip in its middle."""
     compare(optax.MultiSteps(optax.chain(clip, lamb), 2), steps=3)
+
+
+def by_largest_norm(combine: Callable[..., Any]) -> optax.GradientTransformation:
+    """Gradients over the largest of a list of all their norms."""
+
+    def update(grads: Any, state: Any, _: Any = None) -> Any:
+        norms = combine([jnp.linalg.norm(g) for g in jax.tree.leaves(grads)])
+        return jax.tree.map(lambda g: g / norms.max(), grads), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+LISTS = {
+    "apply_if_finite": lambda: optax.apply_if_finite(lamb, 2),
+    "skip_not_finite": lambda: optax.MultiSteps(
+        optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "stack": lambda: by_largest_norm(jnp.stack),
+    "array": lambda: by_largest_norm(jnp.array),
+    "concatenate": lambda: by_largest_norm(lambda x: jnp.concatenate([n[None] for n in x])),
+}
+
+
+@pytest.mark.parametrize("count", [8, 17])  # of 3 parts: groups of 16 end within them, or nearly so
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_a_number_of_each_weight_are_of_no_layer(name, count):
+    """Issue 38: more than 16 numbers are joined in groups, one of which may be of one layer."""
+    kind = functools.partial(Many, count=count)
+    compare(LISTS[name](), steps=3, kind=kind, bad=1 if "finite" in name else None)
 
 
 # --- refused ---

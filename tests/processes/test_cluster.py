@@ -279,6 +279,32 @@ def test_kubernetes_does_not_tell(pod: Any, monkeypatch: pytest.MonkeyPatch) -> 
                 f"knows no MPI but Open MPI, {ALONE}"
             ),
         ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+            (
+                "WORLD_SIZE=2: this process seems to be one of several, but jax finds no others; "
+                "torchrun tells jax nothing: num_processes is its WORLD_SIZE, process_id its RANK, "
+                "and the port of the coordinator another than MASTER_PORT, which is taken; start "
+                f"the program with `python -m pipeline launch`, {ALONE}"
+            ),
+        ),
+        (
+            {"SLURM_JOB_ID": "12", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+            (
+                "SLURM_STEP_NUM_TASKS=4: this process seems to be one of several, but jax finds no "
+                f"others; for SLURM it wants SLURM_NTASKS, which `srun --ntasks=N` sets, {ALONE}"
+            ),
+        ),
+        *(
+            (
+                {name: "2"},
+                (
+                    f"{name}=2: this process seems to be one of several, but jax finds no others; "
+                    f"it does not know this launcher, {ALONE}"
+                ),
+            )
+            for name in ("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "PMIX_RANK")
+        ),
     ],
 )
 def test_nobody_trains_alone_by_mistake(environment: dict[str, str], message: str) -> None:
@@ -286,7 +312,8 @@ def test_nobody_trains_alone_by_mistake(environment: dict[str, str], message: st
         look(None, None, None, **environment)
     assert str(error.value) == message
     assert look(None, 1, None, **environment) == Cluster()
-    assert look(None, None, None, PMI_SIZE="1") == Cluster()
+    for name in ("PMI_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        assert look(None, None, None, **{name: "1"}) == Cluster()
 
 
 def test_open_mpi_5_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:

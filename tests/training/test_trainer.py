@@ -467,3 +467,40 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split()[-2:])
     assert 0 < after < 1.01 * before
+
+
+class Foreign:
+    """An array of another library: a dtype of its own kind, and __array__."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = np.asarray(array)
+        self.shape, self.dtype = self._array.shape, "foreign.float32"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._array
+
+
+def test_batches_of_other_libraries_are_those_of_numpy():
+    """As torch's `DataLoader` gives them (issue 38); in tuples, dicts and trees."""
+    x, t = models.rows(ROWS), labels(0)
+    given = {
+        "numpy": (x, t),
+        "tuple": (Foreign(x), Foreign(t)),
+        "dict": {"inputs": Foreign(x), "targets": t, "weight": 3},
+        "batch": Batch(Foreign(x), Foreign(t)),
+    }
+    found = {}
+    for name, item in given.items():
+        step = make_step(accumulate=2)
+        run = Trainer(step, [item] * 2, steps=1, evaluation=[item])
+        run.run()
+        found[name] = np.float32([*run.losses, run.eval_loss])
+    for losses in found.values():
+        assert_close(losses, found["numpy"])
+
+
+def test_a_list_of_numbers_is_refused_by_name():
+    step = make_step()
+    rows = np.asarray(models.rows(ROWS)).tolist()
+    with pytest.raises(ValueError, match=r"make it one array, numpy.asarray\(inputs\)"):
+        Trainer(step, [(rows, labels(0))], steps=1).run()
