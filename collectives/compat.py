@@ -12,10 +12,8 @@ check_vma=True)` and inserts the reductions of gradients from it.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from importlib import metadata
 from typing import Any, TypeVar
 
 import jax
@@ -48,10 +46,6 @@ from jax._src.distributed import global_state  # isort: skip
 Axes = str | tuple[str, ...]
 Tree = TypeVar("Tree")
 
-# Flax up to 0.12.8 reads the parameters of a scan as jax had them until 0.11. Goes with the last
-# jax of Python 3.11.
-_PAIRS = (((0, 11), (0, 12, 9)),)  # from this jax on, at least this flax
-
 # With jax 0.10.2 refs that are differentiated, or belong to a function that JAX is not to take
 # apart, get torn; with 0.12 they are not (0.11 was not tried). Goes with the last jax of Python
 # 3.11, and most of `pipeline.backward.in_place` with it.
@@ -64,34 +58,6 @@ _ONCE = IOEffect, OrderedIOEffect
 # Of reverse mode through the kernel's refs, seen in 0.10.2 and in 0.12.0. A public class of such
 # errors would take their place.
 _OF_REFS = "AbstractRef", "Linearization failed"
-
-
-def check_releases(jax: str | None = None, flax: str | None = None) -> None:
-    """Check that flax knows the jax beside it.
-
-    Args:
-      jax: its version; by default of what is installed.
-      flax: likewise.
-
-    Raises:
-      ImportError: it does not; the message says what to install.
-    """
-    jax = jax or metadata.version("jax")
-    flax = flax or metadata.version("flax")
-    for newest, least in _PAIRS:
-        if _numbers(jax) >= newest and _numbers(flax) < least:
-            text = ".".join(map(str, least))
-            raise ImportError(
-                f"flax {flax} beside jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
-                f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
-                f"{'.'.join(map(str, newest))}'"
-            )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """``0.12.8`` and ``0.12.8.dev1`` as (0, 12, 8)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 # --- varying types ---

@@ -28,13 +28,15 @@ class Timing:
       backward: B, with the forward pass that ``remat`` repeats in it.
       head: forward and backward pass of head and loss.
       devices: D * S.
-      reports: the schedule under the event and the lockstep clock.
+      pipe: the pipeline, which predicts with these costs.
+      reports: its schedule if ranks wait only for data, and as its kernel runs it.
     """
 
     forward: float
     backward: float
     head: float
     devices: int
+    pipe: Pipeline
     reports: tuple[schedules.Report, ...]
 
     @classmethod
@@ -45,15 +47,12 @@ class Timing:
         # The last rank runs the head as well, and sooner or later all others wait for it.
         half = (backward + head) / 2
         costs = schedules.Costs(f=forward, i=half, w=half)
-        reports = tuple(
-            schedules.simulate(pipe.schedule, costs, clock=clock) for clock in ("event", "lockstep")
+        pipe = pipe.replace(costs=costs, schedule=pipe.schedule)
+        reports = (
+            schedules.simulate(pipe.schedule, costs),
+            schedules.simulate(pipe.schedule, **pipe.plan.clock),
         )
-        return cls(forward, backward, head, pipe.mesh.size, reports)
-
-    @property
-    def bubble(self) -> float:
-        """Predicted bubble rate in lockstep, the way the kernel runs."""
-        return self.reports[-1].bubble_rate
+        return cls(forward, backward, head, pipe.mesh.size, pipe, reports)
 
     def work(self) -> float:
         """Milliseconds of all actions of a step, on all devices."""

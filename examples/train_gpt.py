@@ -68,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     timing = None
     if isinstance(model, Pipeline):
-        console.print(model.describe(), soft_wrap=True)
         timing = clocks.Timing.of(model, (rows_of(options), options.context, options.width))
+        model = timing.pipe
+        console.print(model.describe(), soft_wrap=True)
 
     log = Losses(options)
     bar = Progress(options.steps, console=console)
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         seconds = np.median(trainer.seconds[1:] or trainer.seconds or [math.nan])
         for line in timing.table(1e3 * float(seconds), devices.cores()):
             console.print(line)
-        save_timeline(timing.reports, options.out / "timeline.png", title="One step, in ms")
+        save_timeline(timing.reports[-1:], options.out / "timeline.png", title="One step, in ms")
     console.print(
         f"wrote {', '.join(sorted(p.name for p in options.out.iterdir()))} to {options.out}"
     )

@@ -1,24 +1,28 @@
 """Pipeline-parallel training of Flax NNX models in one jit."""
 
-# ruff: noqa: E402
+from typing import TYPE_CHECKING
 
-from collectives.compat import check_releases
+from pipeline.base.lazy import exports
+from pipeline.base.releases import check_releases
+
+if TYPE_CHECKING:
+    from pipeline.added_losses import add_loss, with_losses
+    from pipeline.calibrate.calibration import Calibration
+    from pipeline.calibrate.conclude import CalibrationError
+    from pipeline.config import ParallelConfig
+    from pipeline.decoding.generate import generate
+    from pipeline.decoding.sampling import sample
+    from pipeline.optimizer import make_optimizer, shard_optimizer
+    from pipeline.pipeline import Pipeline
+    from pipeline.planner.plans import DoesNotFitError, Plans
+    from pipeline.planner.search import plan
+    from pipeline.processes.batch import local_rows, shard_batch
+    from pipeline.processes.start import initialize
+    from pipeline.sharding.report import check_sharding, describe_sharding
+    from pipeline.splitting.split import Parts, split
+    from pipeline.vocabulary import CrossEntropy
 
 check_releases()  # before flax is used with a jax that it does not know
-
-from pipeline.added_losses import add_loss, with_losses
-from pipeline.calibrate.calibration import Calibration
-from pipeline.calibrate.conclude import CalibrationError
-from pipeline.config import ParallelConfig
-from pipeline.decoding.generate import generate
-from pipeline.decoding.sampling import sample
-from pipeline.optimizer import make_optimizer, shard_optimizer
-from pipeline.pipeline import Pipeline
-from pipeline.planner import DoesNotFitError, Plans, plan
-from pipeline.processes import initialize, local_rows, shard_batch
-from pipeline.sharding.report import check_sharding, describe_sharding
-from pipeline.splitting.split import Parts, split
-from pipeline.vocabulary import CrossEntropy
 
 __version__ = "0.1.0"
 
@@ -46,7 +50,34 @@ __all__ = [
     "with_losses",
 ]
 
+_HOMES = {
+    "Calibration": "pipeline.calibrate.calibration",
+    "CalibrationError": "pipeline.calibrate.conclude",
+    "CrossEntropy": "pipeline.vocabulary",
+    "DoesNotFitError": "pipeline.planner.plans",
+    "ParallelConfig": "pipeline.config",
+    "Parts": "pipeline.splitting.split",
+    "Pipeline": "pipeline.pipeline",
+    "Plans": "pipeline.planner.plans",
+    "add_loss": "pipeline.added_losses",
+    "check_sharding": "pipeline.sharding.report",
+    "describe_sharding": "pipeline.sharding.report",
+    "generate": "pipeline.decoding.generate",
+    "initialize": "pipeline.processes.start",
+    "local_rows": "pipeline.processes.batch",
+    "make_optimizer": "pipeline.optimizer",
+    "plan": "pipeline.planner.search",
+    "sample": "pipeline.decoding.sampling",
+    "shard_batch": "pipeline.processes.batch",
+    "shard_optimizer": "pipeline.optimizer",
+    "split": "pipeline.splitting.split",
+    "with_losses": "pipeline.added_losses",
+}
+_ROOMS = "layers", "processes", "vocabulary"
+
+__getattr__ = exports(__name__, _HOMES, _ROOMS)
+
 
 def __dir__() -> list[str]:
     # Every module that was ever imported is an attribute too.
-    return [*__all__, "__version__", "layers", "processes", "vocabulary"]
+    return [*__all__, "__version__", *_ROOMS]

@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
@@ -56,7 +57,7 @@ from pipeline.profile import trace
 from pipeline.replace import check_changes, refusal, replaced, typed
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_undivided_weights
-from pipeline.sharding.placement import DataParallel, Placement, Sharding
+from pipeline.sharding.placement import Placement, Sharding
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.trained.state import check_order, check_state, keep_state

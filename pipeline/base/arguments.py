@@ -1,10 +1,12 @@
-"""What arguments are: whole numbers or numbers of Python's, of which a bool is neither."""
+"""Types of arguments: whole numbers and numbers, of which a bool is neither; and choices."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+DataParallel = Literal["replicated", "zero1", "fsdp"]  # how weights lie over data shards
 
 
 def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:

@@ -23,14 +23,11 @@ EPILOG = """examples:
 exit codes: 0 success; 1 too many updates were not finite, or no checkpoint is good; 2 the command
 cannot run as given; 130 after Ctrl-C and 143 after SIGTERM, the state saved
 """
-COMMANDS = {"train": "train", "eval": "evaluate a checkpoint", "generate": "continue a prompt"}
 
 
 def add(sub: Any, name: str) -> Parser:
     """Add one of the commands and what it takes."""
-    parser = add_command(
-        sub, name, said=f"{COMMANDS[name]}, by a configuration", about=ABOUT, epilog=EPILOG
-    )
+    parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("--config", type=Path, action="append", required=True, metavar="FILE", help="TOML; repeat")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key, as TOML; repeat")

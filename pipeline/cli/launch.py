@@ -27,12 +27,11 @@ exit codes: 0 all processes ended well; 2 the command cannot run as given; 130 a
 EXAMPLE = "python -m pipeline launch --processes 4 -- train.py --steps 100"
 
 
-def add(sub: Any) -> Parser:
+def add(sub: Any, name: str) -> Parser:
     """Add the command and what it takes."""
     parser = add_command(
         sub,
-        "launch",
-        said="start several processes on this machine",
+        name,
         usage="python -m pipeline launch [options] -- SCRIPT.py|-m MODULE [arguments]",
         about=ABOUT,
         epilog=EPILOG,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from pipeline.cli import configured, launch, plan, weights
-from pipeline.cli.options import Parser, flushed
+from pipeline.cli.options import COMMANDS, Parser, flushed
+
+_BY_CONFIGURATION = {"train", "eval", "generate"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,16 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own, program = given[: given.index("--")], given[given.index("--") + 1 :]
     parser = Parser(prog="python -m pipeline", description="Runs of pipelines.", allow_abbrev=False)
     sub = parser.add_subparsers(title="commands", required=True, dest="command", metavar="COMMAND")
-    launching = launch.add(sub)
-    others = {
-        "plan": (plan.add(sub), plan.run),
-        **{name: (configured.add(sub, name), configured.run) for name in configured.COMMANDS},
-        "weights": (weights.add(sub), weights.run),
-    }
+    module: Any = None
+    for name, said in COMMANDS.items():
+        if own[:1] == [name]:  # modules of the others are not imported
+            room = "configured" if name in _BY_CONFIGURATION else name
+            module = importlib.import_module(f"pipeline.cli.{room}")
+            command = module.add(sub, name)
+        else:
+            sub.add_parser(name, help=said)
     options, unknown = parser.parse_known_args(own)
     if options.command == "launch":
-        return flushed(launch.run(launching, options, program, unknown))
-    command, run = others[options.command]
+        return flushed(module.run(command, options, program, unknown))
     if unknown or program is not None:
         command.error(f"{[*unknown, '--'][0]} is not an option; --help lists them")
-    return flushed(run(command, options))
+    return flushed(module.run(command, options))

@@ -11,6 +11,16 @@ from typing import Any, NoReturn
 
 USAGE_EXIT, UNFIT_EXIT = 2, 1
 
+# A line of each command, for the list of all, which imports none of them.
+COMMANDS = {
+    "launch": "start several processes on this machine",
+    "plan": "find mesh, schedule and remat for a model on chips",
+    "train": "train, by a configuration",
+    "eval": "evaluate a checkpoint, by a configuration",
+    "generate": "continue a prompt, by a configuration",
+    "weights": "inspect, import and export checkpoints",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse without the usage text above its errors: one line, exit status 2."""
@@ -21,21 +31,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    sub: Any, name: str, *, said: str, about: str, epilog: str, usage: str | None = None
+    sub: Any, name: str, *, about: str, epilog: str, usage: str | None = None
 ) -> Parser:
     """A command's own parser.
 
     Args:
       sub: where commands are added.
       name: of the command.
-      said: a line for the list of all.
       about: what stands above its options.
       epilog: and below.
       usage: how it is called, if argparse does not see it.
     """
     parser: Parser = sub.add_parser(
         name,
-        help=said,
+        help=COMMANDS[name],
         usage=usage,
         description=about,
         epilog=epilog,

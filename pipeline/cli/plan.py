@@ -24,12 +24,11 @@ exit codes: 0 success; 1 nothing fits, and what would; 2 the command cannot run 
 """
 
 
-def add(sub: Any) -> Parser:
+def add(sub: Any, name: str) -> Parser:
     """Add the command and what it takes."""
     parser = add_command(
         sub,
-        "plan",
-        said="find mesh, schedule and remat for a model on chips",
+        name,
         about=ABOUT,
         epilog=EPILOG,
     )

@@ -24,11 +24,9 @@ exit codes: 0 success; 2 the command cannot run as given, or the checkpoint is n
 """
 
 
-def add(sub: Any) -> Parser:
+def add(sub: Any, name: str) -> Parser:
     """Add the command and what it takes."""
-    parser = add_command(
-        sub, "weights", said="inspect, import and export checkpoints", about=ABOUT, epilog=EPILOG
-    )
+    parser = add_command(sub, name, about=ABOUT, epilog=EPILOG)
     add = parser.add_argument
     add("action", choices=("inspect", "import", "export"), help="what to do with the folder")
     add("folder", type=Path, help="config.json and safetensors; of export, what import wrote")

@@ -96,8 +96,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
 def _ticks(plan: Plan) -> list[str]:
     """What the timetable is lowered to, and how long ranks idle in it."""
     program = plan.training
-    event = simulate(plan.schedule, plan.costs, shared=plan.shared)
-    lockstep = simulate(plan.schedule, **plan.clock)
+    lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
     costs = plan.costs_from
     if plan.given_costs is None:
         costs = "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
@@ -105,8 +104,8 @@ def _ticks(plan: Plan) -> list[str]:
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
         f"per rank {_places(program)}",
         (
-            f"predicted bubble at {costs}: {event.bubble_rate:.1%} if ranks wait only for data, "
-            f"{lockstep.bubble_rate:.1%} in lockstep{' with delayed sends' * program.delayed}"
+            f"predicted bubble at {costs}: a step loses {lost:.1%} in lockstep"
+            f"{' with delayed sends' * program.delayed}"
         ),
     ]
 

@@ -12,12 +12,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import GradDtype
 from pipeline.model.loss import Loss
 from pipeline.options.checks import Bubbles, Gather, Remat
 from pipeline.options.choose import is_straight
 from pipeline.options.costs import own_costs
-from pipeline.sharding.placement import DataParallel
 from schedules import Costs
 from schedules.clocks.shared import Shared
 from schedules.lowering.lower import lower

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.backward.accumulate import check_grad_dtype
+from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype
 from pipeline.model.ends import Mode, choose_shared
 from pipeline.model.loss import LossFn, LossModule
@@ -35,7 +36,6 @@ from pipeline.options.choose import (
 from pipeline.options.costs import check_costs, own_costs
 from pipeline.options.plan import Plan
 from pipeline.sharding.meshes import default_mesh, with_types_in_force, without_types
-from pipeline.sharding.placement import DataParallel
 
 
 def make_plan(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collectives.sizes import is_size
+from pipeline.base.arguments import is_whole
 from pipeline.planner.chips import known
 
 COMPUTE_BYTES = 2  # of an activation, bfloat16
@@ -48,7 +48,7 @@ class ModelSizes:
         wrong = [
             f"{name}={size!r} must be an integer >= 1"
             for name, size in sizes.items()
-            if not is_size(size)
+            if not is_whole(size, 1, numpy=True)
         ]
         if not wrong and self.heads % self.kv_heads:
             wrong = [f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}"]

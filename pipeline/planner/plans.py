@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from pipeline.base.arguments import DataParallel
 from pipeline.planner.costs import Estimate, mfu
 from pipeline.planner.layout import BUT_ATTENTION, Job, Layout, layers_of_stages
 from pipeline.planner.memory import usable
-from pipeline.sharding.placement import DataParallel
 
 GB = 10**9
 # By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a

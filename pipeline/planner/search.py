@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from collectives.sizes import is_size
+from pipeline.base.arguments import is_whole
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
@@ -107,10 +107,10 @@ def _job(
     """All of it checked."""
     sizes, found = find_model(model), find_chip(chip)
     for name, value in {"devices": devices, "batch": batch, "seq": seq}.items():
-        if not is_size(value):
+        if not is_whole(value, 1, numpy=True):
             raise ValueError(f"{name}={value!r}: must be an integer >= 1")
     groups = -(-devices // found.domain) if slices is None else slices
-    if not is_size(groups):
+    if not is_whole(groups, 1, numpy=True):
         raise ValueError(f"slices={slices!r}: must be an integer >= 1, or None")
     if devices % groups:
         raise ValueError(
@@ -139,7 +139,7 @@ def _check_costs(given: Any) -> None:
       ValueError: they are something else.
     """
     if not isinstance(given, Mapping) or not all(
-        is_size(rows) and isinstance(one, Costs) for rows, one in given.items()
+        is_whole(rows, 1, numpy=True) and isinstance(one, Costs) for rows, one in given.items()
     ):
         raise ValueError(
             f"costs={given!r}: must be schedules.Costs of one block and one sequence, or a mapping "

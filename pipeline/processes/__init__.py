@@ -5,8 +5,23 @@ Here is what it leaves out: which process this is, whether all run the same prog
 whose, and a launcher for one machine. Nothing here knows of pipelines.
 """
 
-from pipeline.processes.batch import local_rows, shard_batch
-from pipeline.processes.cluster import Cluster
-from pipeline.processes.initialize import initialize
+from typing import TYPE_CHECKING
+
+from pipeline.base.lazy import exports
+
+if TYPE_CHECKING:
+    from pipeline.processes.batch import local_rows, shard_batch
+    from pipeline.processes.cluster import Cluster
+    from pipeline.processes.start import initialize
 
 __all__ = ["Cluster", "initialize", "local_rows", "shard_batch"]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "Cluster": "pipeline.processes.cluster",
+        "initialize": "pipeline.processes.start",
+        "local_rows": "pipeline.processes.batch",
+        "shard_batch": "pipeline.processes.batch",
+    },
+)

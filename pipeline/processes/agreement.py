@@ -27,6 +27,7 @@ import numpy as np
 
 import schedules
 from pipeline.processes import service
+from pipeline.processes.names import text_of_processes
 
 Fields = Mapping[str, str]
 
@@ -158,22 +159,6 @@ def differences(fields: Sequence[Fields]) -> list[str]:
             )
             found.append(f"{name} is {', '.join(values)}")
     return found
-
-
-def numbers(processes: Sequence[int]) -> str:
-    """Ascending numbers, with ranges: 0, 2-5."""
-    runs: list[list[int]] = []
-    for process in processes:
-        if runs and process == runs[-1][1] + 1:
-            runs[-1][1] = process
-        else:
-            runs.append([process, process])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def text_of_processes(who: Sequence[int]) -> str:
-    """``process 3``, or ``processes 0, 2-5``."""
-    return f"process{'es' if len(who) > 1 else ''} {numbers(who)}"
 
 
 def _shown(value: str) -> str:

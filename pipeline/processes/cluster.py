@@ -12,11 +12,8 @@ from typing import Any
 
 from collectives.compat import find_cluster
 from pipeline.base.arguments import is_whole
+from pipeline.processes.names import COORDINATOR, PROCESS, PROCESSES
 
-# What `pipeline.processes.launch` sets, and what anybody else may set by hand.
-COORDINATOR = "SHARDPIPE_COORDINATOR"
-PROCESSES = "SHARDPIPE_PROCESSES"
-PROCESS = "SHARDPIPE_PROCESS"
 # jax's own, for whoever wants other devices than jax takes from SLURM and Open MPI: one a process.
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
 

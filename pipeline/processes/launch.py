@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
-from pipeline.processes.agreement import numbers
-from pipeline.processes.cluster import COORDINATOR, PROCESS, PROCESSES
 from pipeline.processes.logs import Log
+from pipeline.processes.names import COORDINATOR, PROCESS, PROCESSES, numbers
 
 DEVICES = "--xla_force_host_platform_device_count"
 HOST = "127.0.0.1"

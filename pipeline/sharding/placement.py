@@ -21,18 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
+from pipeline.base.arguments import DataParallel
 from pipeline.base.tree import Tree
 from pipeline.base.variables import metadata, raw, remade, with_value
 from pipeline.sharding.distribute import distribute
 
-DataParallel = Literal["replicated", "zero1", "fsdp"]
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
 Sharding = Callable[[str, Any], Sequence[Any] | None]  # (path, variable) -> Names
 

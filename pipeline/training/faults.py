@@ -27,7 +27,7 @@ import numpy as np
 from collectives import STAGE
 from pipeline.base.arguments import is_number
 from pipeline.processes import service
-from pipeline.processes.agreement import numbers, text_of_processes
+from pipeline.processes.names import numbers, text_of_processes
 
 LOOK = 0.3  # seconds between two looks whether somebody is to stop
 ANSWER = 60.0  # seconds that processes wait for each other's word

@@ -142,11 +142,15 @@ def status_of(record: Record) -> str:
         parts.append(f"MFU {record['mfu']:.1%}")
     seconds = record.get("seconds", {})
     if seconds.get("step"):
-        predicted = record.get("predicted", ())
-        for name in ("bubble", "communication", "input"):
-            share = seconds.get(name, 0.0) / seconds["step"]
+        names = record.get("predicted", ())
+        lost = seconds.get("bubble", 0.0) + seconds.get("communication", 0.0)
+        whole = sum(seconds[name] for name in names)  # what the prediction shares out
+        for name, share in (
+            (f"{'predicted ' * bool(names)}bubble", lost / (whole or seconds["step"])),
+            ("input", seconds.get("input", 0.0) / seconds["step"]),
+        ):
             if share >= 0.005:
-                parts.append(f"{'predicted ' * (name in predicted)}{name} {share:.1%}")
+                parts.append(f"{name} {share:.1%}")
     return " · ".join(parts)
 
 

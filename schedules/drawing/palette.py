@@ -123,11 +123,10 @@ def clock_name(report: Report) -> str:
 def heading(report: Report) -> str:
     """One line above a drawing of a report.
 
-    A step with one optimizer update at its end waits for the last rank, so the idle share of the
-    longest span is never shown without that of the whole step.
+    The bubble is the idle share of the whole step, which ends with the last rank.
     """
     return (
         f"{printable(report.schedule.name)}   {sizes(report.schedule)}   {clock_name(report)}   "
-        f"bubble {100 * report.bubble_rate:.1f}% of the span, "
-        f"{100 * report.step_bubble_rate:.1f}% of the step   makespan {report.makespan:.6g}"
+        f"bubble {100 * report.step_bubble_rate:.1f}% of the step   "
+        f"makespan {report.makespan:.6g}"
     )

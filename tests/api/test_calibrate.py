@@ -193,9 +193,8 @@ def test_calibrate(clock):
     assert fitted.plan.costs == cal.costs
     report = simulate(fitted.schedule, cal.costs, "lockstep")
     assert (
-        f"predicted bubble at what was measured on {cal.hardware['device']}: "
-        f"{simulate(fitted.schedule, cal.costs).bubble_rate:.1%} if ranks wait only for data, "
-        f"{report.bubble_rate:.1%} in lockstep"
+        f"predicted bubble at what was measured on {cal.hardware['device']}: a step loses "
+        f"{report.step_bubble_rate:.1%} in lockstep"
     ) in fitted.describe().splitlines()
     text = str(cal).splitlines()
     assert text[0].startswith("4 stages, remat=stage, float32[2,8] a microbatch, on 1 x ")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from collectives.compat import check_releases
 from pipeline import Pipeline
+from pipeline.base.releases import check_releases
 from tests.support import models
 from tests.support.close import assert_close
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import schedules
-from pipeline.processes.agreement import agree, differences, fields_of, numbers
+from pipeline.processes.agreement import agree, differences, fields_of
+from pipeline.processes.names import numbers
 from tests.support.store import Store
 
 

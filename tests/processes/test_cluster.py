@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.processes.cluster import COORDINATOR, PROCESS, PROCESSES, Cluster, find
+from pipeline.processes.cluster import Cluster, find
+from pipeline.processes.names import COORDINATOR, PROCESS, PROCESSES
 
 space = types.SimpleNamespace
 LAUNCHED = {COORDINATOR: "127.0.0.1:4000", PROCESSES: "4", PROCESS: "3"}

@@ -15,8 +15,8 @@ import jax
 import pytest
 
 from pipeline.processes.cluster import Cluster
-from pipeline.processes.initialize import _leave, initialize
 from pipeline.processes.launch import Job, free_port, run
+from pipeline.processes.start import _leave, initialize
 from tests.processes import many
 from tests.support.store import Store
 

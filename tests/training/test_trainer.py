@@ -356,7 +356,7 @@ def test_progress_without_a_terminal_is_a_line_for_each_tenth():
     bar.write({"step": 4, "event": "skipped", "text": "not finite"})
     bar.write({"step": 4, "eval_loss": 1.5})
     bar.close()
-    line = "loss 2.000 · 1,234 tokens/s · MFU 25.0% · predicted bubble 20.0% · input 20.0%"
+    line = "loss 2.000 · 1,234 tokens/s · MFU 25.0% · predicted bubble 25.0% · input 20.0%"
     lines = [one.strip() for one in text.getvalue().splitlines()]
     assert [one for one in lines if one.startswith("step")] == [
         f"step 2/20 · {line}",

@@ -30,9 +30,9 @@ def test_svg_says_what_it_shows(tmp_path):
     text = path.read_text(encoding="utf-8")
     for comment in (
         "a title",
-        "1f1b   S=2 K=4 M=3   event   bubble 18.2% of the span, 18.2% of the step   makespan 22",
+        "1f1b   S=2 K=4 M=3   event   bubble 18.2% of the step   makespan 22",
         (
-            "cost of $5   S=2 K=2 M=1   lockstep, single ticks   bubble 45.5% of the span, 45.5% "
+            "cost of $5   S=2 K=2 M=1   lockstep, single ticks   bubble 45.5% "
             "of the step   makespan 5.5"
         ),
         "rank 1",

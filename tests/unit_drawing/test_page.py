@@ -345,14 +345,14 @@ def test_the_whole_step_comes_first(open_page):
     assert page.texts("#range") == [f"0 – {ONE.makespan:g}"]
     assert page.texts(".figures dt") == [
         "Makespan",
-        "Bubble in the span",
-        "Step spent waiting",
+        "Bubble of the step",
+        "Idle in the longest span",
         "Peak activations",
     ]
     assert page.texts(".figures dd") == [
         f"{ONE.makespan:g}",
-        f"{100 * ONE.bubble_rate:.1f}%",
         f"{100 * ONE.step_bubble_rate:.1f}%",
+        f"{100 * ONE.bubble_rate:.1f}%",
         "2 rank 0",
     ]
     assert page.all(".panel")[1].is_displayed() is False
@@ -362,8 +362,8 @@ def test_a_span_without_bubbles_does_not_hide_that_the_step_waits(open_page):
     report = simulate(build("zb_v", num_ranks=4, num_microbatches=8, num_stages=8))
     page = open_page(report)
     shown = dict(zip(page.texts(".figures dt"), page.texts(".figures dd"), strict=True))
-    assert shown["Bubble in the span"] == "0.0%"
-    assert shown["Step spent waiting"] == f"{100 * report.step_bubble_rate:.1f}%" != "0.0%"
+    assert shown["Idle in the longest span"] == "0.0%"
+    assert shown["Bubble of the step"] == f"{100 * report.step_bubble_rate:.1f}%" != "0.0%"
 
 
 def test_every_action_can_be_pointed_at(open_page):

@@ -38,8 +38,7 @@ def test_slots_in_lockstep():
     report = simulate(ONE, Costs(f=1, i=2, w=1), "lockstep", pattern="single")
     text = render(report, colour=False)
     assert text.splitlines()[0] == (
-        "1f1b   S=2 K=2 M=3   lockstep, single ticks   "
-        "bubble 40.0% of the span, 40.0% of the step   makespan 20"
+        "1f1b   S=2 K=2 M=3   lockstep, single ticks   bubble 40.0% of the step   makespan 20"
     )
     assert text.splitlines()[1:-1] == render(ONE, colour=False).splitlines()[1:-1]
 
@@ -47,7 +46,7 @@ def test_slots_in_lockstep():
 def test_one_character_per_unit_of_time():
     report = simulate(ONE, Costs(f=2, i=2, w=1, comm=1))
     assert render(report, colour=False, unit=1) == (
-        "1f1b   S=2 K=2 M=3   event   bubble 37.5% of the span, 37.5% of the step   makespan 24"
+        "1f1b   S=2 K=2 M=3   event   bubble 37.5% of the step   makespan 24"
         "   one character = 1\n"
         "rank 0  F0F1.....B0-F2B1-....B2-\n"
         "rank 1  ...F0B0-F1B1-..F2B2-....\n"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pipeline.processes import service
-from pipeline.processes.agreement import text_of_processes
+from pipeline.processes.names import text_of_processes
 
 TIMEOUT = 600.0  # seconds that processes wait for each other
 

@@ -17,8 +17,8 @@ function figures(panel, reference) {
   const against = change ? signed(`${(100 * change).toFixed(1)}%`.replace("-", "−"), change) : "";
   const rows = [
     ["Makespan", number(report.makespan), against && `${against} against A`],
-    ["Bubble in the span", percent(report.bubble), ""],
-    ["Step spent waiting", percent(report.step_bubble), ""],
+    ["Bubble of the step", percent(report.step_bubble), ""],
+    ["Idle in the longest span", percent(report.bubble), ""],
     ["Peak activations", number(peak), peak && panel.entry.ranks > 1 ? `rank ${report.peak.indexOf(peak)}` : ""],
   ];
   panel.figures.replaceChildren(

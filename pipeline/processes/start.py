@@ -16,8 +16,9 @@ import jax
 
 from pipeline.base.arguments import is_number
 from pipeline.processes import service
-from pipeline.processes.agreement import agree, fields_of, text_of_processes
+from pipeline.processes.agreement import agree, fields_of
 from pipeline.processes.cluster import Cluster, find
+from pipeline.processes.names import text_of_processes
 
 BETWEEN_CPUS = "jax_cpu_collectives_implementation"
 LOOPBACK = ("localhost", "127.", "::1")

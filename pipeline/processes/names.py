@@ -1,0 +1,26 @@
+"""Names of processes: variables that say which one this is, and texts that say which are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# What `pipeline.processes.launch` sets, and what anybody else may set by hand.
+COORDINATOR = "SHARDPIPE_COORDINATOR"
+PROCESSES = "SHARDPIPE_PROCESSES"
+PROCESS = "SHARDPIPE_PROCESS"
+
+
+def numbers(processes: Sequence[int]) -> str:
+    """Ascending numbers, with ranges: 0, 2-5."""
+    runs: list[list[int]] = []
+    for process in processes:
+        if runs and process == runs[-1][1] + 1:
+            runs[-1][1] = process
+        else:
+            runs.append([process, process])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def text_of_processes(who: Sequence[int]) -> str:
+    """``process 3``, or ``processes 0, 2-5``."""
+    return f"process{'es' if len(who) > 1 else ''} {numbers(who)}"
