@@ -94,17 +94,16 @@ def train(
         state, activations = follow(dataclasses.replace(state, added_share=added_share))
         reaches = want_inputs or model.trained.embed
         local, is_mean, ends_body = _with_loss(plan, state, activations, ways, reaches=reaches)
-        known: Any = None
+        mean, known = _known_before(local, plan, is_mean=is_mean, scaled=scale is not None)
+        local = _writing(local, activations, plan, ways, training=True)
+        if mean is not None:
+            _check_outputs_are_final(local)
+            state = dataclasses.replace(local.state, mean=mean)
+            local = make_local_model(state, activations, ways)
+        known = known if normalise else None
         if normalise:
             bodies, warned = activations.bodies, plan.traces.warned
             warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, warned)
-            known = 1 / calls if is_mean else None
-            # A scale is chosen for gradients of the mean, and those of a sum might overflow.
-            if not is_mean and (scale is not None or local.state.adds):
-                known = _share_known_before(local, plan)
-        local = _writing(local, activations, plan, ways, training=True)
-        if known is not None and not is_mean:
-            _check_outputs_are_final(local)
         share: Any = 1.0 if known is None else known
         if scale is not None:
             share = scale.astype(real()) * share
@@ -268,38 +267,45 @@ def _with_loss(
     return local, is_mean, body
 
 
-def _share_known_before(local: LocalModel, plan: Plan) -> Any:
-    """By what sums are multiplied to be means, if that is known before a step, or else None.
+def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool) -> Any:
+    """What is known of a loss before its step: its value, and by what sums are to be multiplied.
 
-    Then no gradient need be divided after it.
+    The latter makes means of them; if it is known, no gradient need be divided after the step. Each
+    is None if it is not known; the value is if the step needs it.
     """
+    if is_mean:
+        return None, 1 / (plan.schedule.num_microbatches * plan.data_size)
+    # d(S / W) = (dS - S / W dW) / W.
+    if "head" not in plan.shared and local.weight_has_gradient():
+        return _of_outputs(local, plan)
+    # A scale is chosen for gradients of the mean, and those of a sum might overflow. What stages
+    # add is not divided by a loss's weight, and no gradient can be afterwards.
+    if not scaled and not local.state.adds:
+        return None, None
     weight = local.weight_of_targets()
     if weight is None:
-        return _share_of_outputs(local, plan) if local.state.adds else None
+        return _of_outputs(local, plan) if local.state.adds else (None, None)
     data = tuple(axis for axis in plan.axes if axis != STAGE)
-    return mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+    return None, mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
 
 
 def _check_outputs_are_final(local: LocalModel) -> None:
-    """Check that a share known before the step is that of the step.
+    """Check that what is known before the step is true of the step.
 
     Raises:
-      ValueError: it is `_share_of_outputs`, of forward actions on state as it was, and the step
-        writes state.
+      ValueError: it is `_of_outputs`, of forward actions on state as it was, and the step writes
+        state.
     """
-    if local.state.held is not None and local.weight_of_targets() is None:
+    if local.state.held is not None:
         raise ValueError(
-            "stages call add_loss and write declared state, and loss_fn's weight follows from "
-            "their outputs, of which a step then knows too late: let the weight follow from "
-            "targets, as the number of those that count"
+            "stages write declared state, and loss_fn's weight follows from their outputs: where "
+            "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
+            "weight follow from targets, as the number of those that count, or declare no state"
         )
 
 
-def _share_of_outputs(local: LocalModel, plan: Plan) -> Any:
-    """The same where it follows from outputs: forward actions run first.
-
-    What stages add is not divided by a loss's weight, and no gradient can be afterwards.
-    """
+def _of_outputs(local: LocalModel, plan: Plan) -> tuple[Any, Any]:
+    """As `_known_before`, where it follows from outputs: forward actions run first."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
     for name in (*FIELDS, *(COMMON if program.shared else ())):
@@ -311,7 +317,7 @@ def _share_of_outputs(local: LocalModel, plan: Plan) -> Any:
     actions = make_actions(local, program, step)
     run_ticks(actions, program, tables, masked=plan.is_masked)
     total, weight, *_ = total_over(actions.memory.loss.all(), plan.axes)
-    return mean_of(total, weight)[1]
+    return mean_of(total, weight)
 
 
 def _train(

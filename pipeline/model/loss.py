@@ -82,7 +82,7 @@ class MicrobatchLoss:
     """What a loss made of one microbatch.
 
     Attributes:
-      total, weight: float scalars; a mean is a sum of weight 1.
+      total, weight: float scalars; a mean is a sum of weight 1. The weight may have a gradient.
       is_mean: whether it was one.
       sums: scalars to be added up for ``metrics``, which is None without any.
     """
@@ -131,10 +131,10 @@ def take_loss(
             f"it return the loss alone"
         )
     total, weight = (jnp.asarray(x).astype(real()) for x in pair)
-    weight, is_mean = jax.lax.stop_gradient(weight), not isinstance(loss, (tuple, list))
+    is_mean = not isinstance(loss, (tuple, list))
     if not has_aux:
         return MicrobatchLoss(total, weight, is_mean, [], None)
-    return MicrobatchLoss(total, weight, is_mean, *_summed(given, weight))
+    return MicrobatchLoss(total, weight, is_mean, *_summed(given, jax.lax.stop_gradient(weight)))
 
 
 def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, Metrics]:

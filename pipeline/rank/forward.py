@@ -189,9 +189,21 @@ class Forward:
         targets = at(self.batch.targets, microbatch)
         loss_fn = self.loss_fn(weights, microbatch)
         taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
-        found = taken.total, [taken.weight, *taken.sums]
+        weight = jax.lax.stop_gradient(taken.weight)
+        found = self._over_weight(taken.total, taken.weight - weight), [weight, *taken.sums]
         found = same_over_others("loss_fn", vary(found, self.axes), self.axes)
         return cast("tuple[jax.Array, Leaves]", found), taken.metrics
+
+    def _over_weight(self, total: jax.Array, change: jax.Array) -> jax.Array:
+        """The sum, with the gradient of sum / weight times the weight, if that has a gradient too.
+
+        Args:
+          total: of a microbatch.
+          change: that of its weight: 0, with the weight's gradient.
+        """
+        if self.state.mean is None:
+            return total
+        return total - vary(self.state.mean, self.axes) * change
 
     @functools.cached_property
     def metrics(self) -> tuple[Leaves, Metrics | None]:

@@ -91,6 +91,28 @@ class LocalModel(Forward):
         is_mean, embed_adds, head_adds = found
         return is_mean, body, embed_adds, head_adds
 
+    def weight_has_gradient(self) -> bool:
+        """Whether the weight of a loss (sum, weight) has a gradient; found by a trace.
+
+        That of a count, or of what follows from targets alone, has none.
+        """
+        y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+        floats, others = partition(y)
+        primals = self.ends_weights, floats
+
+        def weigh(weights: Leaves, floats: Leaves) -> jax.Array:
+            outputs = self.outputs(weights, combine(y, floats, others), 0)
+            loss_fn = self.loss_fn(weights, 0)
+            return take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux).weight
+
+        def pulled(primals: Any, ct: jax.Array) -> Any:
+            return jax.vjp(self._pure(weigh), *primals)[1](ct)
+
+        ct = vary(jnp.zeros((), real()), self.axes)
+        closed = jax.make_jaxpr(pulled)(primals, ct)
+        wanted = [True] * len(closed.jaxpr.outvars)
+        return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
+
     def weight_of_targets(self) -> jax.Array | None:
         """The weight of all losses of a data shard, where it follows from the targets alone."""
         targets, y = self.batch.targets, blank(self.output, self.axes)
@@ -98,7 +120,8 @@ class LocalModel(Forward):
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
             outputs = self.outputs(self.ends_weights, y, 0)
             loss_fn = self.loss_fn(self.ends_weights, 0)
-            return take_loss(loss_fn, outputs, of_one, has_aux=self.model.has_aux).weight
+            taken = take_loss(loss_fn, outputs, of_one, has_aux=self.model.has_aux)
+            return jax.lax.stop_gradient(taken.weight)
 
         block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
         given = jax.tree.leaves(y)

@@ -54,6 +54,7 @@ class RankState:
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head does, and adding_embed: whether embed.
       added_share: what an added loss is multiplied with, to be differentiated.
+      mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
       held: the declared state while it is written (`pipeline.rank.held`), None if nothing is.
     """
 
@@ -70,6 +71,7 @@ class RankState:
     adding_ends: bool = False
     adding_embed: bool = False
     added_share: Any = 1.0
+    mean: Any = None
     held: Any = None
 
     @property

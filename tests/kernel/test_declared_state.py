@@ -417,7 +417,7 @@ def test_beside_losses_that_are_added(remat):
 
     late = make(models.build(Balanced, 2), state=Seen, remat=remat, loss_fn=by_outputs)
     assert refusal(late.value_and_grad, X, T) == (
-        "stages call add_loss and write declared state, and loss_fn's weight follows from their "
-        "outputs, of which a step then knows too late: let the weight follow from targets, as the "
-        "number of those that count"
+        "stages write declared state, and loss_fn's weight follows from their outputs: where it "
+        "has a gradient, or stages call add_loss, a step then knows it too late; let the weight "
+        "follow from targets, as the number of those that count, or declare no state"
     )
