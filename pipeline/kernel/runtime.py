@@ -34,6 +34,7 @@ from pipeline.rank.effects import check_effects
 from pipeline.rank.groups import GroupedModel, make_local_model
 from pipeline.rank.held import Held, Usage
 from pipeline.rank.local_model import LocalModel
+from pipeline.rank.outputs import check_outputs
 from pipeline.rank.state import RankState
 from pipeline.rank.unread import warn_of_nothing_to_gather, warn_of_parameters_that_nobody_reads
 from pipeline.sharding.placement import Spread
@@ -366,6 +367,8 @@ def infer(
             local, is_mean, _ = _with_loss(plan, state, activations, ways)
         else:
             local = make_local_model(state, activations, ways)
+            if not logprobs:
+                check_outputs(local, state)
         local = _writing(local, activations, plan, ways, training=want_share)
         found = outputs(local, tables, is_mean=is_mean)
         return found, _kept(local, weights, plan, training=want_share)

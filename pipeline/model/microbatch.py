@@ -6,6 +6,7 @@ Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA
-from pipeline.base.tree import Tree
+from pipeline.base.tree import Tree, shape_text
 from pipeline.model.model import Batch
 from pipeline.sharding.distribute import distribute
 
@@ -49,7 +50,7 @@ def make_batch(
         if leaf.ndim == 0:
             raise ValueError(
                 f"{name} is a scalar; every leaf has the batch as its leading axis: give it the "
-                f"shape (N, ...), or let the stage hold it{_of_a_list(name, given, 'asarray')}"
+                f"shape (N, ...), or let the stage hold it{_advice(name, given, 'asarray')}"
             )
     first_name, first = leaves[0]
     rows = first.shape[0]
@@ -58,8 +59,9 @@ def make_batch(
             raise ValueError(
                 f"{name} has {leaf.shape[0]} rows, {first_name} has {rows}; every leaf of inputs, "
                 f"targets and extras has the same leading axis: the batch"
-                f"{_of_a_list(name, given, 'stack') or _of_a_list(first_name, given, 'stack')}"
+                f"{_advice(name, given, 'stack') or _advice(first_name, given, 'stack')}"
             )
+    _warn_of_square_masks(batch, rows)
     _check_rows(rows, num_microbatches, data_size)
     return batch
 
@@ -130,12 +132,33 @@ def _on_devices(name: str, tree: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def _of_a_list(name: str, given: tuple[Tree, ...], how: str) -> str:
-    """Advice, if a leaf of that name is an element of a list that was given as inputs or such."""
+def _advice(name: str, given: tuple[Tree, ...], how: str) -> str:
+    """Advice on a leaf of that name: an extra without a batch axis, or an element of a list."""
     outer = name.partition("[")[0]
+    if outer == "extras":
+        return (
+            "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, cannot be an "
+            "extra as it is: broadcast it, jnp.broadcast_to(x, (N, *x.shape)), or let the stage "
+            "make or hold it"
+        )
     if not isinstance(given[_NAMES.index(outer)], list):
         return ""
     return f"; to JAX a list is a tree of {outer}: make it one array, numpy.{how}({outer})"
+
+
+def _warn_of_square_masks(batch: Batch, rows: int) -> None:
+    """Warn of an extra that may be a [T, T] mask where T is N: it is cut by rows all the same."""
+    lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch.inputs) if leaf.ndim > 1}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch.extras):
+        is_mask = jnp.issubdtype(leaf.dtype, jnp.bool_) or jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_mask and leaf.shape == (rows, rows) and rows in lengths:
+            warnings.warn(
+                f"extras{jax.tree_util.keystr(path)} is {shape_text(leaf)} and inputs have as many "
+                f"positions as rows, {rows}: its leading axis is taken to be the batch; a mask [T, "
+                f"T] over positions must be broadcast, jnp.broadcast_to(mask, ({rows}, {rows}, "
+                f"{rows})), or made by the stage",
+                stacklevel=2,
+            )
 
 
 def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:

@@ -25,6 +25,7 @@ from pipeline.jaxpr.primitives import makes_ref
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
 from pipeline.rank.forward import Forward
+from pipeline.rank.messages import check_static, noted, types_text
 from pipeline.rank.state import RankState
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
@@ -63,7 +64,8 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         check_words(inputs)
 
     def first(state: RankState) -> Tree:
-        return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
+        with noted("embed", inputs):
+            return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
 
     if model.has_embed and jax.tree.leaves(state.ends_streams[0]):
         own = own_axes(jax.eval_shape(functools.partial(first, state)), state.axes)
@@ -114,16 +116,16 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
     try:
         with adding_losses(Adding()) as adding:
             return *run(before[k]), adding.is_used
-    except _REFUSALS as error:
+    except Exception as error:
+        check_static(f"stages[{k}]", before[k], error)
         _note_what_is_tracked(error)
-        if k == 0:
-            error.add_note(f"stages[0] was given {jax.tree.map(shape_text, before[0])}")
-            raise
-        weights = jax.eval_shape(lambda: stage.weights[stage.home])
-        taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
+        taken = None
+        if k > 0 and isinstance(error, _REFUSALS):
+            weights = jax.eval_shape(lambda: stage.weights[stage.home])
+            taken = _taken(run, [*before[k - 1 :: -1], *_changes(before[k], weights)])
         if taken is None:
-            given = jax.tree.map(shape_text, before[k])
-            error.add_note(f"stages[{k}] was given what stages[{k - 1}] returns: {given}")
+            given = f"what stages[{k - 1}] returns: " if k else ""
+            error.add_note(f"stages[{k}] was given {given}{types_text(before[k])}")
             raise
         raise ValueError(
             f"stages[{k}] takes {_difference(taken, before[k], f'stages[{k - 1}]')} (per "

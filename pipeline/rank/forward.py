@@ -26,6 +26,7 @@ from pipeline.model.randomness import fold, own_axes, split_streams
 from pipeline.model.stage import Seat
 from pipeline.rank.checks import naming
 from pipeline.rank.held import Usage, state_paths, usage_of, with_values
+from pipeline.rank.messages import checked, noted
 from pipeline.rank.state import Lazy, RankState
 
 
@@ -84,7 +85,8 @@ class Forward:
         own = self.state.embeds_own
 
         def run(weights: Leaves) -> Tree:
-            return self._ends_and_state(weights, microbatch, embedded, inputs, own, now=now)[0]
+            y, _ = self._ends_and_state(weights, microbatch, embedded, inputs, own, now=now)
+            return checked("embed", y)
 
         return self.state.varied(self._computed(self._pure(run)(weights)))
 
@@ -111,7 +113,8 @@ class Forward:
             rest = nnx.merge_state(streams, fixed)
             with self._adding(probes, adds=self.adds):
                 update = self._seat.definition.update
-                return update(called, params, rest, x, extras, paths=paths)
+                y, values = update(called, params, rest, x, extras, paths=paths)
+            return checked("a stage", y), values
 
         if where:
             run = naming(run, *where)
@@ -161,8 +164,9 @@ class Forward:
         if not self.model.has_head:
             return y
         own = own_axes(y, self.axes)
-        found, _ = self._ends_and_state(weights, microbatch, headed, y, own)
-        return vary(found, self.axes)
+        with noted("head", y):
+            found, _ = self._ends_and_state(weights, microbatch, headed, y, own)
+            return vary(checked("head", found, "its outputs"), self.axes)
 
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
         """What a head that all ranks share makes its logits of."""
@@ -188,7 +192,8 @@ class Forward:
         outputs = self.outputs(weights, y, microbatch)
         targets = at(self.batch.targets, microbatch)
         loss_fn = self.loss_fn(weights, microbatch)
-        taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+        with noted("loss_fn", (outputs, targets)):
+            taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
         weight = jax.lax.stop_gradient(taken.weight)
         found = self._over_weight(taken.total, taken.weight - weight), [weight, *taken.sums]
         found = same_over_others("loss_fn", vary(found, self.axes), self.axes)

@@ -24,6 +24,7 @@ from pipeline.jaxpr.steps import run_block
 from pipeline.model.loss import take_loss
 from pipeline.model.stage import Seat
 from pipeline.rank.forward import Forward
+from pipeline.rank.messages import noted
 from pipeline.rank.state import RankState
 
 
@@ -75,7 +76,7 @@ class LocalModel(Forward):
             y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
             with adding_losses(Adding()) as of_head:
                 outputs = self.outputs(weights, y, 0)
-            with adding_losses(Adding()) as of_loss:
+            with adding_losses(Adding()) as of_loss, noted("loss_fn", (outputs, targets)):
                 taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
             if of_loss.is_used:
                 raise ValueError(

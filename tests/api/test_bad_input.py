@@ -76,6 +76,19 @@ def test_rows_that_data_shards_cannot_share(rows, message):
     assert refusal(pipe, jnp.zeros((rows, models.WIDTH))) == message
 
 
+NO_BATCH_AXIS = (
+    "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, cannot be an extra as "
+    "it is: broadcast it, jnp.broadcast_to(x, (N, *x.shape)), or let the stage make or hold it"
+)
+
+
+class Sided(nnx.Module):
+    """Takes an extra, and leaves it."""
+
+    def __call__(self, x, mask):
+        return x
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets", "extras", "message"),
     [
@@ -87,6 +100,7 @@ def test_rows_that_data_shards_cannot_share(rows, message):
 def test_leaves_that_disagree_about_the_batch(inputs, targets, extras, message):
     assert refusal(make().loss, inputs, targets, extras=extras) == (
         f"{message}; every leaf of inputs, targets and extras has the same leading axis: the batch"
+        f"{NO_BATCH_AXIS * bool(extras)}"
     )
 
 
@@ -101,8 +115,25 @@ def test_leaves_that_disagree_about_the_batch(inputs, targets, extras, message):
 def test_a_scalar_leaf(inputs, targets, extras, name):
     assert refusal(make().loss, inputs, targets, extras=extras) == (
         f"{name} is a scalar; every leaf has the batch as its leading axis: give it the shape "
-        f"(N, ...), or let the stage hold it"
+        f"(N, ...), or let the stage hold it{NO_BATCH_AXIS * bool(extras)}"
     )
+
+
+def test_a_square_mask_may_be_of_positions():
+    """Issue 38, B10: [T, T] with T = N is cut by rows, as [N, T] is."""
+    square = jnp.ones((4, 4), bool)
+    inputs = jnp.ones((4, 4, models.WIDTH))
+    pipe = make([Sided(), Sided()])
+    with pytest.warns(UserWarning, match="as many positions as rows") as caught:
+        pipe(inputs, extras={"mask": square})
+    assert str(caught[0].message) == (
+        "extras['mask'] is bool[4,4] and inputs have as many positions as rows, 4: its leading "
+        "axis is taken to be the batch; a mask [T, T] over positions must be broadcast, "
+        "jnp.broadcast_to(mask, (4, 4, 4)), or made by the stage"
+    )
+    for mask in (jnp.ones((4, 4), int), jnp.ones((4, 4, 4), bool), jnp.ones((4, 1), bool)):
+        pipe(inputs, extras={"mask": mask})
+    pipe(inputs[:, :3], extras={"mask": square})
 
 
 def test_lists_are_trees():

@@ -1,0 +1,159 @@
+"""What passes between stages, and errors that say which part of a model raised them (issue 38).
+
+Letters: M microbatches, K stages.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from tests.support.close import assert_close
+
+WIDTH, M = 6, 2
+X, T = jax.random.normal(jax.random.key(0), (2, 8, WIDTH))
+
+
+class Stage(nnx.Module):
+    """Whatever it is told to do."""
+
+    def __init__(self, k, run):
+        self.layer, self.k, self.run = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(k)), k, run
+
+    def __call__(self, x):
+        return self.run(self, x)
+
+
+def make(run, K=2, loss_fn=lambda y, t: ((y[0] - t) ** 2).mean(), **options):
+    stages = [Stage(k, run) for k in range(K)]
+    return Pipeline(stages, M, mesh=make_mesh(stage=K), loss_fn=loss_fn, **options)
+
+
+def passed(stage, carried):
+    return stage.layer(carried[0]), carried[1]
+
+
+def chosen(stage, carried):
+    x, how = carried
+    return (x + stage.layer(x) if how else stage.layer(x)), how
+
+
+def repeated(stage, carried):
+    x, times = carried
+    for _ in range(times):
+        x = stage.layer(x)
+    return x, times
+
+
+def reshaped(stage, carried):
+    x, parts = carried
+    return stage.layer(x).reshape(-1, parts, WIDTH // 2).reshape(-1, WIDTH), parts
+
+
+STATIC = {
+    "bool": (True, chosen, "bool[]"),
+    "int": (2, repeated, "int32[]"),
+    "shape": (2, reshaped, "int32[]"),
+    "float": (0.5, chosen, "float32[]"),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_a_number_in_an_activation_is_traced(name):
+    value, run, said = STATIC[name]
+    with pytest.raises(ValueError, match="stages") as caught:
+        make(run, embed=lambda x: (x, value)).loss(X, T)
+    assert str(caught.value) == (
+        f"stages[0] needs a value while it is traced, and was given {said} as [1] of its "
+        f"activation: activations are sent as arrays, so a Python bool or number in one is traced "
+        f"in the next stage; give what says how to compute to the constructors of the stages, or "
+        f"choose by jnp.where or jax.lax.cond"
+    )
+
+
+def test_a_flag_that_a_stage_makes_is_traced_in_the_next():
+    def run(stage, x):
+        return (stage.layer(x), True) if stage.k == 0 else chosen(stage, x)
+
+    with pytest.raises(ValueError, match=r"^stages\[1\] needs a value while it is traced"):
+        make(run).value_and_grad(X, T)
+
+
+def test_numbers_may_be_computed_with():
+    def run(stage, carried):
+        x, scale, how = carried
+        return jnp.where(how, stage.layer(x) * scale, x), scale, how
+
+    pipe = make(run, embed=lambda x: (x, 0.5, True))
+    wanted = X
+    for stage in pipe.stages():
+        wanted = stage.layer(wanted) * 0.5
+    assert_close(pipe.loss(X, T), ((wanted - T) ** 2).mean())
+
+
+class Mode:
+    def __repr__(self):
+        return "Mode()"
+
+
+@pytest.mark.parametrize(("value", "said"), [("causal", "'causal'"), (Mode(), "Mode()")])
+def test_what_is_no_array_is_refused_by_name(value, said):
+    rule = (
+        "; what passes between stages, and to the loss, is arrays and numbers: give what says how "
+        "to compute to the constructors of the stages"
+    )
+
+    def first(stage, x):
+        return (stage.layer(x), {"mode": value}) if stage.k == 0 else passed(stage, x)
+
+    embedded = {"embed": lambda x: (x, value)}
+    cases = {
+        f"embed returned {said} as [1] of its activation": (passed, embedded),
+        f"a stage returned {said} as [1]['mode'] of its activation": (first, {}),
+        f"head returned {said} as [1] of its outputs": (
+            lambda stage, x: stage.layer(x),
+            {"head": lambda y: (y, value)},
+        ),
+    }
+    for message, (run, options) in cases.items():
+        with pytest.raises(ValueError, match="returned") as caught:
+            make(run, **options).loss(X, T)
+        assert str(caught.value) == message + rule
+
+
+class OwnError(Exception):
+    """An exception of a library of the user's."""
+
+
+ERRORS = [
+    ValueError,
+    TypeError,
+    KeyError,
+    RuntimeError,
+    AssertionError,
+    NotImplementedError,
+    OwnError,
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("part", ["stages[0]", "stages[1]", "embed", "head", "loss_fn"])
+def test_an_error_says_which_part_raised_it(error, part):
+    def fails(*_):
+        raise error("mine")
+
+    def run(stage, x):
+        return fails() if part == f"stages[{stage.k}]" else stage.layer(x)
+
+    options = {part: fails} if "stages" not in part else {}
+    pipe = make(run, **({"loss_fn": lambda y, t: (y - t).mean()} | options))
+    for method in (pipe.loss, pipe.value_and_grad):
+        with pytest.raises(error, match="mine") as caught:
+            method(X, T)
+        assert type(caught.value) is error
+        notes = [note for note in caught.value.__notes__ if note.startswith(f"{part} was given")]
+        assert len(notes) == 1
