@@ -296,7 +296,9 @@ class Pipeline(nnx.Module):
         """Forward only: [N, ...] outputs, on every rank of ``stage``.
 
         May be differentiated with respect to parameters and inputs; the backward pass runs the
-        schedule.
+        schedule. Gradients count what stages add by `add_loss`, once, as those of a stage without
+        a pipeline do: they are those of the loss made of the outputs plus the mean of what is
+        added. The outputs cannot hold it; `loss` does.
 
         Args:
           inputs: [N, ...] leaves.

@@ -119,6 +119,16 @@ def test_other_ways_to_a_loss_agree():
     assert models.distance(jax.tree.map(lambda g: g / SCALE, grads), again) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb_h1", "remat": None}])
+def test_gradients_of_outputs_count_what_is_added(options):
+    """Issue 38, B16: once, as those of a stage without a pipeline; the value does not hold it."""
+    pipe, (want, *_), added = both(alike(Adding, 2), 2, 2, 1, MEAN, **options)
+    _, wanted = pipe.value_and_grad(X, T)
+    loss, grads = nnx.value_and_grad(lambda m: MEAN(m(X), T))(pipe)
+    assert_close(loss, jnp.float32(want - added), tolerance=1e-6)
+    assert models.distance(grads, wanted) < 1e-5
+
+
 @pytest.mark.slow
 def test_a_shared_vocabulary_and_a_further_axis():
     embed = VocabularyEmbedding(WORDS, WIDTH, rngs=nnx.Rngs(0))
