@@ -64,12 +64,26 @@ def make_mesh(
     if faults:
         raise ValueError("; ".join(faults))
     pool = by_process(jax.devices() if devices is None else devices)
-    sizes = fill({name: integer(size) for name, size in asked.items()}, len(pool))
+    try:
+        sizes = fill({name: integer(size) for name, size in asked.items()}, len(pool))
+    except ValueError as error:
+        raise ValueError(f"{error}{_more_devices(pool)}") from None
     chosen = take(pool, sizes)
     _check_groups(chosen, sizes, len(pool))
     grid = _arrange(chosen, tuple(sizes.values()), whole=len(chosen) == len(pool))
     # The default of axis_types changed between releases.
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _more_devices(pool: list[jax.Device]) -> str:
+    """How a CPU becomes several devices, for an error; nothing to say where there are several."""
+    if len(pool) != 1 or pool[0].platform != "cpu":
+        return ""
+    return (
+        "; the CPU is one device: to have 8 virtual ones, set the environment variable "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8, or call "
+        'jax.config.update("jax_num_cpu_devices", 8), before jax is first used'
+    )
 
 
 def _check_groups(devices: list[jax.Device], sizes: dict[str, int], available: int) -> None:

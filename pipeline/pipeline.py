@@ -50,6 +50,7 @@ from pipeline.options.checks import (
     check_microbatches,
     check_scale,
 )
+from pipeline.options.choose import warn_of_idle_devices
 from pipeline.options.plan import Plan
 from pipeline.options.resolve import make_plan
 from pipeline.processes.replicas import check_replicas
@@ -178,6 +179,7 @@ class Pipeline(nnx.Module):
         after_step: Callable[[Any], None] | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in _REMEMBERED}
+        was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
         count = count_stages(stages)
@@ -217,6 +219,8 @@ class Pipeline(nnx.Module):
             signature=model,
             options=options,
         )
+        if not was_made and mesh is None and meshes.default_mesh() is None:
+            warn_of_idle_devices(schedule, plan.mesh, count)
         warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )

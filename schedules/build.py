@@ -9,7 +9,7 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import is_one_of, need, renamed
 from schedules.core.costs import Costs
 from schedules.families import FAMILIES
-from schedules.families.constructions.sizes import check_sizes
+from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
 from schedules.families.zb_auto import zb_auto
 from schedules.schedule import Schedule
 from schedules.search.auto import build_auto
@@ -37,6 +37,20 @@ def names() -> tuple[str, ...]:
 def options(name: str) -> tuple[str, ...]:
     """The options that `build` takes for a name beside sizes."""
     return _TAILORED[name][1] if name in _TAILORED else ()
+
+
+def stages_per_rank(name: str) -> int | None:
+    """The number of stages that a family needs on every rank; None where any number will do."""
+    try:
+        build(name, num_ranks=1, num_microbatches=1, num_stages=_NO_FAMILYS)
+    except StagesPerRankError as error:
+        return error.count
+    except ScheduleError:  # a name that `build` refuses
+        return None
+    return None
+
+
+_NO_FAMILYS = 3  # stages per rank: no family is defined for three alone
 
 
 @renamed("memory_limit", "max_activations")

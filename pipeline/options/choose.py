@@ -6,6 +6,7 @@ Letters: S ranks, K stages, M microbatches.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,17 +16,21 @@ from jax.sharding import Mesh
 
 from collectives import STAGE, check_mesh, make_mesh
 from pipeline.options.checks import Bubbles
+from pipeline.sharding.fit import outside
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
-from schedules.build import options
+from schedules.build import options, stages_per_rank
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import check_pattern
 from schedules.core.action import Action, Kind
 from schedules.core.arguments import need
+from schedules.families.constructions.sizes import StagesPerRankError
 from schedules.schedule import from_orders
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     """The user's mesh, checked; or as many devices as K stages can share equally.
+
+    A schedule that is defined for one number of stages per rank has as many ranks as that needs.
 
     Raises:
       ValueError: no ``stage`` axis, or K is not a multiple of its size.
@@ -33,8 +38,7 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
     if mesh is None:
         if isinstance(schedule, Schedule):
             return make_mesh(stage=schedule.num_ranks)
-        devices = len(jax.devices())
-        return make_mesh(stage=max(s for s in range(1, devices + 1) if num_stages % s == 0))
+        return make_mesh(stage=_default_ranks(num_stages, len(jax.devices()), schedule))
     check_mesh(mesh)
     ranks = mesh.shape[STAGE]
     if num_stages % ranks:
@@ -46,6 +50,45 @@ def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
             f"layers than another"
         )
     return mesh
+
+
+def _default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
+    """S of the default mesh."""
+    each = stages_per_rank(schedule) if isinstance(schedule, str) else None
+    if each is not None and num_stages % each == 0 and num_stages // each <= devices:
+        return num_stages // each
+    return max(s for s in range(1, devices + 1) if num_stages % s == 0)
+
+
+def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
+    """Warn of a default mesh that leaves half of the devices idle, or more.
+
+    Fewer stages than devices are no reason: then each stage has a device of its own.
+
+    Args:
+      schedule: as the user gave it; a timetable has its own number of ranks.
+      mesh: the default mesh.
+      num_stages: K.
+    """
+    devices, ranks = len(jax.devices()), mesh.shape[STAGE]
+    if isinstance(schedule, Schedule) or _is_path(schedule):
+        return
+    if ranks >= num_stages or 2 * ranks > devices:
+        return
+    most = 2 * max(num_stages, devices)
+    ideal = [k for k in range(1, most + 1) if _default_ranks(k, devices, schedule) == devices]
+    below = [k for k in ideal if k < num_stages][-1:]
+    above = [k for k in ideal if k > num_stages][:1]
+    counts = " or ".join(map(str, below + above))
+    warnings.warn(
+        f"{num_stages} stages are shared equally by {ranks} of the {devices} devices, and the "
+        f"other {devices - ranks} stay idle: every rank holds {num_stages // ranks} stages. "
+        f"{counts} stages would use all {devices} (stages need not be alike, so one may hold more "
+        f"layers than another); or give mesh=make_mesh(stage={ranks}, data={devices // ranks}), "
+        f"whose devices share the rows of a batch, or mesh=make_mesh(stage={ranks}) if this is "
+        f"meant",
+        stacklevel=outside(),
+    )
 
 
 def read(schedule: Any) -> tuple[Any, str]:
@@ -139,11 +182,24 @@ def choose_schedule(
         return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
     if isinstance(schedule, str):
         measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
-        return build(schedule, **sizes, **measure), "asked for by name"
+        try:
+            return build(schedule, **sizes, **measure), "asked for by name"
+        except StagesPerRankError as error:
+            raise ScheduleError(f"{error}; {_other_mesh(num_stages, error.count)}") from None
     raise ScheduleError(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
     )
+
+
+def _other_mesh(num_stages: int, each: int) -> str:
+    """How K stages get the ranks that a schedule with so many stages per rank needs."""
+    text, ranks = "num_ranks is the size of the mesh's axis 'stage'", num_stages // each
+    if num_stages % each:
+        return f"{text}, and {num_stages} stages are no multiple of {each}"
+    if ranks > (devices := len(jax.devices())):
+        return f"{text}, and there are {devices} devices"
+    return f"{text}: with mesh=make_mesh(stage={ranks}) these {num_stages} stages fit"
 
 
 def is_straight(schedule: Schedule) -> bool:

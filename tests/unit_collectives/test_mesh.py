@@ -90,6 +90,23 @@ def test_bad_sizes(sizes: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"stage": 3}, {"stage": 1, "data": 2}, {"stage": 2, "tensor": 4}]
+)
+def test_one_cpu_device_is_told_how_it_becomes_several(sizes: dict[str, Any]) -> None:
+    """Issue 38: the message named no way to have virtual devices."""
+    with pytest.raises(ValueError, match="but there are 1; ") as caught:
+        collectives.make_mesh(devices=jax.devices()[:1], **sizes)
+    assert str(caught.value).endswith(
+        "; the CPU is one device: to have 8 virtual ones, set the environment variable "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8, or call "
+        'jax.config.update("jax_num_cpu_devices", 8), before jax is first used'
+    )
+    with pytest.raises(ValueError) as caught:
+        collectives.make_mesh(stage=3, devices=jax.devices()[:2])
+    assert "XLA_FLAGS" not in str(caught.value)
+
+
 @pytest.mark.parametrize("number", [np.int32, np.array, jnp.array])
 def test_sizes_may_be_integers_of_any_kind(number: Any) -> None:
     mesh = collectives.make_mesh(stage=number(2), data=None, tensor=number(2))

@@ -43,17 +43,30 @@ def _size(argument: str, value: object) -> int:
     return size
 
 
+class StagesPerRankError(ScheduleError):
+    """A number of stages per rank for which a family is not defined.
+
+    Attributes:
+      count: the number for which it is.
+    """
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+
+
 def need_stages_per_rank(family: str, count: int, num_ranks: int, num_stages: int) -> None:
     """See that every rank holds ``count`` stages.
 
     Raises:
-      ScheduleError: it holds another number.
+      StagesPerRankError: it holds another number.
     """
     if num_stages != count * num_ranks:
         each = "one stage" if count == 1 else f"{count} stages"
-        raise ScheduleError(
+        raise StagesPerRankError(
             f"num_stages={num_stages} with num_ranks={num_ranks}: {family} is defined for {each} "
-            f"per rank; use num_stages={count * num_ranks}, or another family"
+            f"per rank; use num_stages={count * num_ranks}, or another family",
+            count,
         )
 
 
