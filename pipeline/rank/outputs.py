@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pipeline.base.tree import Tree, at, blank, shape_text
+from pipeline.model.loss import same_over_others
 from pipeline.rank.activations import follow
 from pipeline.rank.forward import Forward
 from pipeline.rank.state import RankState
@@ -24,15 +25,15 @@ def check_outputs(last: Forward, state: RankState) -> None:
     Where b is the size of another axis too, the model is traced once more, with b + 1 rows.
 
     Raises:
-      ValueError: that of one is not.
+      ValueError: that of one is not; or one differs between ranks of a further axis.
     """
+    who = "head" if state.model.has_head else "the last stage"
     rows = jax.tree.leaves(at(state.batch.inputs, 0))[0].shape[0]
-    found = _outputs(last)
+    found = same_over_others(who, _outputs(last), last.axes)
     bad = [leaf for leaf in jax.tree.leaves(found) if leaf.shape[:1] != (rows,)]
     if not bad and rows in set(_other_sizes((found, at(state.batch.inputs, 0)))):
         bad = _unlike_with_another_row(found, state)
     if bad:
-        who = "head" if state.model.has_head else "the last stage"
         raise ValueError(
             f"{who} returned {shape_text(bad[0])} of a microbatch of {rows} rows; microbatches are "
             f"joined by the leading axis, which is the batch: let every output have it, [{rows}, "

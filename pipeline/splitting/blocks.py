@@ -64,8 +64,12 @@ def _outermost(
     num_stages: int,
     traced: Callable[[Sequence[Group]], tuple[Trace, Regular | str]],
 ) -> tuple[list[Group], tuple[Trace, Regular | str], dict[Group, tuple[float, int]]]:
-    """Groups whose calls are enough for the stages; what lies within others is not called alone."""
-    chosen = list(groups)
+    """Groups whose calls are enough for the stages; what lies within others is not called alone.
+
+    Where a group has too few calls, lists within it take its place. Attributes of a block that are
+    numbered (fc1, fc2) do not: they are its layers, and are cut apart where ``blocks=`` names them.
+    """
+    chosen, outer = list(groups), None
     while True:
         try:
             found = traced(chosen)
@@ -75,21 +79,23 @@ def _outermost(
                 raise
             continue
         used = _by_group(chosen, found[0])
+        outer = outer or used
         if len(found[0].calls) >= num_stages:
             return chosen, found, used
-        wide = [one for one in used if _holds_others(one, chosen)]
-        if not wide:
-            raise ValueError(_too_few(model, used, num_stages))
-        largest = max(wide, key=lambda group: used[group][0])
-        chosen = [one for one in chosen if one is not largest]
+        lists = [one for one in used if any(_is_within(o, one) and o.is_list for o in chosen)]
+        if not lists:
+            raise ValueError(_too_few(model, outer, num_stages, groups))
+        largest = max(lists, key=lambda group: used[group][0])
+        chosen = [
+            one
+            for one in chosen
+            if one is not largest and (one.is_list or not _is_within(one, largest))
+        ]
 
 
-def _holds_others(group: Group, groups: Sequence[Group]) -> bool:
-    return any(
-        other is not group and other.paths[0][: len(path)] == path
-        for other in groups
-        for path in group.paths
-    )
+def _is_within(group: Group, outer: Group) -> bool:
+    first = group.paths[0]
+    return group is not outer and any(first[: len(path)] == path for path in outer.paths)
 
 
 def _by_group(groups: Sequence[Group], trace: Trace) -> dict[Group, tuple[float, int]]:
@@ -128,10 +134,17 @@ def _check_called(groups: Sequence[Group], trace: Trace) -> None:
             )
 
 
-def _too_few(model: nnx.Module, used: Mapping[Group, tuple[float, int]], num_stages: int) -> str:
+def _too_few(
+    model: nnx.Module,
+    used: Mapping[Group, tuple[float, int]],
+    num_stages: int,
+    groups: Sequence[Group],
+) -> str:
     found = ", ".join(f"{number} of {group.name!r}" for group, (_, number) in used.items())
+    deeper = [one.name for one in groups if any(_is_within(one, group) for group in used)]
+    such = f", such as {deeper[0]!r}" if deeper else ""
     remedy = (
-        "ask for fewer stages, or name blocks that lie deeper, by blocks="
+        f"ask for fewer stages, or name blocks that lie deeper{such}, by blocks="
         if found
         else "calls within functions that nnx transforms (nnx.jit, nnx.remat, nnx.scan) are not "
         "seen: switch these off, or give the layers to Pipeline as stages yourself"

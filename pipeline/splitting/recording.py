@@ -100,9 +100,10 @@ class Recorder:
         self.calls.append(Call(number, path, *_NOTHING))
         self.open.append(number)
         try:
-            (args, kwargs), given, types = _marked((args, kwargs), number, "begin")
+            held = _held(module)
+            (args, kwargs), given, types = _marked((args, kwargs), number, "begin", held)
             found = original(module, *args, **kwargs)
-            found, returned, _ = _marked(found, number, "end")
+            found, returned, _ = _marked(found, number, "end", _held(module))
         finally:
             self.open.pop()
         self.calls[number] = Call(number, path, given, returned, types)
@@ -132,7 +133,15 @@ class Recorder:
         return __call__
 
 
-def _marked(tree: Any, number: int, way: str) -> tuple[Any, Slots, tuple[Any, ...]]:
+def _held(module: nnx.Module) -> list[Any]:
+    """What a module's variables hold now."""
+    return [x for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.core.Tracer)]
+
+
+def _marked(
+    tree: Any, number: int, way: str, held: Sequence[Any]
+) -> tuple[Any, Slots, tuple[Any, ...]]:
+    """A tree with marked values; behind them the mark has what the block holds."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
@@ -141,7 +150,8 @@ def _marked(tree: Any, number: int, way: str) -> tuple[Any, Slots, tuple[Any, ..
         None if is_value else (leaf,) for leaf, is_value in zip(leaves, traced, strict=True)
     )
     found = Slots(treedef, slots)
-    return found.fill(mark_p.bind(*values, number=number, way=way)), found, types
+    marked = mark_p.bind(*values, *held, number=number, way=way)[: len(values)]
+    return found.fill(marked), found, types
 
 
 def is_object(value: Any) -> bool:
@@ -163,15 +173,18 @@ class Group:
     Attributes:
       name: as messages and ``blocks=`` have it.
       paths: of the modules, in order.
+      is_list: whether they are the items of a list or a dictionary.
     """
 
     name: str
     paths: tuple[Path, ...]
+    is_list: bool = True
 
 
 def find_groups(model: nnx.Module) -> list[Group]:
     """All groups of two and more modules with a ``__call__``."""
     found: dict[str, dict[int, Path]] = {}
+    attributes: set[str] = set()
     for path, node in nnx.iter_graph(model):
         if path and isinstance(node, nnx.Module) and callable(node):
             *above, last = path
@@ -182,9 +195,13 @@ def find_groups(model: nnx.Module) -> list[Group]:
                     found.setdefault(name, {})[len(found.get(name, ()))] = path
                 continue
             name = dotted([*above, number[1]] if number[1] else above)
+            if number[1]:
+                attributes.add(name)
             found.setdefault(name, {})[int(number[2])] = path
     return [
-        Group(name, tuple(of[n] for n in sorted(of))) for name, of in found.items() if len(of) > 1
+        Group(name, tuple(of[n] for n in sorted(of)), name not in attributes)
+        for name, of in found.items()
+        if len(of) > 1
     ]
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
+from pipeline.splitting.alone import find_changed
 from pipeline.splitting.blocks import find_blocks
 from pipeline.splitting.cutting import choose_counts
 from pipeline.splitting.parts import Blocks, Cut, Part
@@ -212,6 +213,8 @@ def split(
     found, trace, regular = find_blocks(model, recipe, types, num_stages, blocks)
     recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
     counts = choose_counts(trace, num_stages, cut, costs, found)
+    if isinstance(regular, Regular):
+        regular = find_changed(recipe, trace) or regular
     is_regular = isinstance(regular, Regular)
     cutting = Cut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)

@@ -71,6 +71,7 @@ class Trace:
       equations: in order.
       calls: of blocks.
       given: [calls] the atoms that each was given; returned: likewise.
+      held: [calls] those that its variables hold before and after it.
       state: path of a variable to what holds its leaves; inputs: of each array given.
       constants: variables whose values are known.
       outs: of the model; out_tree: their tree.
@@ -81,6 +82,7 @@ class Trace:
     calls: tuple[Call, ...]
     given: tuple[tuple[Any, ...], ...]
     returned: tuple[tuple[Any, ...], ...]
+    held: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...]
     state: Mapping[Path, tuple[Any, ...]]
     inputs: tuple[Any, ...]
     constants: Mapping[Any, Any]
@@ -283,11 +285,20 @@ def _read(
         at += len(old)
         if any(one is not two for one, two in zip(now_there, old, strict=True)):
             written[path] = now_there
+    starts = [(call.given.values, call.returned.values) for call in calls]
+    pairs = [
+        (begun[call.number][: at[0]], ended[call.number][: at[1]])
+        for call, at in zip(calls, starts, strict=True)
+    ]
     return Trace(
         tuple(equations),
         tuple(calls),
-        tuple(begun[call.number] for call in calls),
-        tuple(ended[call.number] for call in calls),
+        tuple(given for given, _ in pairs),
+        tuple(returned for _, returned in pairs),
+        tuple(
+            (begun[call.number][at[0] :], ended[call.number][at[1] :])
+            for call, at in zip(calls, starts, strict=True)
+        ),
         of_state,
         tuple(invars),
         dict(zip(jaxpr.constvars, closed.consts, strict=True)),

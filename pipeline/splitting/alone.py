@@ -1,0 +1,128 @@
+"""Whether blocks compute by themselves what they compute within the model's own call.
+
+A stage that calls blocks leaves out what the model does around them: a context variable, a scope of
+a library such as `jax.default_matmul_precision`, or adapters that a wrapper of the whole model puts
+in. So each block is traced once more by itself, and what both traces return is compared, equation
+by equation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from pipeline.splitting.recording import Slots, dotted, member
+from pipeline.splitting.tracing import Recipe, Trace
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one array
+
+
+def find_changed(recipe: Recipe, trace: Trace) -> str:
+    """Why stages cannot call the blocks, if one computes otherwise by itself; else an empty text.
+
+    Args:
+      recipe: of the model's call.
+      trace: by it.
+    """
+    interned: dict[Any, int] = {}
+    for number, call in enumerate(trace.calls):
+        own, alone = (trace, number), _trace_alone(recipe, trace, number)
+        if alone is None or _meaning(*own, own, interned) != _meaning(alone, 0, own, interned):
+            return (
+                f"{dotted(call.path)} computes something else by itself than within the model's "
+                f"call, which sets something around it (a context, a precision, an adapter)"
+            )
+    return ""
+
+
+def _trace_alone(recipe: Recipe, trace: Trace, number: int) -> Trace | None:
+    """A call of a block by itself, on what it was given; None if it fails."""
+    call = trace.calls[number]
+
+    def run(model: Any, *values: Any) -> Any:
+        args, kwargs = call.given.fill(values)
+        return member(model, call.path)(*args, **kwargs)
+
+    count = call.given.values
+    treedef = jax.tree.structure(((0,) * count, {}))
+    names = tuple(f"args[{n}]" for n in range(count))
+    slots = Slots(treedef, (None,) * count)
+    alone = Recipe(recipe.graphdef, recipe.state, run, slots, names, (call.path,))
+    try:
+        found = alone.trace(call.types)
+    except Exception:  # noqa: BLE001  what a block needs may be set by the model alone
+        return None
+    return found if len(found.calls) == 1 else None
+
+
+def _meaning(
+    trace: Trace, number: int, like: tuple[Trace, int], interned: dict[Any, int]
+) -> tuple[list[Any], list[Any]] | None:
+    """What a call returns and leaves in its variables, as terms of what it was given and held.
+
+    Args:
+      trace: that has the call.
+      number: of the call.
+      like: a trace and the number of the call in it. Where one value is given there twice, two
+        values that are given here are taken to be one.
+      interned: equations by number, filled here.
+    """
+    before, after = trace.held[number]
+    own = [*trace.given[number], *before]
+    other = [*like[0].given[like[1]], *like[0].held[like[1]][0]]
+    if len(own) != len(other):
+        return None
+    first: dict[Any, int] = {}
+    names = [first.setdefault(id(atom), n) for n, atom in enumerate(other)]
+    terms: dict[Any, Any] = {}
+    for atom, name in zip(own, names, strict=True):
+        if not isinstance(atom, Literal):
+            terms.setdefault(atom, ("given", name))
+    for path, held in trace.state.items():
+        for n, var in enumerate(held):
+            terms.setdefault(var, ("state", path, n))
+    for var, value in trace.constants.items():
+        terms.setdefault(var, _constant(value))
+
+    def term(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return "literal", str(atom.aval), repr(atom.val)
+        return terms.get(atom, ("outside", id(atom)))
+
+    for one in trace.equations:
+        if one.call != number:
+            continue
+        eqn = one.eqn
+        key = eqn.primitive.name, _params(eqn.params), tuple(map(term, one.reads))
+        made = interned.setdefault(key, len(interned))
+        terms.update((var, ("made", made, n)) for n, var in enumerate(eqn.outvars))
+    return list(map(term, trace.returned[number])), list(map(term, after))
+
+
+def _constant(value: Any) -> Any:
+    try:
+        array = np.asarray(value)
+    except TypeError:  # a key
+        return "constant", id(value)
+    if array.nbytes > _COMPARED:
+        return "constant", id(value)
+    return "constant", str(array.dtype), array.shape, array.tobytes()
+
+
+def _params(params: Any) -> Any:
+    """Parameters of an equation, equal where two traces of one function have them."""
+    if isinstance(params, Mapping):
+        return tuple((key, _params(params[key])) for key in sorted(params))
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        return tuple(map(_params, params))
+    if hasattr(params, "consts"):
+        return _ADDRESS.sub("", str(params)), tuple(map(_constant, params.consts))
+    if callable(params) and not hasattr(params, "jaxpr"):  # a rule, made anew by every trace
+        return "function"
+    return _ADDRESS.sub("", str(params))

@@ -1,0 +1,158 @@
+"""What a model sets around its blocks, in its own call, is not lost by a cut (issue 38, B12)."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from pipeline import split
+from tests.splitting.parity import check_parts, squares
+
+WIDTH, ROWS = 8, 8
+SCALE = contextvars.ContextVar("scale", default=1.0)
+X, T = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.0, rngs=rngs)
+        self.gain = 1.0
+
+    def __call__(self, x):
+        return x + SCALE.get() * self.gain * jnp.tanh(self.drop(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Calls its blocks; ``around`` enters what it sets, ``each`` what it sets for one of them."""
+
+    def __init__(self, around=None, each=None):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.around, self.each = around, each
+
+    def __call__(self, x):
+        with self.around(x) if self.around else contextlib.nullcontext():
+            for number, block in enumerate(self.blocks):
+                with self.each(number) if self.each else contextlib.nullcontext():
+                    x = block(x)
+        return x
+
+
+@contextlib.contextmanager
+def scaled(value=0.1):
+    token = SCALE.set(value)
+    try:
+        yield
+    finally:
+        SCALE.reset(token)
+
+
+@contextlib.contextmanager
+def another_rule(_):
+    """A library's scope that gives linear layers another rule, as quantization does."""
+    own = nnx.Linear.__call__
+    nnx.Linear.__call__ = lambda self, x: own(self, x).astype(jnp.bfloat16).astype(x.dtype)
+    try:
+        yield
+    finally:
+        nnx.Linear.__call__ = own
+
+
+AROUND = {
+    "a context variable": {"around": lambda _: scaled()},
+    "a context of some blocks": {"each": lambda n: scaled(1.0 if n < 3 else 0.5)},
+    "an array of the model's": {"around": lambda x: scaled(jnp.mean(x))},
+    "a precision": {"around": lambda _: jax.default_matmul_precision("float32")},
+    "a scope of a library": {"around": another_rule},
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_set_around_blocks(name):
+    model = Model(**AROUND[name])
+    parts = split(model, 4, X)
+    number = 3 if "some" in name else 0
+    assert parts.why == (
+        f"blocks.{number} computes something else by itself than within the model's call, which "
+        f"sets something around it (a context, a precision, an adapter)"
+    )
+    # A mean over rows is that of a microbatch.
+    microbatches = 1 if "array" in name else 2
+    check_parts(model, parts, squares, T, X, ranks=4, microbatches=microbatches)
+
+
+def wrap_with_adapters(model, rank=2):
+    """Adapters of a library that wraps a model whole: in its call, linear layers add theirs.
+
+    As `qwix.apply_lora_to_model` does: it gives the model a class of its own, whose call changes
+    what layers within it do, and puts new parameters beside their own.
+    """
+    rngs = nnx.Rngs(7)
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, nnx.Linear):
+            module.lora_a = nnx.LoRAParam(0.3 * jax.random.normal(rngs.params(), (WIDTH, rank)))
+            module.lora_b = nnx.LoRAParam(0.3 * jax.random.normal(rngs.params(), (rank, WIDTH)))
+
+    @contextlib.contextmanager
+    def adding():
+        own = nnx.Linear.__call__
+        nnx.Linear.__call__ = lambda m, x: own(m, x) + x @ m.lora_a[...] @ m.lora_b[...]
+        try:
+            yield
+        finally:
+            nnx.Linear.__call__ = own
+
+    kind = type(model)
+
+    class Wrapped(kind):
+        def __call__(self, *args, **kwargs):
+            with adding():
+                return super().__call__(*args, **kwargs)
+
+    model.__class__ = Wrapped
+    return model
+
+
+def test_adapters_that_wrap_the_whole_model():
+    model = wrap_with_adapters(Model())
+    parts = split(model, 4, X)
+    assert not parts.unused
+    assert "an adapter" in parts.why
+    pipe = check_parts(model, parts, squares, T, X, ranks=4)
+    _, grads = pipe.value_and_grad(X, T, wrt=nnx.LoRAParam)
+    assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+class Tied(nnx.Module):
+    """Blocks that are given one value twice, and have rules of their own in their equations."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+
+        class Own(nnx.Module):
+            def __init__(own):  # noqa: N805
+                own.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+                own.table = jnp.linspace(0, 1, WIDTH)[None]
+
+            def __call__(own, x, y, flag):  # noqa: N805
+                inner = jax.jit(lambda x: jax.nn.relu(x) * jnp.arange(1.0 * WIDTH)[None])
+                return (jax.nn.gelu(own.up(x)) + inner(x)) * own.table + (y if flag else 0)
+
+        self.blocks = nnx.List([Own() for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, x, flag=True)
+        return x
+
+
+@pytest.mark.parametrize("model", [Model, Tied])
+def test_blocks_that_compute_the_same_by_themselves_are_called(model):
+    parts = split(model(), 4, X)
+    assert not parts.why
