@@ -40,6 +40,7 @@ from pipeline.model.loss import LossFn, check_has_aux
 from pipeline.model.model import Model
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
+from pipeline.model.stacks import check_stack
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.model.trained import Trained
 from pipeline.options.checks import (
@@ -219,6 +220,8 @@ class Pipeline(nnx.Module):
             signature=model,
             options=options,
         )
+        if is_stacked(stages) and check_stack(stages) == "unknown":
+            self.plan.traces.stack = count
         if not was_made and mesh is None and meshes.default_mesh() is None:
             warn_of_idle_devices(schedule, plan.mesh, count)
         warn_of_parameters_read_from_outside(

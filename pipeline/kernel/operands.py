@@ -89,6 +89,7 @@ def make_operands(
         has_aux=has_aux,
         weighed=weighed,
         declared=declared,
+        stack=plan.traces.stack,
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch
 

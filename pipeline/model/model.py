@@ -91,7 +91,7 @@ class Model:
       state lie. trained: which of its parameters have gradients. tables: those of embed and head
       that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are wanted;
       None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`. declared:
-      the state that stages and ends may write.
+      the state that stages and ends may write. stack: as of `pipeline.options.plan.Traces`.
     """
 
     stages: tuple[Seat, ...]
@@ -109,6 +109,7 @@ class Model:
     has_aux: bool | None = False
     weighed: bool = False
     declared: Declared = field(default_factory=Declared)
+    stack: int = 0
 
     @property
     def gradient_specs(self) -> list[PartitionSpec]:

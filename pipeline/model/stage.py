@@ -21,6 +21,7 @@ from pipeline.base.placeholders import with_arrays
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded
+from pipeline.model.stacks import check_stack
 from pipeline.model.unlike import Overlaid, Views
 from pipeline.sharding.placement import as_before
 
@@ -265,6 +266,7 @@ def check_kinds(stages: Any, **ends: Any) -> None:
 def count_stages(stages: Any) -> int:
     """K: the length of a list of stages, or of the leading axis of a stacked module."""
     if is_stacked(stages):
+        check_stack(stages)
         return _stacked_length(stages)
     if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
@@ -307,7 +309,8 @@ def _stacked_length(stages: nnx.Module) -> int:
             also = f", {path} has {length}" if path != first_path else ""
             raise ValueError(
                 f"stages is one stacked module, whose leaves all have a leading axis of length K; "
-                f"{first_path} has {first}{also}; stack every leaf, or give a list of K modules"
+                f"{first_path} has {first}{also}; stack every leaf, give a list of K modules, or "
+                f"let pipeline.split(model, K, inputs) cut one model"
             )
     return int(first)
 

@@ -46,6 +46,7 @@ class Traces:
       plans: by M, those of calls that have another.
       jitted: functions jitted for the plan, and what was seen in their traces.
       pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
+      stack: K, of stages that were given as one module of which nothing shows that it is a stack.
     """
 
     unsplit: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class Traces:
     plans: dict[int, Any] = field(default_factory=dict)
     jitted: dict[Any, Any] = field(default_factory=dict)
     pipelines: set[int] = field(default_factory=set)
+    stack: int = 0
 
 
 @dataclass(frozen=True, eq=False)

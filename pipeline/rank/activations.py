@@ -24,6 +24,7 @@ from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, sig
 from pipeline.jaxpr.primitives import makes_ref
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
+from pipeline.model.stacks import REMEDY
 from pipeline.rank.forward import Forward
 from pipeline.rank.messages import check_static, noted, types_text
 from pipeline.rank.state import RankState
@@ -79,6 +80,8 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         if state.widest is not None and signature(state.widest) == signature(joined):
             break
         state = dataclasses.replace(state, widest=joined)
+    if model.stack > 1:
+        _check_that_it_is_a_stack(state, found.types)
     if model.tables.is_used:
         check_activations(found.types)
     if any(has_check(body.effects) for body in found.bodies):
@@ -132,6 +135,43 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
             f"microbatch and data shard); neighbours agree on the activation between them: change "
             f"either stage"
         ) from error
+
+
+def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
+    """Check that stages given as one module are not one stage.
+
+    Raises:
+      ValueError: with whole arrays in place of their rows it computes a stage's output too, of rows
+        that are no multiple of K.
+    """
+    K = state.model.stack
+    stage, rows = Forward(state, state.model.stages[0]), 2 * K + 1
+
+    def whole(leaf: Any) -> Any:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if is_key else jnp.broadcast_to(leaf, (K, *leaf.shape))
+
+    def resized(leaf: Any) -> Any:
+        return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
+
+    def run() -> Tree:
+        weights, fixed, (streams, extras, *where) = stage.stage_arguments(stage.home, 0)
+        side = streams, jax.tree.map(resized, extras), *where
+        x = jax.tree.map(resized, blank(types[0], ()))
+        return stage.stage(list(map(whole, weights)), jax.tree.map(whole, fixed), side, x)
+
+    try:
+        with jax.numpy_rank_promotion("allow"):
+            found = jax.eval_shape(run)
+    except Exception:  # noqa: BLE001  as it should be
+        return
+    if [y.shape for y in jax.tree.leaves(found)] == [
+        (rows, *y.shape[1:]) for y in jax.tree.leaves(types[1])
+    ]:
+        raise ValueError(
+            f"stages is one module whose arrays all have a leading axis of {K}; it is taken for "
+            f"{K} stages, and computes the same shapes as one stage: {REMEDY}"
+        )
 
 
 def _note_what_is_tracked(error: Exception) -> None:

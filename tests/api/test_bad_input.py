@@ -271,7 +271,8 @@ class Stacked(nnx.Module):
 def test_a_stacked_module_whose_leaves_disagree(shapes, found):
     assert refusal(make, Stacked(*shapes)) == (
         f"stages is one stacked module, whose leaves all have a leading axis of length K; "
-        f"{found}; stack every leaf, or give a list of K modules"
+        f"{found}; stack every leaf, give a list of K modules, or let "
+        f"pipeline.split(model, K, inputs) cut one model"
     )
 
 
