@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype, keep_params_in
+from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
 from pipeline.calibrate.compiled import calibrate_for
@@ -40,7 +41,6 @@ from pipeline.model.loss import LossFn, check_has_aux
 from pipeline.model.model import Model
 from pipeline.model.randomness import counting
 from pipeline.model.shared_variables import unshared
-from pipeline.model.stacks import check_stack
 from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.model.trained import Trained
 from pipeline.options.checks import (

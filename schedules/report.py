@@ -39,6 +39,7 @@ from schedules.core.flat import (
     takes_and_frees,
 )
 from schedules.core.messages import links, senders
+from schedules.core.text import printable
 from schedules.schedule import Schedule
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
@@ -161,6 +162,21 @@ class Report:
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        """A line for the step, and one for each rank."""
+        of, rows = self.schedule, zip(self.work, self.peak_activations, strict=True)
+        step = (
+            f"{printable(of.name)}: {of.num_ranks} ranks, {of.num_stages} stages, "
+            f"{of.num_microbatches} microbatches; clock {self.clock}, makespan "
+            f"{self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
+        )
+        ranks = (
+            f"rank {rank}: works {work:.6g}, waits {self.makespan - work:.6g}, holds at most "
+            f"{peak} activations"
+            for rank, (work, peak) in enumerate(rows)
+        )
+        return "\n".join([step, *ranks])
 
     @property
     def step_time(self) -> float:

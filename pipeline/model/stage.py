@@ -18,10 +18,10 @@ from flax import nnx
 
 from pipeline.base.alike import alike, digest
 from pipeline.base.placeholders import with_arrays
+from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded
-from pipeline.model.stacks import check_stack
 from pipeline.model.unlike import Overlaid, Views
 from pipeline.sharding.placement import as_before
 

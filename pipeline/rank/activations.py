@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from collectives import DATA, STAGE
 from collectives.compat import has_check
 from pipeline.added_losses import Adding, adding_losses
+from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
 from pipeline.jaxpr.primitives import makes_ref
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
-from pipeline.model.stacks import REMEDY
 from pipeline.rank.forward import Forward
 from pipeline.rank.messages import check_static, noted, types_text
 from pipeline.rank.state import RankState

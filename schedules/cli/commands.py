@@ -18,7 +18,7 @@ from schedules.cli import output as files
 from schedules.cli.records import report_record, schedule_record
 from schedules.cli.text import columns, complain, number, reason, say
 from schedules.core.action import ScheduleError
-from schedules.drawing.palette import printable
+from schedules.core.text import printable
 from schedules.drawing.terminal import render, wants_colour
 from schedules.families.constructions.sizes import OutOfReachError
 from schedules.files.whole import shown

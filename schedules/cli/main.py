@@ -16,7 +16,7 @@ from schedules.build import names
 from schedules.cli import commands, options
 from schedules.cli.text import complain
 from schedules.core.action import ScheduleError
-from schedules.drawing.palette import printable
+from schedules.core.text import printable
 from schedules.files.whole import shown
 from schedules.search.auto import BUDGET
 

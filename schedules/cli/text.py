@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from schedules.core.action import ScheduleError
-from schedules.drawing.palette import printable
+from schedules.core.text import printable
 
 
 def say(text: str) -> None:

@@ -28,6 +28,7 @@ from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import listed
 from schedules.core.costs import Costs
 from schedules.core.flat import flatten
+from schedules.core.text import printable
 from schedules.drawing.palette import CAUSES as REASONS
 from schedules.drawing.palette import (
     DARK,
@@ -36,7 +37,6 @@ from schedules.drawing.palette import (
     clock_name,
     joined,
     kinds,
-    printable,
     sizes,
 )
 from schedules.report import CAUSES, Report, Wait

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from schedules.core.action import KINDS, Kind, ScheduleError
 from schedules.core.arguments import listed, need
+from schedules.core.text import printable
 from schedules.report import Cause, Report
 from schedules.schedule import Schedule
 
@@ -89,11 +90,6 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
     for report in found:
         need("reports", report, Report, "give what simulate() returned, one or several")
     return found
-
-
-def printable(text: str) -> str:
-    """The text with every character escaped that a terminal might obey instead of showing."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def sizes(schedule: Schedule) -> str:

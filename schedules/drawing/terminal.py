@@ -27,6 +27,7 @@ from schedules.clocks.ticks import lay_out
 from schedules.core.action import Action, Kind, ScheduleError, shorten
 from schedules.core.arguments import is_number, need
 from schedules.core.grid import in_cells, steps
+from schedules.core.text import printable
 from schedules.drawing.palette import (
     ANSI,
     NAMES,
@@ -34,7 +35,6 @@ from schedules.drawing.palette import (
     heading,
     joined,
     kinds,
-    printable,
     sizes,
 )
 from schedules.report import Report

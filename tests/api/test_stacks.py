@@ -12,7 +12,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.model.stacks import REMEDY
+from pipeline.base.stacks import REMEDY
 from tests.support.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("lenient")

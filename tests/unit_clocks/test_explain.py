@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,3 +120,18 @@ def test_a_report_explains_itself_as_a_table():
         "rank 0     66.7%   33.3%            0.0%   33.3%\n"
         "rank 1     66.7%   11.1%           22.2%   33.3%"
     )
+
+
+def test_a_report_is_printed_in_a_line_for_each_rank():
+    """Issue 38: `print(pipe.trace(...))` was a repr of 60,000 characters."""
+    schedule = build("gpipe", num_ranks=2, num_microbatches=3)
+    named = dataclasses.replace(schedule, name="mine\x1b[2J")
+    for one, name in ((schedule, "gpipe"), (named, "mine\\x1b[2J")):
+        assert str(simulate(one)) == (
+            f"{name}: 2 ranks, 2 stages, 3 microbatches; clock event, makespan 12, bubble 25.0% of "
+            f"the step\n"
+            "rank 0: works 9, waits 3, holds at most 3 activations\n"
+            "rank 1: works 9, waits 3, holds at most 3 activations"
+        )
+    long = simulate(build("zb_h1", num_ranks=8, num_microbatches=200))
+    assert max(map(len, str(long).splitlines())) < 120

@@ -1,0 +1,8 @@
+"""Text of others' files as a terminal may show it."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal might obey instead of showing."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
