@@ -60,6 +60,7 @@ from pipeline.replace import check_changes, refusal, replaced, typed
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_undivided_weights
 from pipeline.sharding.placement import Placement, Sharding
+from pipeline.trained.copies import Copies
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.trained.state import check_order, check_state, keep_state
@@ -76,7 +77,8 @@ class Pipeline(nnx.Module):
       stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes
         what the stage before it returns; ``x`` may be a pytree. Stages may differ in structure and
         in what they return; where they are alike, all ranks share their code and a rank stores
-        them as they are.
+        them as they are. The pipeline holds copies: the modules given here, and embed and head,
+        stay as they are, untrained, and what is written to them later it does not see.
       num_microbatches: M; a batch of N rows is split into M * D equal parts.
       schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
         stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
@@ -183,7 +185,7 @@ class Pipeline(nnx.Module):
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
-        count = count_stages(stages)
+        given_stages, count = stages, count_stages(stages)
         model = signature_of(
             stages,
             embed,
@@ -245,6 +247,8 @@ class Pipeline(nnx.Module):
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
+        watched = {} if was_made else {"embed": embed, "head": head}
+        plan.traces.copies = Copies(self, [] if was_made else given_stages, **watched)
         hold(plan, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -556,7 +560,11 @@ class Pipeline(nnx.Module):
         return calibrate(self, type(self), *given, **counts, split=split, message=message)
 
     def stages(self) -> list[nnx.Module]:
-        """Copies of the K stages in layer order, each whole."""
+        """Copies of the K stages in layer order, each whole.
+
+        To write to a copy changes nothing in the pipeline. Weights are written in layer order by
+        ``nnx.update(pipe, pipe.from_layers(layers))``, with ``layers`` of `to_layers`.
+        """
         is_typed = bool(self.plan.home.explicit_axes)
         with self._entered():
             chunks = list(self.chunks)
@@ -568,9 +576,11 @@ class Pipeline(nnx.Module):
                 for chunk, k in zip(chunks, held, strict=True)
             }
         stages = [self.ignored.give_back(found[k], k) for k in range(len(found))]
-        if not is_typed:
-            return stages
-        return [_with_state(stage, meshes.typed_as_they_lie, self.plan.home) for stage in stages]
+        if is_typed:
+            home = self.plan.home
+            stages = [_with_state(stage, meshes.typed_as_they_lie, home) for stage in stages]
+        self.plan.traces.copies.returned(stages)
+        return stages
 
     def replace(self, **options: Any) -> Self:
         """Another pipeline of the same stages and weights, and of other options.
@@ -665,6 +675,7 @@ class Pipeline(nnx.Module):
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:
         """The operands of a call that computes; random streams count it, the mesh is in force."""
         check_arrays(name, operands)
+        self.plan.traces.copies.warn(self)
         with counting(self):  # the weights hold the variables that count
             operands = self._untyped(operands)
             with self._entered():

@@ -13,6 +13,7 @@ Where only some layers have such a leaf (a rule for these alone), the rows of th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,22 +125,29 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, found)
 
     def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
-        """What is stored, as variables that say of themselves what the parameters do.
+        """Make variables of what is stored, which say of themselves what the parameters do.
+
+        Arrays of other shapes than the parameters' say that they lie over ``stage``, if they do.
 
         Args:
           stored: arrays.
           variables: the parameters, by path.
         """
 
-        def one(path: Any, leaf: Any) -> Any:
-            variable = variables.get(tuple(map(key_name, path)))
-            if variable is None or variable.shape != leaf.shape:
+        def one(specs: Mapping[Path, PartitionSpec], path: Any, leaf: Any) -> Any:
+            names = tuple(map(key_name, path))
+            variable = variables.get(names)
+            if variable is not None and variable.shape == leaf.shape:
+                return variable.replace(leaf)
+            if not any(specs[names]):
                 return leaf
-            return variable.replace(leaf)
+            return nnx.Variable(leaf, out_sharding=tuple(specs[names]), eager_sharding=False)
 
         items = self.treedef.flatten_up_to(stored)
         found = [
-            item if part is None else jax.tree_util.tree_map_with_path(one, item)
+            item
+            if part is None
+            else jax.tree_util.tree_map_with_path(functools.partial(one, part.specs()), item)
             for part, item in zip(self.parts, items, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, found)

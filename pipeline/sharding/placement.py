@@ -118,12 +118,19 @@ class Placement:
         return distribute(value, sharding, compare=False)  # the pipeline compares all at once
 
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
-        """The variable with a value that lies there, and metadata that say so."""
-        plain = PartitionSpec(*lead)
-        said = dict(metadata(variable))
-        if "out_sharding" not in said and (spread.stored, spread.gradient) == (plain, plain):
+        """Give the variable a value that lies there, and metadata that say so.
+
+        flax reads them in `nnx.get_partition_spec`. Streams of random numbers stay as they are:
+        what a call leaves of them is counted by the pipeline.
+        """
+        said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
+        is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
+        if is_plain and (not lead or isinstance(variable, nnx.RngState)):
             return with_value(variable, value)
         own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
+        if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
+            own += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
+            said["eager_sharding"] = False
         said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
         if spread.gradient != spread.stored:
             said["optimizer_sharding"] = tuple(spread.gradient)
