@@ -6,12 +6,12 @@ no biases, as in Llama. Operations are multiplications and additions, of one tok
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.arguments import is_whole
+from pipeline.base.files import Kind, faults_of, read_json
 from pipeline.planner.chips import known
 
 COMPUTE_BYTES = 2  # of an activation, bfloat16
@@ -179,11 +179,12 @@ def find_model(model: ModelSizes | str | Path) -> ModelSizes:
 
 def _read(path: Path) -> ModelSizes:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model={str(path)!r} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"model={str(path)!r}: a configuration is a JSON object")
+        content: Any = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"model={str(path)!r}: {error}") from error
+    kinds: dict[str, Kind] = {theirs: "size" for ours, theirs in KEYS.items() if ours != "tied"}
+    if wrong := faults_of(content, kinds | {KEYS["tied"]: "flag"}):
+        raise ValueError(f"model={str(path)!r}: {'; '.join(wrong)}")
     content = {"num_key_value_heads": content.get("num_attention_heads"), **content}
     missing = [KEYS[name] for name in SIZES if content.get(KEYS[name]) is None]
     if missing:

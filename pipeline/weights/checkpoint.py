@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import read_json, shown
 from pipeline.weights.safetensors import Tensor, read_header
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHOWN = 8  # names that an error lists
+_LONGEST_NAME = 255  # bytes, of a file
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,20 @@ def open_checkpoint(folder: str | Path, config: Mapping[str, Any] | None = None)
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}{also}")
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """The object of a JSON file.
-
-    Raises:
-      ValueError: no such file, no JSON, or no object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is a JSON {type(content).__name__}, and should be an object")
-    return content
-
-
 def _sharded(folder: Path) -> dict[str, Tensor]:
     """The tensors of all files that an index names."""
     path = folder / INDEX
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{path} has no weight_map from tensors to files")
+    by_file: dict[str, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
     found: dict[str, Tensor] = {}
     missing: dict[str, list[str]] = {}
-    for file in dict.fromkeys(files.values()):
-        mine = [name for name, where in files.items() if where == file]
-        if Path(file).name != file:
-            raise ValueError(f"{path}: {file!r} is no name of a file beside it")
+    for file, mine in by_file.items():
+        if Path(file).name != file or len(file.encode()) > _LONGEST_NAME:
+            raise ValueError(f"{path}: {shown(file)} is no name of a file beside it")
         if not (folder / file).is_file():
             missing[file] = mine
             continue
@@ -92,10 +78,14 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
                     f"{folder / file} has no tensor {name}, which {INDEX} says is there; the two "
                     f"are not of one checkpoint"
                 )
-        found |= {name: tensor for name, tensor in held.items() if name in mine}
+        wanted = set(mine)
+        found |= {name: tensor for name, tensor in held.items() if name in wanted}
     if missing:
-        said = "; ".join(f"{file} with {listed(names)}" for file, names in missing.items())
-        raise ValueError(f"{folder} lacks shards that {INDEX} names: {said}; fetch them")
+        said = [f"{file} with {listed(names)}" for file, names in missing.items()]
+        more = f"; and {len(said) - SHOWN:,} more" if len(said) > SHOWN else ""
+        raise ValueError(
+            f"{folder} lacks shards that {INDEX} names: {'; '.join(said[:SHOWN])}{more}; fetch them"
+        )
     return found
 
 

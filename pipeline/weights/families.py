@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.base.files import Kind, faults_of, shown
 from pipeline.decoders import DecoderConfig, Rope
 from pipeline.decoders.config import Activation
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
@@ -116,6 +117,30 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "norm_epsilon",
     "tie_word_embeddings": "tied",
 }
+# What values must be. JSON knows NaN and Infinity, and text where a number or flag belongs.
+_OF_KIND: dict[Kind, str] = {
+    "size": "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim intermediate_size n_embd n_layer n_head n_inner n_positions max_position_embeddings "
+    "sliding_window sliding_window_pattern _sliding_window_pattern",
+    "count": "max_window_layers",
+    "positive": "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq "
+    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor",
+    "flag": "tie_word_embeddings attention_bias mlp_bias use_sliding_window",
+    "text": "model_type hidden_act hidden_activation activation_function",
+    "object": "rope_scaling rope_parameters",
+    "list": "layer_types architectures",
+}
+_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_KIND.items() for key in of.split()}
+_OF_ROPE: dict[Kind, str] = {
+    "size": "original_max_position_embeddings",
+    "positive": "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow "
+    "attention_factor partial_rotary_factor",
+    "number": "mscale mscale_all_dim",
+    "flag": "truncate",
+    "text": "rope_type type",
+    "object": "full_attention sliding_attention",
+}
+_ROPE_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_ROPE.items() for key in of.split()}
 _SIZES = {"vocabulary", "width", "layers", "heads"}  # that no model has by default
 _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -160,20 +185,21 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
         given[reading.activation] = reading.defaults.get(reading.activation)
     # Written out, null is a value: no window, no soft cap.
     given = {key: value for key, value in given.items() if value is not None}
-    wrong = [
+    wrong = _faults(given)
+    wrong += [
         f"{key} is missing"
         for key, own in reading.keys.items()
         if own in _SIZES and key not in given
     ]
     wrong += [
-        f"{key}={given[key]!r} is not supported, only {value!r}"
+        f"{key}={shown(given[key])} is not supported, only {value!r}"
         for key, value in {**reading.only, "quantization_config": None}.items()
         if given.get(key, value) != value
     ]
     activation = str(given.get(reading.activation))
     if activation not in _HIDDEN_ACTIVATIONS:
         known = ", ".join(_HIDDEN_ACTIVATIONS)
-        wrong.append(f"{reading.activation}={activation!r} is not supported, only {known}")
+        wrong.append(f"{reading.activation}={shown(activation)} is not supported, only {known}")
     if wrong:
         raise ValueError(f"config.json of {name}: " + "; ".join(wrong))
     found = {own: given[key] for key, own in reading.keys.items() if key in given}
@@ -186,6 +212,18 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
         return DecoderConfig(**{**found, **reading.fixed, **reading.more(given)})
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from None
+
+
+def _faults(given: Config) -> list[str]:
+    """What is wrong with the kinds of values, at any depth."""
+    wrong = faults_of(given, _KINDS)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := given.get(key), Mapping):
+            wrong += faults_of(rope, _ROPE_KINDS, f"{key}.")
+            for kind in ("full_attention", "sliding_attention"):
+                if isinstance(of := rope.get(kind), Mapping):
+                    wrong += faults_of(of, _ROPE_KINDS, f"{key}.{kind}.")
+    return wrong
 
 
 def _rope(given: Config, kind: str | None = None) -> Rope:
@@ -210,6 +248,8 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
         raise ValueError("partial_rotary_factor is not supported, only 1.0")
     if how == "default":
         return Rope(theta)
+    if how in ("linear", "llama3") and written.get("factor") is None:
+        raise ValueError(f"rope of type {how!r} has no factor")
     if how == "linear":
         return Rope(theta, LinearScaling(written["factor"]))
     if how == "llama3":
@@ -219,7 +259,7 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
     if how == "yarn" and not (written.get("mscale") or written.get("mscale_all_dim")):
         options = ("beta_fast", "beta_slow", "attention_factor", "truncate")
         values = {name: written[name] for name in options if written.get(name) is not None}
-        factor = written.get("factor") or given["max_position_embeddings"] / context
+        factor = written.get("factor") or given.get("max_position_embeddings", context) / context
         return Rope(theta, YarnScaling(factor, context, **values))
     raise ValueError(
         f"rope of type {how!r} is not supported as written ({dict(written)!r}); known are "
@@ -412,7 +452,7 @@ def family_of(content: Config, where: str = "config.json") -> Family:
       ValueError: none that is known.
     """
     name = content.get("model_type")
-    if name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     known = ", ".join(FAMILIES)
     if name is None:
@@ -420,6 +460,6 @@ def family_of(content: Config, where: str = "config.json") -> Family:
     made = content.get("architectures")
     also = f" (architectures {', '.join(map(str, made))})" if isinstance(made, list) else ""
     raise ValueError(
-        f"{where} has model_type {name!r}{also}, and known are {known}; for another give family=, "
-        f"a pipeline.weights.Family with a table of its names"
+        f"{where} has model_type {shown(name)}{also}, and known are {known}; for another give "
+        f"family=, a pipeline.weights.Family with a table of its names"
     )

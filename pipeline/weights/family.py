@@ -69,7 +69,9 @@ class Family:
     def prefix_of(self, names: Sequence[str]) -> str:
         """The prefix that the names of a file have."""
         held = set(names)
-        wanted = [source.name for row in self.embed for source in row.sources]
+        rows = *self.embed, *self.head  # a tied head may have the embedding's only table
+        wanted = [source.name for row in rows for source in row.sources]
+        wanted = [name for name in wanted if not name.startswith(".")]
         for prefix in self.prefixes:
             if any(self.tensor_name(prefix, None, name) in held for name in wanted):
                 return prefix

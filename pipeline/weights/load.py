@@ -30,7 +30,13 @@ from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Config, Family
-from pipeline.weights.names import check_shapes, check_tensors, entries_of
+from pipeline.weights.names import (
+    check_layers,
+    check_shapes,
+    check_tensors,
+    entries_of,
+    with_tied_head,
+)
 from pipeline.weights.native import NATIVE, is_native, native_entries
 from pipeline.weights.patterns import Plan, Range
 from pipeline.weights.safetensors import DTYPES
@@ -138,6 +144,7 @@ def parts(
             f"Pipeline of it and call pipeline.weights.read_into(pipe, folder, family=...)"
         )
     config = family.config(checkpoint.config)
+    check_layers(checkpoint, family, config.layers)
     counts = count_blocks(config.layers, num_stages, layout, mesh)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
     own = stored if activations is None else as_float(activations)
@@ -223,7 +230,8 @@ def common_dtype(checkpoint: Checkpoint) -> Any:
 def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     view = layer_view(pipe)
     prefix = family.prefix_of(list(checkpoint.tensors))
-    entries = entries_of(view.tree, family, checkpoint.config, prefix)
+    found = entries_of(view.tree, family, checkpoint.config, prefix)
+    entries = with_tied_head(found, checkpoint, family, prefix)
     check_shapes(entries, lambda held: _shape(view, held))
     if is_native(checkpoint):
         entries = native_entries(entries)

@@ -6,7 +6,7 @@ Letters: K stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
@@ -14,7 +14,7 @@ from pipeline.weights.family import Config, Family
 from pipeline.weights.patterns import Part, Plan, Row, Sizes, plan
 
 Path = tuple[Any, ...]
-EMBED, HEAD = "embed", "head"
+EMBED, HEAD, TABLE = "embed", "head", "table"
 BLOCKS = "blocks"  # of a stage: the attribute that lists its blocks
 
 
@@ -129,6 +129,71 @@ class _Planner:
             for part in made.parts
         )
         return Entry(layer, Plan(made.target, made.dims, parts), held)
+
+
+def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
+    """See that a checkpoint has its last layer, before a model of so many is made.
+
+    Args:
+      checkpoint: that is read, of the Hugging Face layout or under our own names.
+      family: its table.
+      layers: by config.json.
+
+    Raises:
+      ValueError: it has fewer.
+    """
+    names = list(checkpoint.tensors)
+    prefix = family.prefix_of(names)
+
+    def is_there(n: int) -> bool:
+        starts = (family.tensor_name(prefix, n, ""), f"layers.{n}.")
+        return any(name.startswith(starts) for name in names)
+
+    if names and not is_there(layers - 1):
+        held = next(n for n in range(layers) if not is_there(n))
+        raise ValueError(
+            f"{checkpoint.folder}: by config.json the model has {layers:,} layers, and the files "
+            f"have {held}: correct config.json, or fetch the shards that are missing"
+        )
+
+
+def with_tied_head(
+    entries: Sequence[Entry], checkpoint: Checkpoint, family: Family, prefix: str
+) -> Sequence[Entry]:
+    """The entries, where the head shares the embedding's table, of whichever tensor has it.
+
+    Safetensors keep one of two names of one array, and that may be the head's.
+
+    Args:
+      entries: as of `entries_of`.
+      checkpoint: that is read.
+      family: its table.
+      prefix: of the names of tensors.
+
+    Raises:
+      ValueError: both are there, and differ.
+    """
+    tables = {one.layer: one for one in entries if one.plan.target == TABLE}
+    if EMBED not in tables or HEAD in tables:
+        return entries
+    rows = [row for row in family.head if row.target == TABLE and len(row.sources) == 1]
+    parts = tables[EMBED].plan.parts
+    if not rows or len(parts) != 1:
+        return entries
+    tensors, own = checkpoint.tensors, parts[0].name
+    other = family.tensor_name(prefix, None, rows[0].sources[0].name)
+    if other not in tensors:
+        return entries
+    if own in tensors:
+        if not tensors[own].equals(tensors[other]):
+            raise ValueError(
+                f"{checkpoint.folder}: {other} and {own} differ, and by config.json the head "
+                f"shares the embedding's table, so one of them would not be used: set "
+                f"tie_word_embeddings to false, or leave out the one that is not meant"
+            )
+        return entries
+    plan = replace(tables[EMBED].plan, parts=(replace(parts[0], name=other),))
+    return [replace(one, plan=plan) if one is tables[EMBED] else one for one in entries]
 
 
 def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, ...]]) -> None:

@@ -28,7 +28,16 @@ from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoi
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
-from pipeline.weights.names import EMBED, HEAD, Entry, check_shapes, check_tensors, entries_of
+from pipeline.weights.names import (
+    EMBED,
+    HEAD,
+    Entry,
+    check_layers,
+    check_shapes,
+    check_tensors,
+    entries_of,
+    with_tied_head,
+)
 from pipeline.weights.patterns import PLACES, Part, Plan
 
 NATIVE = Family("shardpipe", rows=(), embed=(), head=())
@@ -141,11 +150,12 @@ def describe_checkpoint(
     if family.config is None:
         raise ValueError(f"{where}: the family {family.name!r} says nothing of its config")
     config = family.config(checkpoint.config)
+    check_layers(checkpoint, family, config.layers)
     stages, embed, head = build(config, [config.layers])
     tree = tree_of(stages, embed, head)
-    entries = entries_of(
-        tree, family, checkpoint.config, family.prefix_of(list(checkpoint.tensors))
-    )
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    entries = entries_of(tree, family, checkpoint.config, prefix)
+    entries = list(with_tied_head(entries, checkpoint, family, prefix))
     check_shapes(entries, lambda leaf: tuple(leaf.shape))
     own = native_entries(entries) if is_native(checkpoint) else entries
     check_tensors(own, checkpoint, NATIVE if is_native(checkpoint) else family)

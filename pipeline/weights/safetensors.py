@@ -9,6 +9,7 @@ says less than which tensor is wrong; so both ways stand here. Tests read with i
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,9 @@ from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
+
+from pipeline.base.arguments import is_whole
+from pipeline.base.files import faults_of, json_object, shown
 
 Range = tuple[int, int]
 
@@ -43,6 +47,7 @@ WIDTHS = {  # bytes of those that are not read, whose headers are checked all th
     "BOOL": 1,
 }
 LONGEST = 100_000_000  # bytes of a header, the limit of the format
+_COMPARED = 2**24  # bytes of two tensors that are compared at once
 POINTER = b"version https://git-lfs"
 
 
@@ -97,6 +102,20 @@ class Tensor:
                 at = offset + sum(i * s for i, s in zip(place, strides, strict=False))
                 self._into(file, flat[n], self.start + at * dtype.itemsize)
         return out
+
+    def equals(self, other: Tensor) -> bool:
+        """Whether another tensor holds the same numbers; read some rows at a time."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        if (self.file, self.start) == (other.file, other.start) or not self.shape:
+            return True
+        rest = [(0, size) for size in self.shape[1:]]
+        step = max(1, _COMPARED * self.shape[0] // max(1, self.nbytes))
+        for start in range(0, self.shape[0], step):
+            rows = [(start, min(start + step, self.shape[0])), *rest]
+            if self.read(rows).tobytes() != other.read(rows).tobytes():
+                return False
+        return True
 
     def readable(self) -> Any:
         """Its dtype as NumPy knows it.
@@ -154,33 +173,43 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             )
         file.seek(8)
         text = file.read(length)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
+    content = json_object(text, f"{path} is no safetensors file: its header")
     metadata = content.pop("__metadata__", {})
     tensors = [_tensor(path, name, said, 8 + length, size) for name, said in content.items()]
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda t: t.start)}, metadata
+    tensors.sort(key=lambda t: (t.start, t.nbytes))
+    for before, behind in itertools.pairwise(tensors):
+        if behind.start < before.start + before.nbytes:
+            raise ValueError(
+                f"{path} is mislabelled: {before.name} and {behind.name} lie on the same bytes, "
+                f"from {behind.start:,} on"
+            )
+    return {tensor.name: tensor for tensor in tensors}, metadata
 
 
 def _tensor(path: Path, name: str, said: Any, data: int, size: int) -> Tensor:
     """What a header says of one tensor, checked."""
-    try:
-        dtype, shape = said["dtype"], tuple(map(int, said["shape"]))
-        start, stop = map(int, said["data_offsets"])
-    except (TypeError, KeyError, ValueError):
+    wrong = not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= set(said)
+    wrong = wrong or bool(
+        faults_of(said, {"dtype": "text", "shape": "list", "data_offsets": "list"})
+    )
+    if wrong or not all(is_whole(n, 0) for n in (*said["shape"], *said["data_offsets"])):
         raise ValueError(
-            f"{path}: the header says {said!r} of {name}; expected dtype, shape and data_offsets"
-        ) from None
+            f"{path}: the header says {shown(said)} of {name}; expected dtype, a text, and shape "
+            f"and data_offsets, lists of integers >= 0"
+        )
+    if len(said["data_offsets"]) != 2:
+        raise ValueError(
+            f"{path}: the header says data_offsets {shown(said['data_offsets'])} of {name}; "
+            f"expected where it begins and where it ends"
+        )
+    dtype, shape, (start, stop) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if dtype not in DTYPES and dtype not in WIDTHS:
         raise ValueError(
             f"{path}: {name} is {dtype!r}, which is no dtype that is known; weights are read from "
             f"{', '.join(DTYPES)}"
         )
     tensor = Tensor(path, name, dtype, shape, data + start)
-    if stop - start != tensor.nbytes or start < 0:
+    if stop - start != tensor.nbytes:
         raise ValueError(
             f"{path} is mislabelled: {name} is {dtype}{list(shape)}, which takes {tensor.nbytes:,} "
             f"bytes, but its data_offsets [{start}, {stop}] leave {stop - start:,}"

@@ -367,7 +367,7 @@ def test_the_command_says_it_in_words_and_starts_no_device(tmp_path):
         ),
         (
             ["eval", "--config", "no.toml"],
-            "python -m pipeline eval: [Errno 2] No such file or directory: 'no.toml'\n",
+            "python -m pipeline eval: the configuration has 1 fault\n- no.toml is missing\n",
         ),
         (
             ["train", "--config", "a", "--resum"],

@@ -124,8 +124,8 @@ def test_a_folder_that_is_none(tmp_path: Path):
         (
             lambda data: data.replace(b'"shape"', b'"shope"', 1),
             (
-                r"HERE/model.safetensors: the header says \{.*\} of model.embed_tokens.weight; "
-                r"expected dtype, shape and data_offsets"
+                r"HERE/model.safetensors: the header says \{.* of model.embed_tokens.weight; "
+                r"expected dtype, a text, and shape and data_offsets, lists of integers >= 0"
             ),
         ),
     ],
@@ -199,7 +199,7 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
         ),
         (
             {"num_hidden_layers": 2.5},
-            "config.json of llama: DecoderConfig: layers=2.5 must be an integer >= 1",
+            "config.json of llama: num_hidden_layers=2.5 must be an integer >= 1",
         ),
         (
             {"vocab_size": 48},

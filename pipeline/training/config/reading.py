@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pipeline.base.files import read_toml
 from pipeline.config import ConfigError, ParallelConfig
 from pipeline.training.config.functions import hint_at
 from pipeline.training.config.tables import Table
@@ -32,9 +33,9 @@ class RunConfigError(ValueError):
 def read_file(path: Path) -> Table:
     """What a TOML file says."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RunConfigError(f"{path} is no TOML: {error}") from error
+        return read_toml(path)
+    except ValueError as error:
+        raise RunConfigError(str(error)) from error
 
 
 def read_setting(text: str) -> Table:
@@ -49,6 +50,11 @@ def read_setting(text: str) -> Table:
         found: Any = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         found = value.strip()  # a bare word is text
+    except (ValueError, RecursionError):
+        raise RunConfigError(
+            f"--set {name.strip()}: the value is nested too deep, or has an integer of thousands "
+            f"of digits"
+        ) from None
     for key in reversed(keys):
         found = {key: found}
     return typing.cast("Table", found)

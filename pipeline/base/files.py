@@ -1,0 +1,107 @@
+"""Files that others wrote: JSON and TOML read whole, and their values checked by kind.
+
+Every reader of such a file goes through here, so that what lies in it (nested deep, an integer of
+thousands of digits, NaN, text where a number belongs) is a `ValueError` that names file and key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.base.arguments import is_number, is_whole
+
+Kind = Literal["size", "count", "positive", "number", "flag", "text", "object", "list"]
+
+_SHOWN = 60  # characters of a value in an error
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "size": (lambda x: is_whole(x, 1), "an integer >= 1"),
+    "count": (lambda x: is_whole(x, 0), "an integer >= 0"),
+    "positive": (lambda x: is_number(x) and 0 < x < math.inf, "a finite number > 0"),
+    "number": (lambda x: is_number(x) and math.isfinite(x), "a finite number"),
+    "flag": (lambda x: isinstance(x, bool), "true or false"),
+    "text": (lambda x: isinstance(x, str), "text"),
+    "object": (lambda x: isinstance(x, dict), "an object"),
+    "list": (lambda x: isinstance(x, list), "a list"),
+}
+
+
+def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = "") -> list[str]:
+    """What is wrong with values, a text for each; keys that are missing or null are not.
+
+    Args:
+      values: of a file.
+      kinds: of keys.
+      within: what precedes the keys in a text, such as ``rope_scaling.``.
+    """
+    return [
+        f"{within}{key}={shown(values[key])} must be {_KINDS[kind][1]}"
+        for key, kind in kinds.items()
+        if values.get(key) is not None and not _KINDS[kind][0](values[key])
+    ]
+
+
+def shown(value: Any) -> str:
+    """A value of a file, of any length, as an error shows it."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deep; too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+      ValueError: no such file, one that cannot be read, no JSON, or no object.
+    """
+    return json_object(_text(path), str(path))
+
+
+def json_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """The object of a JSON text; ``where`` is what an error calls it.
+
+    Raises:
+      ValueError: no JSON, or no object.
+    """
+    found = _parsed(json.loads, text, f"{where} is no JSON")
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is a JSON {type(found).__name__}, and should be an object")
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file.
+
+    Raises:
+      ValueError: no such file, one that cannot be read, or no TOML.
+    """
+    found: dict[str, Any] = _parsed(tomllib.loads, _text(path), f"{path} is no TOML")
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+
+
+def _parsed(parse: Callable[[Any], Any], text: Any, what: str) -> Any:
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError(f"{what}: it is nested too deep") from None
+    except ValueError as error:
+        if "integer string conversion" in str(error):
+            raise ValueError(f"{what}: it has an integer of thousands of digits") from None
+        raise ValueError(f"{what}: {error}") from None
