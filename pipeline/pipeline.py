@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
+from pipeline.base.paths import Asked
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
@@ -34,7 +35,7 @@ from pipeline.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.layers.weights import check_layers
 from pipeline.layerwise.convert import from_layers, to_layers
 from pipeline.layerwise.layout import Layout, check_layout, mark
-from pipeline.model.chunks import make_chunks, make_ends
+from pipeline.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
 from pipeline.model.loss import LossFn, check_has_aux
@@ -58,7 +59,7 @@ from pipeline.processes.replicas import check_replicas
 from pipeline.profile import trace
 from pipeline.replace import check_changes, refusal, replaced, typed
 from pipeline.sharding import meshes
-from pipeline.sharding.fit import warn_of_undivided_weights
+from pipeline.sharding.fit import warn_of_no_names, warn_of_undivided_weights
 from pipeline.sharding.placement import Placement, Sharding
 from pipeline.trained.copies import Copies
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
@@ -109,8 +110,9 @@ class Pipeline(nnx.Module):
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
         of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
-      sharding: (path, variable) of a stage, embed or head to the mesh axes of its dims, for weights
-        whose metadata does not say it (`nnx.with_partitioning`), else None.
+      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
+        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
+        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
       auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
         CPU devices bubbles are then masked.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
@@ -234,7 +236,10 @@ class Pipeline(nnx.Module):
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         check_layers(given, plan.mesh, plan.auto_axes)
-        placement = Placement(plan.home, data_parallel, sharding, plan.auto_axes)
+        asked = None if sharding is None else Asked(sharding, variables_of(stages, ends))
+        if not was_made:
+            warn_of_no_names(asked)
+        placement = Placement(plan.home, data_parallel, asked, plan.auto_axes)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))

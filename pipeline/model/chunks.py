@@ -8,7 +8,7 @@ so. Where the stages of a chunk are not alike, it is laid out by `pipeline.model
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
+from pipeline.base.paths import ModelPath, of_stage
 from pipeline.base.tree import is_key, row_of
 from pipeline.base.variables import metadata, raw, remade
 from pipeline.model.difference import difference
@@ -45,7 +46,9 @@ def make_chunks(
         graphdef, state = nnx.split(stages)
         flat = nnx.to_flat_state(state)
         return [
-            _stacked(graphdef, [[_row(v, k) for v in flat] for k in held], placement, stacked=True)
+            _stacked(
+                graphdef, [[_row(v, k) for v in flat] for k in held], held, placement, stacked=True
+            )
             for held in zip(*stages_of, strict=True)
         ]
     return [_chunk(stages, held, placement) for held in zip(*stages_of, strict=True)]
@@ -57,11 +60,27 @@ def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placeme
     for k in others:
         if found := difference(stages[first], stages[k]):
             why = f"stages[{k}] differs from stages[{first}] {found}"
-            return Overlaid([stages[k] for k in held], placement, why)
+            return Overlaid([stages[k] for k in held], held, placement, why)
     graphdef, _ = nnx.split(stages[first])
     return _stacked(
-        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], placement
+        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], held, placement
     )
+
+
+def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
+    """Paths in the plain model, and variables, of stages (a list, or one stack) and of ends."""
+    if is_stacked(stages):
+        flat = nnx.to_flat_state(nnx.state(stages))
+        count = len(jax.tree.leaves(flat)[0])
+        rows: Any = ((k, _row(item, k)) for k in range(count) for item in flat)
+    else:
+        rows = ((k, v) for k, one in enumerate(stages) for v in nnx.to_flat_state(nnx.state(one)))
+    for k, (path, variable) in rows:
+        if isinstance(variable, nnx.Variable):
+            yield of_stage(k, path), variable
+    for path, variable in nnx.to_flat_state(nnx.state(ends)):
+        if isinstance(variable, nnx.Variable):
+            yield ModelPath(path), variable
 
 
 def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
@@ -76,14 +95,21 @@ def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
 
 
 def _stacked(
-    graphdef: Any, rows: list[list[Any]], placement: Placement, *, stacked: bool = False
+    graphdef: Any,
+    rows: list[list[Any]],
+    held: Sequence[int],
+    placement: Placement,
+    *,
+    stacked: bool = False,
 ) -> nnx.Module:
-    """One module with leaves [S, ...], from [S] lists of (path, variable)."""
+    """One module with leaves [S, ...], from (path, variable) of the S stages that it holds."""
     flat = []
     for column in zip(*rows, strict=True):
         (path, first), lead = column[0], (STAGE,)
-        text = ".".join(map(str, path))
-        spread = placement.spread(text, first, lead=lead, stacked=stacked)
+        placement.check_alike(
+            [(of_stage(k, path), row) for k, (_, row) in zip(held, column, strict=True)]
+        )
+        spread = placement.spread(of_stage(held[0], path), first, lead=lead, stacked=stacked)
         sharding = NamedSharding(placement.mesh, spread.stored)
         leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
         stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]
@@ -108,7 +134,7 @@ def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
             value = placement.put(table.get_raw_value(), spread)
             flat.append((path, placement.label(table, value, spread, ())))
             continue
-        spread = placement.spread(".".join(map(str, path)), variable)
+        spread = placement.spread(ModelPath(path), variable)
         placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
         flat.append((path, placement.label(variable, raw(placed), spread, ())))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))

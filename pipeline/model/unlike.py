@@ -28,6 +28,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
+from pipeline.base.paths import ModelPath, of_stage
 from pipeline.base.placeholders import Placeholder, with_arrays, without_values
 from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
 from pipeline.base.variables import metadata, raw
@@ -61,6 +62,7 @@ class Overlaid(nnx.Module):
 
     Args:
       stages: [S] modules.
+      numbers: [S] which stages they are.
       placement: the mesh, and what is sharded over ``data``.
       why: in what the stages differ.
 
@@ -71,11 +73,20 @@ class Overlaid(nnx.Module):
       about: one line: what they differ in, and what their layout costs.
     """
 
-    def __init__(self, stages: Sequence[nnx.Module], placement: Placement, why: str) -> None:
+    def __init__(
+        self,
+        stages: Sequence[nnx.Module],
+        numbers: Sequence[int],
+        placement: Placement,
+        why: str,
+    ) -> None:
         self.named, self.packed = Group(), Group()
         self.stages = nnx.List([without_values(stage) for stage in stages])
         flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
-        lists = [[_leaf(*item, placement, why) for item in flat.items()] for flat in flats]
+        lists = [
+            [_leaf(of_stage(k, path), variable, placement, why) for path, variable in flat.items()]
+            for k, flat in zip(numbers, flats, strict=True)
+        ]
         cells, spots = overlay(lists)
         _check_sharded(lists, cells, spots, why)
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
@@ -107,11 +118,11 @@ class Overlaid(nnx.Module):
         return with_arrays(nnx.merge(graphdef, *found))
 
 
-def _leaf(path: Path, variable: Any, placement: Placement, why: str) -> Leaf:
-    """What a variable may share: with the same path a column, with the same type a flat cell."""
+def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
+    """Say what a variable may share: a column by its path, a flat cell by its type."""
     if not hasattr(raw(variable), "shape"):
         raise ValueError(
-            f"{'.'.join(map(str, path))} is a {type(variable).__name__} of "
+            f"{path.text} is a {type(variable).__name__} of "
             f"{type(raw(variable)).__name__}, but {why}: stages that are not alike share their "
             f"storage array by array; give each array a variable of its own, or make the stages "
             f"of a chunk alike"
@@ -119,8 +130,9 @@ def _leaf(path: Path, variable: Any, placement: Placement, why: str) -> Leaf:
     kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.Variable
     deferred = metadata(variable).get(DEFERRED)
     is_matrix = kind is nnx.Param and len(variable.shape) > 1
-    name = (*map(str, path),)
-    axes = placement.names_of(".".join(name), variable)
+    _, _, *own = path
+    name = (*map(str, own),)
+    axes = placement.names_of(path, variable)
     return Leaf((kind, variable.dtype, is_matrix, deferred, axes), name, variable.shape)
 
 

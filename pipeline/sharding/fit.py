@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from pipeline.base.paths import Asked
 from pipeline.sharding.placed import Placed, placed
 from pipeline.sharding.report import alike
 
@@ -33,6 +34,20 @@ def warn_of_undivided_weights(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]
     for text in (message, _misspelt(given, arrays, mesh)):
         if text:
             warnings.warn(text, stacklevel=outside())
+
+
+def warn_of_no_names(sharding: Asked | None) -> None:
+    """Warn of a function that names the axes of no weight, after it was asked of all."""
+    if sharding is None or sharding.answers or not sharding.paths:
+        return
+    first, last = sharding.paths[0], sharding.paths[-1]
+    paths = f"{first!r}" if first == last else f"{first!r} and {last!r}"
+    warnings.warn(
+        f"sharding= returns None for all {len(sharding.paths)} variables, so it shards "
+        f"nothing; it is called with paths of the plain model, as wrt= and state= are, here of "
+        f"{paths}; correct it, or leave it out where the metadata of weights name their axes",
+        stacklevel=outside(),
+    )
 
 
 def _variables(state: Any) -> list[Any]:

@@ -29,12 +29,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
+from pipeline.base.paths import ModelPath
 from pipeline.base.tree import Tree
 from pipeline.base.variables import metadata, raw, remade, with_value
 from pipeline.sharding.distribute import distribute
 
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
-Sharding = Callable[[str, Any], Sequence[Any] | None]  # (path, variable) -> Names
+Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Names
 
 _OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
 # Metadata: axes over which the gradient is summed once a step.
@@ -76,12 +77,12 @@ class Placement:
     auto_axes: tuple[str, ...] = ()
 
     def spread(
-        self, path: str, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
+        self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
     ) -> Spread:
         """Where a variable goes.
 
         Args:
-          path: its path, dotted.
+          path: its path in the plain model.
           variable: of one stage, or of embed and head.
           lead: the axes of dims that the pipeline puts before its own.
           stacked: it was taken out of one with those dims, whose names may speak of them.
@@ -93,11 +94,31 @@ class Placement:
         names = self._names(path, variable, shape, len(lead) if stacked else 0)
         return self.spread_as(names, variable, lead)
 
+    def check_alike(self, column: Sequence[tuple[ModelPath, Any]]) -> None:
+        """Check that stages which share an array are sharded alike.
+
+        Args:
+          column: the path of each stage's variable, and the variable.
+
+        Raises:
+          ValueError: ``sharding`` makes a difference between them.
+        """
+        if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
+            return
+        said = [self.sharding(path, variable) for path, variable in column]
+        other = next((n for n, names in enumerate(said) if names != said[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"sharding returns {said[0]!r} for {column[0][0]!r} and {said[other]!r} for "
+                f"{column[other][0]!r}: stages that are alike share one array, so let it return "
+                f"the same names for all of them"
+            )
+
     def spread_rows(self, variable: Any) -> Spread:
         """Where a table goes whose rows the ranks share."""
         return self.spread_as((STAGE,), variable, ())
 
-    def names_of(self, path: str, variable: Any) -> Names:
+    def names_of(self, path: ModelPath, variable: Any) -> Names:
         """The axes of a stage's variable's dims, but for the pipeline's own; () if it has none."""
         names = self._names(path, variable, _shape(variable), 0)
         return names if any(map(axes_in, names)) else ()
@@ -136,11 +157,13 @@ class Placement:
             said["optimizer_sharding"] = tuple(spread.gradient)
         return remade(variable, value, said)
 
-    def _names(self, path: str, variable: Any, shape: tuple[int, ...], stacked: int) -> Names:
+    def _names(
+        self, whole: ModelPath, variable: Any, shape: tuple[int, ...], stacked: int
+    ) -> Names:
         """The mesh axes of a variable's own dims, checked."""
         if not isinstance(variable, nnx.Variable):
             return ()
-        said = self.sharding(path, variable) if self.sharding is not None else None
+        said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
         where = "sharding" if said is not None else "its metadata out_sharding"
         names = tuple(said) if said is not None else own_names(variable)
         if stacked and len(names) == len(shape) + stacked:

@@ -22,6 +22,7 @@ import optax
 from flax import nnx
 
 from pipeline.base.masks import Mask
+from pipeline.base.paths import ModelPath
 from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.model.overlay import Spot
@@ -161,7 +162,7 @@ class _Asks:
         """
         found: list[bool] = []
         for path, variable in params:
-            whole = (*prefix, *path)
+            whole = ModelPath((*prefix, *path))
             yes = self._is_default or bool(self._predicate(whole, variable))
             leaves = jax.tree.leaves(variable)
             if not self._is_default:
@@ -171,7 +172,7 @@ class _Asks:
             found += [yes] * len(leaves)
         if not self._is_default:
             for path, variable in rest:
-                if self._predicate((*prefix, *path), variable):
+                if self._predicate(ModelPath((*prefix, *path)), variable):
                     self._refuse((*prefix, *path), variable, "which is no nnx.Param")
         return tuple(found)
 

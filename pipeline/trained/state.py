@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.base.paths import ModelPath
 from pipeline.base.variables import type_text
 from pipeline.model.model import Declared
 from pipeline.model.unlike import Overlaid
@@ -153,7 +154,7 @@ def _paths(
 ) -> list[Path]:
     """Those of a module's other state that a filter finds."""
     for path, variable in params:
-        if predicate((*prefix, *path), variable):
+        if predicate(ModelPath((*prefix, *path)), variable):
             raise ValueError(
                 f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: parameters "
                 f"are trained by gradients, and state is what is no nnx.Param; let the filter "
@@ -161,7 +162,7 @@ def _paths(
             )
     found = []
     for path, variable in rest:
-        if predicate((*prefix, *path), variable):
+        if predicate(ModelPath((*prefix, *path)), variable):
             if isinstance(variable, nnx.RngState):
                 raise ValueError(
                     f"state={state!r} finds {(*prefix, *path)!r}, a {type_text(variable)}: random "
