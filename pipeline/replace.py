@@ -85,11 +85,28 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
     if picks is None:
         lay_out(pipe, ends)
         return new
+    return _filled(new, picks, pipe, ends)
+
+
+def with_weights_of(pipe: Any, like: Any) -> Any | None:
+    """A copy of ``like``, a pipeline of types, with a pipeline's weights and ``like``'s own plan.
+
+    As ``pipe.replace``, but that what was compiled for ``like`` is not compiled again. None if
+    rows of the weights cannot be moved (`_picks`).
+    """
+    picks = _picks(pipe, like)
+    return None if picks is None else _filled(nnx.merge(*nnx.split(like), copy=True), picks, pipe)
+
+
+def _filled(
+    new: Any, picks: list[list[Pick]], pipe: Any, ends: Mapping[str, Any] | None = None
+) -> Any:
+    """A pipeline of types with a pipeline's weights, and perhaps other ends."""
     had = [dict(nnx.to_flat_state(nnx.state(chunk))) for chunk in pipe.chunks]
     for chunk, column in zip(new.chunks, picks, strict=True):
         sources = {v: had[v] for _, v in column}
         _fill(chunk, functools.partial(_rows, column), sources)
-    given = Ends(**(_held(pipe.ends) | ends))
+    given = Ends(**(_held(pipe.ends) | dict(ends or {})))
     _fill(new.ends, _resized, {0: dict(nnx.to_flat_state(nnx.state(given)))})
     return new
 
@@ -175,10 +192,14 @@ def _rows(picks: Sequence[Pick], like: Any, chunks: Mapping[int, jax.Array]) -> 
     if all(v == picks[0][1] for _, v in picks) and [r for r, _ in picks] == [*range(len(first))]:
         return _put(first, like)
 
-    def stack(chunks: Mapping[int, jax.Array]) -> jax.Array:
-        return jnp.stack([chunks[v][rank] for rank, v in picks])
+    return _put(_stacked(dict(chunks), picks=tuple(picks), sharding=like.sharding), like)
 
-    return _put(jax.jit(stack, out_shardings=like.sharding)(chunks), like)
+
+@functools.partial(jax.jit, static_argnames=("picks", "sharding"))
+def _stacked(chunks: dict[int, jax.Array], *, picks: tuple[Pick, ...], sharding: Any) -> jax.Array:
+    """[S, ...] rows of chunks by number; a function of the module, so that it is compiled once."""
+    rows = jnp.stack([chunks[v][rank] for rank, v in picks])
+    return jax.lax.with_sharding_constraint(rows, sharding)
 
 
 def _resized(like: Any, found: Mapping[int, jax.Array]) -> jax.Array:

@@ -58,6 +58,14 @@ def keeps_caches(pipe: Any) -> bool:
     return any(hasattr(module, METHOD) for module in _own_caches(pipe))
 
 
+def may_have_caches(pipe: Any) -> bool:
+    """Whether `start_decoding` gives any module of the stages caches.
+
+    An embed that counts positions has one that says nothing of earlier tokens.
+    """
+    return bool(_own_caches(pipe, ends=False))
+
+
 def takes_many(pipe: Any) -> bool:
     """Whether all that has a cache takes several tokens in one call: it says ``prefills = True``.
 
@@ -66,9 +74,10 @@ def takes_many(pipe: Any) -> bool:
     return all(getattr(module, "prefills", False) for module in _own_caches(pipe))
 
 
-def _own_caches(pipe: Any) -> list[nnx.Module]:
-    """What `start_decoding` gives caches."""
-    parts = [part for part in (*pipe.chunks, pipe.embed, pipe.head) if isinstance(part, nnx.Module)]
+def _own_caches(pipe: Any, *, ends: bool = True) -> list[nnx.Module]:
+    """What `start_decoding` gives caches, in stages, and in embed and head too."""
+    held = (*pipe.chunks, *((pipe.embed, pipe.head) if ends else ()))
+    parts = [part for part in held if isinstance(part, nnx.Module)]
     modules = (module for part in parts for _, module in nnx.iter_graph(part))
     return [m for m in modules if isinstance(m, nnx.MultiHeadAttention) or hasattr(m, METHOD)]
 

@@ -37,13 +37,21 @@ class Choice:
     Attributes:
       max_new_tokens: of a row.
       top_k: how many words may be drawn, 0 for all.
-      stop: the token that ends a row, None if none does; pad: what stands behind the end.
+      nucleus: whether only the likeliest words that have a share of all may be.
+      stop: tokens that end a row; pad: what stands behind the end.
     """
 
     max_new_tokens: int
     top_k: int = 0
-    stop: int | None = None
+    nucleus: bool = False
+    stop: tuple[int, ...] = ()
     pad: int = 0
+
+    def ends(self, tokens: jax.Array) -> jax.Array:
+        """Which tokens end their rows."""
+        if not self.stop:
+            return jnp.zeros(tokens.shape, jnp.bool_)
+        return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
 
 
 class Rows:
@@ -53,7 +61,7 @@ class Rows:
       prompts: [M, b, P] tokens.
       lengths: [M, b] of prompts.
       keys: [M, b] to draw with, or None.
-      temperature: a scalar, what logits are divided by.
+      draw: scalars, what logits are divided by, and the share of all that may be drawn.
       choice: how tokens are chosen.
       axes: the mesh axes over which all varies.
     """
@@ -63,12 +71,12 @@ class Rows:
         prompts: jax.Array,
         lengths: jax.Array,
         keys: jax.Array | None,
-        temperature: Any,
+        draw: tuple[Any, Any],
         choice: Choice,
         axes: tuple[str, ...],
     ) -> None:
         self.prompts, self.lengths, self.keys = prompts, lengths, keys
-        self.temperature, self.choice = temperature, choice
+        self.draw, self.choice = draw, choice
         M, b, _ = prompts.shape
         out = jnp.full((M, b, choice.max_new_tokens), choice.pad, jnp.int32)
         self.out = jax.new_ref(vary(out, axes))
@@ -88,7 +96,7 @@ class Rows:
         keys = None
         if self.keys is not None:
             keys = jax.vmap(jax.random.fold_in)(at(self.keys, microbatch), jnp.maximum(index, 0))
-        rest = keys, self.temperature, choice.top_k
+        rest = keys, self.draw, choice
         sampled = sample_shared(logits, *rest, words) if words else sample_rows(logits, *rest)
         done, is_new = self.done[microbatch], index >= 0
         new = jnp.where(done, jnp.int32(choice.pad), sampled)
@@ -96,8 +104,8 @@ class Rows:
         kept = self.out[microbatch]
         self.out[microbatch] = jnp.where(column & ~done[:, None], new[:, None], kept)
         ends = index >= choice.max_new_tokens - 1
-        if choice.stop is not None:
-            ends |= is_new & (sampled == choice.stop)
+        if choice.stop:
+            ends |= is_new & choice.ends(sampled)
         self.done[microbatch] = done | ends
         prompts = at(self.prompts, microbatch)
         place = jnp.minimum(position + 1, prompts.shape[1] - 1)

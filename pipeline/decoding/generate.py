@@ -6,7 +6,7 @@ Letters: S ranks, M microbatches, D data shards, N prompts of at most P tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 from collectives import DATA, STAGE, vary
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
-from pipeline.decoding.caches import make_decoder, start_decoding, takes_many
+from pipeline.decoding.caches import make_decoder, may_have_caches, start_decoding, takes_many
 from pipeline.decoding.flow import Choice, Flow, Kind, Rows
+from pipeline.decoding.recompute import evaluating, recompute
 from pipeline.kernel.jitted import PerPlan
 from pipeline.kernel.operands import check_arrays, make_operands
 from pipeline.kernel.runtime import rank_state, run_on_ranks
@@ -30,6 +31,7 @@ from pipeline.rank.activations import follow
 from pipeline.rank.held import Held
 from pipeline.rank.local_model import LocalModel
 from pipeline.rank.state import RankState
+from pipeline.replace import typed, with_weights_of
 from pipeline.sharding import meshes
 from schedules.core.timetable import loop_placement
 
@@ -46,7 +48,8 @@ def generate(
     key: jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
     top_k: int = 0,
-    stop: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
     pad: int = 0,
     prefill: int | None = None,
     num_microbatches: int | None = None,
@@ -57,7 +60,8 @@ def generate(
 
     Every stage keeps the caches of its own layers, for each microbatch, and microbatches follow
     each other through the ranks, each with its next token as soon as that is known: with M >= S no
-    rank waits. All of it is one program, which is compiled once for its shapes and options.
+    rank waits. All of it is one program, which is compiled once for its shapes and options. A
+    causal model without caches is run on all of the text again for every token, by ``pipe(text)``.
 
     Args:
       pipe: a `Pipeline` of tokens, [b, t] integers to [b, t, words] logits, whose stages are alike.
@@ -70,7 +74,10 @@ def generate(
         one for each row, folded with i. None takes the likeliest.
       temperature: what logits are divided by before one is drawn.
       top_k: how many of the likeliest words may be drawn; 0 for all.
-      stop: a token that ends a row. When all rows have ended, so does the call.
+      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
+        much may be drawn; None for all.
+      stop: a token that ends a row, or several, any of which does. When all rows have ended, so
+        does the call.
       pad: what stands behind the end of a row.
       prefill: how many tokens of every prompt are fed in one call, if stages take more than one at
         a time (flax's MultiHeadAttention does not); the rest one by one. By default the shortest
@@ -83,11 +90,10 @@ def generate(
     Raises:
       ValueError: arguments that do not fit, or a pipeline that cannot decode; the message says why.
     """
-    _check_pipe(pipe)
-    schedule = pipe.plan.schedule
-    # Messages travel in a ring.
-    if schedule.placement != loop_placement(schedule.num_stages, schedule.num_ranks):
-        pipe = pipe.replace(schedule=None, pattern=None)  # the default is one
+    has_caches = start is not None or may_have_caches(pipe)
+    if has_caches:
+        _check_pipe(pipe)
+        pipe = _in_a_loop(pipe)
     plan = pipe.plan
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
@@ -104,12 +110,17 @@ def generate(
         """With rows that nobody will see behind the last."""
         return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
 
+    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad)
+    draw = _draw(temperature, top_p)
+    if not has_caches:
+        own = None if keys is None else filled(keys)
+        text = filled(tokens), filled(lengths), own
+        return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     operands = make_operands(
         plan, pipe.chunks, pipe.ends, filled(tokens), given, None, num_microbatches=num_microbatches
     )
     model, weights, batch = check_arrays("generate", operands)
-    choice = Choice(max_new_tokens, top_k, stop, pad)
     options = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}
     impl = None if keys is None else str(jax.random.key_impl(keys))
     with meshes.entered(plan.mesh, plan.home):
@@ -118,7 +129,7 @@ def generate(
             model,
             meshes.untyped(weights, plan.mesh),
             batch,
-            jnp.asarray(temperature, jnp.float32),
+            draw,
             **options,
             start=start,
             cache=cache,
@@ -134,7 +145,7 @@ def _decode(
     model: Model,
     weights: Weights,
     batch: Batch,
-    temperature: jax.Array | None = None,
+    draw: tuple[jax.Array, jax.Array] | None = None,
     *,
     choice: Choice,
     prefilled: tuple[int, int],
@@ -145,7 +156,7 @@ def _decode(
 ) -> jax.Array:
     """[N, max_new_tokens] tokens."""
 
-    def body(_: Any, weights: Weights, batch: Batch, temperature: jax.Array) -> jax.Array:
+    def body(_: Any, weights: Weights, batch: Batch, draw: tuple[Any, Any]) -> jax.Array:
         state = rank_state(plan, model, weights, batch, M)
         prompts, (lengths, data) = state.batch.inputs, state.batch.targets
         keys = None if data is None else jax.random.wrap_key_data(data, impl=impl)
@@ -154,7 +165,7 @@ def _decode(
         ready = functools.partial(_begin, begin, prompts.shape[1], length)
         decoder = make_decoder(state, cache, ready)
         state = replace(state, model=decoder.model, weights=decoder.weights(state.weights))
-        rows = Rows(prompts, lengths, keys, temperature, choice, state.axes)
+        rows = Rows(prompts, lengths, keys, draw, choice, state.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
         tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
         held = None
@@ -169,7 +180,7 @@ def _decode(
         return out.reshape(-1, choice.max_new_tokens)
 
     rows = PartitionSpec(DATA) if DATA in plan.axes else PartitionSpec()
-    return run_on_ranks(plan, model, plan.forward, body, rows)(weights, batch, temperature)
+    return run_on_ranks(plan, model, plan.forward, body, rows)(weights, batch, draw)
 
 
 def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
@@ -247,6 +258,21 @@ def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[H
     return held, kinds
 
 
+def _in_a_loop(pipe: Any) -> Any:
+    """The pipeline, or one with its weights in whose placement messages travel in a ring.
+
+    Its layout is found once, and with it what is compiled for it.
+    """
+    plan = pipe.plan
+    if plan.schedule.placement == loop_placement(plan.schedule.num_stages, plan.schedule.num_ranks):
+        return pipe
+    changes = {"schedule": None, "pattern": None}  # the default is a loop
+    if (like := plan.traces.jitted.get("in a loop")) is None:
+        like = plan.traces.jitted["in a loop"] = typed(pipe).replace(**changes)
+    found = with_weights_of(pipe, like)
+    return pipe.replace(**changes) if found is None else found
+
+
 def _check_pipe(pipe: Any) -> None:
     plan = pipe.plan
     others = sorted(set(plan.mesh.axis_names) - {DATA, STAGE})
@@ -283,6 +309,31 @@ def _check_numbers(**given: Any) -> None:
     for name, value in given.items():
         if not is_whole(value, 1, numpy=True):
             raise ValueError(f"{name}={value!r}: must be an integer >= 1")
+
+
+def _stops(stop: Any) -> tuple[int, ...]:
+    """Tokens that end a row."""
+    if stop is None:
+        return ()
+    many = isinstance(stop, Sequence | np.ndarray | jax.Array) and np.shape(stop) != ()
+    found = list(stop) if many else [stop]
+    if not all(is_whole(token, 0, numpy=True) for token in found):
+        raise ValueError(
+            f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
+            f"ends a row"
+        )
+    return tuple(int(token) for token in found)
+
+
+def _draw(temperature: Any, top_p: Any) -> tuple[jax.Array, jax.Array]:
+    """What the draw needs, as arrays, so that another value compiles nothing."""
+    if top_p is not None and not isinstance(top_p, jax.Array) and not 0 < top_p <= 1:
+        raise ValueError(
+            f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
+            f"for all words"
+        )
+    share = 1.0 if top_p is None else top_p
+    return jnp.asarray(temperature, jnp.float32), jnp.asarray(share, jnp.float32)
 
 
 def _row_keys(key: Any, rows: int) -> jax.Array | None:

@@ -7,14 +7,42 @@ ranks that share the words find together from a few numbers each.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, Protocol
+
 import jax
 import jax.numpy as jnp
 
 from collectives import STAGE
 
 
+class Choosing(Protocol):
+    """Which words may be drawn, as `pipeline.decoding.flow.Choice` says it."""
+
+    @property
+    def top_k(self) -> int:
+        """How many of the likeliest; 0 for all."""
+        ...
+
+    @property
+    def nucleus(self) -> bool:
+        """Whether only the likeliest that have a share of all."""
+        ...
+
+
+class _Of(NamedTuple):
+    top_k: int
+    nucleus: bool
+
+
+Draw = tuple[Any, Any]  # what logits are divided by, and the share of all that may be drawn
+
+
 def sample(
-    logits: jax.Array, key: jax.Array | None = None, temperature: float = 1.0, top_k: int = 0
+    logits: jax.Array,
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float | None = None,
 ) -> jax.Array:
     """The next token of one sequence: [N] logits -> int32. What `generate` does for a row.
 
@@ -23,35 +51,35 @@ def sample(
       key: to draw with; None takes the likeliest.
       temperature: what logits are divided by.
       top_k: how many of the likeliest words may be drawn; 0 for all.
+      top_p: of those the fewest likeliest whose probabilities, at this temperature, add up to so
+        much may be drawn; None for all.
     """
-    return _best(logits[None], None if key is None else key[None], temperature, top_k)[1][0]
+    keys = None if key is None else key[None]
+    of = _Of(top_k, top_p is not None)
+    return _best(logits[None], keys, (temperature, top_p), of)[1][0]
 
 
 def sample_rows(
-    logits: jax.Array, keys: jax.Array | None, temperature: jax.Array | float, top_k: int
+    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing
 ) -> jax.Array:
     """The same of [b, N] logits, each row with a key of its own."""
-    return _best(logits, keys, temperature, top_k)[1]
+    return _best(logits, keys, draw, choice)[1]
 
 
 def sample_shared(
-    logits: jax.Array,
-    keys: jax.Array | None,
-    temperature: jax.Array | float,
-    top_k: int,
-    words: int,
+    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing, words: int
 ) -> jax.Array:
     """The same of [b, n] logits of this rank's words; all ranks find the same token.
 
     Args:
       logits: -inf behind the last word.
       keys: [b], or None.
-      temperature: what logits are divided by.
-      top_k: how many of the likeliest words may be drawn; 0 for all.
+      draw: temperature and share.
+      choice: which words may be drawn.
       words: N.
     """
     first = jax.lax.axis_index(STAGE) * logits.shape[-1]
-    value, token = _best(logits, keys, temperature, top_k, first=first, words=words)
+    value, token = _best(logits, keys, draw, choice, first=first, words=words)
     values, tokens = (jax.lax.all_gather(x, STAGE) for x in (value, token))  # [S, b]
     return jnp.take_along_axis(tokens, values.argmax(axis=0)[None], axis=0)[0]
 
@@ -59,18 +87,21 @@ def sample_shared(
 def _best(
     logits: jax.Array,
     keys: jax.Array | None,
-    temperature: jax.Array | float,
-    top_k: int,
+    draw: Draw,
+    choice: Choosing,
     *,
     first: jax.Array | None = None,
     words: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """[b] the largest number among [b, n] columns, and its word; the first of equals."""
-    z, each = logits.astype(jnp.float32), logits.shape[-1]
+    z, each, is_shared = logits.astype(jnp.float32), logits.shape[-1], first is not None
     if keys is not None:
-        if top_k:
-            z = jnp.where(z >= _least(z, top_k, shared=first is not None), z, -jnp.inf)
-        z = z / temperature + jax.vmap(lambda key: _noise(key, each, first, words))(keys)
+        if choice.top_k:
+            z = jnp.where(z >= _least(z, choice.top_k, shared=is_shared), z, -jnp.inf)
+        z = z / draw[0]
+        if choice.nucleus:
+            z = jnp.where(z >= _least_of_nucleus(z, draw[1], shared=is_shared), z, -jnp.inf)
+        z = z + jax.vmap(lambda key: _noise(key, each, first, words))(keys)
     token = z.argmax(axis=-1).astype(jnp.int32)
     value = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
     return value, token if first is None else token + first.astype(jnp.int32)
@@ -83,6 +114,16 @@ def _least(z: jax.Array, top_k: int, *, shared: bool) -> jax.Array:
         found = jnp.moveaxis(jax.lax.all_gather(found, STAGE), 0, 1).reshape(z.shape[0], -1)
         found = jax.lax.top_k(found, min(top_k, found.shape[-1]))[0]
     return found[:, -1:]
+
+
+def _least_of_nucleus(z: jax.Array, top_p: Any, *, shared: bool) -> jax.Array:
+    """[b, 1] the smallest logit of the likeliest words that have a share of all."""
+    if shared:
+        z = jnp.moveaxis(jax.lax.all_gather(z, STAGE), 0, 1).reshape(z.shape[0], -1)
+    z = jnp.sort(z, axis=-1, descending=True)
+    shares = jax.nn.softmax(z, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares  # of words that are likelier
+    return jnp.where(before < top_p, z, jnp.inf).min(axis=-1, keepdims=True)
 
 
 def _noise(key: jax.Array, each: int, first: jax.Array | None, words: int | None) -> jax.Array:

@@ -70,7 +70,9 @@ class Copies:
     def __init__(self, pipe: Any, stages: Any, **ends: Any) -> None:
         self._held: list[nnx.Module] = []
         self._own = [*_watch(pipe.chunks, "", "stages")]
-        parts = [(end, name, name) for name, end in ends.items() if isinstance(end, nnx.Module)]
+        parts: list[tuple[nnx.Module, str, int | str]] = [
+            (end, name, name) for name, end in ends.items() if isinstance(end, nnx.Module)
+        ]
         if is_stacked(stages):
             parts.append((stages, "stages", "stages"))
         else:
@@ -127,7 +129,7 @@ class Copies:
         for one in changed:
             own = stages if one.part == "stages" else [_values(getattr(pipe, str(one.part), None))]
             own = [stages[one.part]] if isinstance(one.part, int) else own
-            wanted = [values.get(one.path) for values in own]
+            wanted: list[Any] = [values.get(one.path) for values in own]
             if not all(map(_is_known, wanted)):
                 continue
             whole = np.stack(wanted) if one.part == "stages" else np.asarray(wanted[0])

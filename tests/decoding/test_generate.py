@@ -103,7 +103,7 @@ def make(kind, *, S=2, V=1, D=1, vocabulary="ends", tied=True, **options):
     return Pipeline(stages, 4, **options), [*stages], embed, head
 
 
-def plain(model, new=NEW, *, key=None, temperature=1.0, top_k=0, keys=None):
+def plain(model, new=NEW, *, key=None, temperature=1.0, top_k=0, top_p=None, keys=None):
     """What the model says without caches, and without a pipeline."""
     stages, embed, head = model
 
@@ -120,7 +120,7 @@ def plain(model, new=NEW, *, key=None, temperature=1.0, top_k=0, keys=None):
         for i in range(new):
             whole = jnp.asarray([row + [0] * (length - len(row))])
             drawn = None if own is None else jax.random.fold_in(own, i)
-            token = sample(logits(whole)[0, len(row) - 1], drawn, temperature, top_k)
+            token = sample(logits(whole)[0, len(row) - 1], drawn, temperature, top_k, top_p)
             row.append(int(token))
             found[n, i] = row[-1]
     return found
@@ -225,6 +225,124 @@ def test_it_ends_when_all_rows_have():
         assert not row[end:].any()
 
 
+# --- without caches, and what may be drawn ---
+
+
+class Causal(nnx.Module):
+    """Attention of another library's kind: causal, and nothing to remember by."""
+
+    def __init__(self, rngs: nnx.Rngs, *, causal: bool = True):
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.drop, self.causal = nnx.Dropout(0.5, rngs=rngs), causal
+
+    def __call__(self, x):
+        q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
+        scores = q @ k.swapaxes(1, 2)
+        if self.causal:
+            seen = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))[None]
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return x + 3 * self.drop(jax.nn.softmax(scores) @ v)
+
+
+UNCACHED = [(1, 1, 1, {}), (2, 2, 1, {"schedule": "zb_v"}), (2, 1, 2, {})]
+
+
+@pytest.mark.parametrize(("S", "V", "D", "options"), UNCACHED)
+def test_a_causal_model_without_caches_is_run_again(S, V, D, options):
+    pipe, *model = make(Causal, S=S, V=V, D=D, **options)
+    drawn = DRAWN | {"top_p": 0.8}
+    found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **drawn)
+    np.testing.assert_array_equal(found, plain(model, **drawn))
+
+
+def test_a_model_that_trains_is_evaluated_and_stays_as_it_is():
+    pipe, *model = make(Causal, S=2)
+    wanted = plain(model)
+    pipe.train()
+    np.testing.assert_array_equal(generate(pipe, PROMPTS, NEW, lengths=LENGTHS), wanted)
+    assert not pipe.stages()[0].drop.deterministic
+
+
+def test_without_caches_it_ends_when_all_rows_have():
+    pipe, *model = make(Causal, S=2)
+    wanted = plain(model)
+    stop = [int(row[1]) for row in wanted]
+    found = np.asarray(generate(pipe, PROMPTS, NEW, lengths=LENGTHS, stop=stop, pad=77))
+    for row, want in zip(found, wanted, strict=True):
+        end = min(n for n, token in enumerate(want) if token in stop) + 1
+        np.testing.assert_array_equal(row, [*want[:end], *[77] * (NEW - end)])
+
+
+def test_a_model_that_is_not_causal():
+    pipe, *_ = make(functools.partial(Causal, causal=False), S=2)
+    message = refusal(pipe, PROMPTS, 2, lengths=LENGTHS)
+    assert message.startswith(
+        "generate() reads all of a text again for every token where no part of the model has a "
+        "cache, and this model is not causal: tokens behind a position change its logits by "
+    )
+    assert message.endswith("give it a causal mask, or caches (start_decoding(rows, length))")
+
+
+@pytest.mark.parametrize("vocabulary", ["ends", "stage"])
+def test_several_tokens_end_a_row(vocabulary):
+    """Llama 3 ends with any of three."""
+    pipe, *model = make(Own, S=2, vocabulary=vocabulary)
+    wanted = plain(model)
+    stop = np.unique(wanted[:, 2])
+    found = np.asarray(generate(pipe, PROMPTS, NEW, lengths=LENGTHS, stop=stop))
+    for row, want in zip(found, wanted, strict=True):
+        end = min(n for n, token in enumerate(want) if token in stop) + 1
+        np.testing.assert_array_equal(row, [*want[:end], *[0] * (NEW - end)])
+
+
+@pytest.mark.parametrize("vocabulary", ["ends", "stage"])
+def test_the_share_that_may_be_drawn(vocabulary):
+    pipe, *model = make(Own, S=2, vocabulary=vocabulary)
+    for options in ({"top_p": 0.5}, {"top_p": 0.7, "top_k": 5, "temperature": 2.0}):
+        drawn = {"key": jax.random.key(3)} | options
+        found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **drawn)
+        np.testing.assert_array_equal(found, plain(model, **drawn))
+    least = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, key=jax.random.key(3), top_p=1e-6)
+    np.testing.assert_array_equal(least, plain(model))
+
+
+def test_words_that_may_be_drawn():
+    """Of 0.5, 0.3, 0.15, 0.05: the fewest whose probabilities reach the share."""
+    logits = jnp.log(jnp.array([0.15, 0.5, 0.05, 0.3]))
+    keys = jax.random.split(jax.random.key(0), 200)
+    for top_p, temperature, words in (
+        (0.4, 1.0, {1}),
+        (0.6, 1.0, {1, 3}),
+        (0.81, 1.0, {0, 1, 3}),
+        (1.0, 1.0, {0, 1, 2, 3}),
+        (0.6, 1000.0, {0, 1, 3}),  # all alike: three of four
+        (None, 1.0, {0, 1, 2, 3}),
+    ):
+        draw = functools.partial(sample, logits, temperature=temperature, top_p=top_p)
+        found = jax.vmap(lambda key, draw=draw: draw(key))(keys)
+        assert set(np.asarray(found).tolist()) == words
+
+
+def test_a_second_call_compiles_nothing():
+    """Issue 38: with a V placement every call compiled 12 programs."""
+    counts = []
+
+    def count(name: str, *_: object, **__: object) -> None:
+        counts.append(name)
+
+    for kind, options in ((Flax, {"schedule": "zb_v", "V": 2}), (Causal, {"V": 2}), (Own, {})):
+        pipe, *_ = make(kind, S=2, **options)
+        generate(pipe, PROMPTS, 2, key=jax.random.key(0), top_p=0.5)
+        pipe.embed.words[...] = 2 * pipe.embed.words[...]
+        generate(pipe, PROMPTS, 2, key=jax.random.key(0), top_p=0.5)
+        jax.monitoring.register_event_duration_secs_listener(count)
+        try:
+            generate(pipe, PROMPTS, 2, key=jax.random.key(1), top_p=0.9, temperature=0.5)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(count)
+        assert not [name for name in counts if "backend_compile" in name]
+
+
 # --- what is refused ---
 
 
@@ -250,7 +368,7 @@ def refusal(*given, **options):
 def test_models_that_cannot_decode():
     mesh = collectives.make_mesh(stage=2)
     pipe = Pipeline([Blind(), Blind()], 2, embed=lambda x: x, mesh=mesh)
-    assert refusal(pipe, PROMPTS, 2) == (
+    assert refusal(pipe, PROMPTS, 2, start=lambda *_: None) == (
         "no part of the model has a cache (<class 'flax.nnx.variablelib.Cache'>) when it starts to "
         "decode, and without one a stage sees a token and nothing before it; use "
         "nnx.MultiHeadAttention, give the modules that need one a method start_decoding(rows, "
@@ -268,7 +386,9 @@ def test_models_that_cannot_decode():
         "these are not; make them so (what only the first or the last has belongs to embed= or "
         "head=)"
     )
-    wide = Pipeline([Blind(), Blind()], 2, mesh=collectives.make_mesh(stage=2, tensor=2))
+    wide = Pipeline(
+        [Own(nnx.Rngs(k)) for k in range(2)], 2, mesh=collectives.make_mesh(stage=2, tensor=2)
+    )
     assert refusal(wide, PROMPTS, 2) == (
         "generate() runs on meshes of 'stage' and 'data', and this one has 'tensor'; use "
         "pipe.replace(mesh=...) with one of those axes"
@@ -287,6 +407,16 @@ def test_prompts_that_are_none():
     assert refusal(pipe, PROMPTS, 2, lengths=[0, 1, 2, 3, 9]) == (
         "lengths has 0 to 9; a prompt has 1 to 5 tokens here"
     )
+    for stop in (-1, 1.5, "a", [1, None]):
+        assert refusal(pipe, PROMPTS, 2, stop=stop) == (
+            f"stop={stop!r}: must be a token, an integer >= 0, or a list of tokens, any of which "
+            f"ends a row"
+        )
+    for share in (0, 1.1, -1.0):
+        assert refusal(pipe, PROMPTS, 2, key=jax.random.key(0), top_p=share) == (
+            f"top_p={share!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "
+            f"for all words"
+        )
     assert refusal(pipe, PROMPTS, 0) == "max_new_tokens=0: must be an integer >= 1"
     assert refusal(pipe, PROMPTS, 2, key=jax.random.split(jax.random.key(0), 2)) == (
         "key is [2] keys; give one, or one for each of 5 rows"
