@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
-from pipeline.base.paths import Asked
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
@@ -60,6 +59,7 @@ from pipeline.profile import trace
 from pipeline.replace import check_changes, refusal, replaced, typed
 from pipeline.sharding import meshes
 from pipeline.sharding.fit import warn_of_no_names, warn_of_undivided_weights
+from pipeline.sharding.paths import Asked
 from pipeline.sharding.placement import Placement, Sharding
 from pipeline.trained.copies import Copies
 from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
-from pipeline.base.paths import ModelPath, of_stage
 from pipeline.base.tree import is_key, row_of
 from pipeline.base.variables import metadata, raw, remade
 from pipeline.model.difference import difference
@@ -25,6 +24,7 @@ from pipeline.model.ends import find_tables
 from pipeline.model.stage import Ends, is_stacked
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.distribute import constrained
+from pipeline.sharding.paths import ModelPath, of_stage
 from pipeline.sharding.placement import Placement, spreads
 from pipeline.sharding.zero import StateLayout
 from schedules.clocks.shared import Shared

@@ -28,12 +28,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
-from pipeline.base.paths import ModelPath, of_stage
 from pipeline.base.placeholders import Placeholder, with_arrays, without_values
 from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
 from pipeline.base.variables import metadata, raw
 from pipeline.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.sharding.distribute import constrained
+from pipeline.sharding.paths import ModelPath, of_stage
 from pipeline.sharding.placement import DEFERRED, Placement, axes_in, unnamed
 
 Path = tuple[Any, ...]

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
-from pipeline.base.paths import Asked
+from pipeline.sharding.paths import Asked
 from pipeline.sharding.placed import Placed, placed
 from pipeline.sharding.report import alike
 

@@ -29,10 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
-from pipeline.base.paths import ModelPath
 from pipeline.base.tree import Tree
 from pipeline.base.variables import metadata, raw, remade, with_value
 from pipeline.sharding.distribute import distribute
+from pipeline.sharding.paths import ModelPath
 
 Names = tuple[Any, ...]  # for each dim: None, an axis, or several
 Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Names

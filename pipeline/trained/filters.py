@@ -22,7 +22,6 @@ import optax
 from flax import nnx
 
 from pipeline.base.masks import Mask
-from pipeline.base.paths import ModelPath
 from pipeline.base.tree import Tree, is_float
 from pipeline.base.variables import type_text
 from pipeline.model.overlay import Spot
@@ -30,6 +29,7 @@ from pipeline.model.stage import define
 from pipeline.model.trained import Trained
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.fit import outside
+from pipeline.sharding.paths import ModelPath
 from pipeline.sharding.placement import as_before
 
 Path = tuple[Any, ...]

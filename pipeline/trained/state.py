@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.base.paths import ModelPath
 from pipeline.base.variables import type_text
 from pipeline.model.model import Declared
 from pipeline.model.unlike import Overlaid
+from pipeline.sharding.paths import ModelPath
 from pipeline.trained.filters import Flat, Path, Places, halves_of, view_of
 from schedules import Schedule
 
