@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pipeline.base.lazy import exports
-from pipeline.base.releases import check_releases
+from pipeline.base.imports import check_releases, exports
 
 if TYPE_CHECKING:
     from pipeline.added_losses import add_loss, with_losses

@@ -7,7 +7,7 @@ whose, and a launcher for one machine. Nothing here knows of pipelines.
 
 from typing import TYPE_CHECKING
 
-from pipeline.base.lazy import exports
+from pipeline.base.imports import exports
 
 if TYPE_CHECKING:
     from pipeline.processes.batch import local_rows, shard_batch

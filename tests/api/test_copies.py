@@ -13,7 +13,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.base.releases import check_releases
+from pipeline.base.imports import check_releases
 from tests.support import models
 from tests.support.close import assert_close
 

@@ -1,9 +1,17 @@
-"""Which releases of flax know which of jax: seen from their versions, before either is imported."""
+"""The import of a package: releases that fit together, and names that are imported when used.
+
+A package whose names come when they are first used (PEP 562) is imported without jax: so
+`python -m pipeline --help` answers at once, and a launcher of other processes needs none.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from typing import Any
 
 # Flax up to 0.12.8 reads the parameters of a scan as jax had them until 0.11. Goes with the last
 # jax of Python 3.11.
@@ -36,3 +44,26 @@ def _numbers(version: str) -> tuple[int, ...]:
     """``0.12.8`` and ``0.12.8.dev1`` as (0, 12, 8)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def exports(
+    package: str, homes: Mapping[str, str], rooms: tuple[str, ...] = ()
+) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package.
+
+    Args:
+      package: its ``__name__``.
+      homes: of each name the module that has it.
+      rooms: modules of the package that are attributes of it too.
+    """
+
+    def find(name: str) -> Any:
+        if name in rooms:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find
