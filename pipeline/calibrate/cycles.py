@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.base.hlo import computations
 from pipeline.calibrate.conclude import CalibrationError
 from pipeline.kernel.scopes import COMMON
 from pipeline.planner.chips import Chip
-from pipeline.profile.hlo import computations
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.

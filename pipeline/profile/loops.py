@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipeline.base.hlo import computations
 from pipeline.kernel.scopes import Place, place_of_loop
-from pipeline.profile.hlo import computations
 
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^,{}\s]+)")
 _CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")
