@@ -2,16 +2,25 @@
 
 The grammar is that of Megatron-LM's ``--pipeline-model-parallel-layout``: E is the embedding, t a
 layer, m a layer for multi-token prediction, L head and loss, and ``|`` ends a stage. ``x*3`` is
-``xxx``, of a letter or of what stands in parentheses; commas and spaces mean nothing.
+``xxx``, of a letter or of what stands in parentheses; commas and spaces mean nothing. Its other
+form, a list of names for each stage, is read too.
 
 Letters of this module: K stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+Layout = str | Sequence[Sequence[str]]
 KINDS = "EtmL"
+NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_WANTED = (
+    "must be a string such as 'E|(t|)*10m|L', or a list for each stage such as [['embedding', "
+    "'decoder'], ['decoder', 'loss']]"
+)
 LARGEST = 100_000  # letters that a repetition may make
 
 
@@ -68,34 +77,56 @@ class _Reader:
         return ValueError(f"layout={marked!r}: {self.text[at]!r} {why}")
 
 
-def read_layout(text: str) -> list[str]:
+def read_layout(text: Layout) -> list[str]:
     """[K] the letters of each stage.
 
+    Args:
+      text: the layout, or as lists of names, one for each stage.
+
     Raises:
-      ValueError: what is no layout, with the place; an embedding that is not the first letter, or
-        a head that is not the last.
+      ValueError: what is no layout, with the place; an embedding that is not the first letter; a
+        head that is not the last, or several but for one of each multi-token layer beside it.
     """
-    if not isinstance(text, str) or not text.strip(", "):
-        raise ValueError(f"layout={text!r}: must be a string such as 'E|(t|)*10m|L'")
-    whole, _ = _Reader(text).sequence(0, inside=False)
+    if isinstance(text, str):
+        if not text.strip(", "):
+            raise ValueError(f"layout={text!r}: {_WANTED}")
+        whole, _ = _Reader(text).sequence(0, inside=False)
+    else:
+        whole = _of_lists(text)
     stages = whole.split("|")
-    for letter, where, first in (("E", "the first letter", True), ("L", "the last", False)):
-        ends = whole.startswith(letter) if first else whole.endswith(letter)
-        if whole.count(letter) != 1 or not ends:
-            raise ValueError(
-                f"layout={text!r} is {whole!r} written out, with {whole.count(letter)} {letter}: "
-                f"there is one, {where}"
-            )
+    found = f"layout={text!r} is {whole!r} written out, with"
+    if whole.count("E") != 1 or not whole.startswith("E"):
+        raise ValueError(f"{found} {whole.count('E')} E: there is one, the first letter")
+    # Each multi-token layer may have a loss of its own.
+    if not whole.endswith("L") or whole.count("L") not in (1, 1 + whole.count("m")):
+        also = f", or 1 and one for each of {whole.count('m')} m" if "m" in whole else ""
+        raise ValueError(f"{found} {whole.count('L')} L: there is one, the last{also}")
     if (late := whole.find("m")) >= 0 and "t" in whole[late:]:
         raise ValueError(f"layout={text!r}: m stands before t; multi-token layers come last")
     return stages
 
 
-def parse_layout(text: str, layers: int) -> list[int]:
+def _of_lists(stages: Any) -> str:
+    """The string of a layout that is lists of names, as Megatron-LM takes it too."""
+    if not isinstance(stages, list | tuple) or not stages:
+        raise ValueError(f"layout={stages!r}: {_WANTED}")
+    for k, names in enumerate(stages):
+        known = isinstance(names, list | tuple) and all(
+            isinstance(n, str) and n in NAMES for n in names
+        )
+        if not known:
+            raise ValueError(
+                f"layout[{k}]={names!r}: must be a list of names, each of them one of "
+                f"{', '.join(map(repr, NAMES))}"
+            )
+    return "|".join("".join(NAMES[name] for name in names) for names in stages)
+
+
+def parse_layout(text: Layout, layers: int) -> list[int]:
     """[K] how many layers each stage has.
 
     Args:
-      text: the layout.
+      text: the layout, as of `read_layout`.
       layers: of the model.
 
     Raises:

@@ -15,6 +15,11 @@ from pipeline.splitting.recording import Group
 from pipeline.splitting.tracing import Trace
 
 
+def _are_names(cut: Sequence[Any]) -> bool:
+    """Whether a cut is a layout of lists of names, and no numbers."""
+    return any(isinstance(stage, list | tuple) for stage in cut)
+
+
 def choose_counts(
     trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[Group]
 ) -> tuple[int, ...]:
@@ -23,7 +28,7 @@ def choose_counts(
     what = ", ".join(repr(group.name) for group in groups)
     if cut is not None and costs is not None:
         raise ValueError("cut= and costs= are both given: costs are there to choose a cut")
-    if isinstance(cut, str):
+    if isinstance(cut, str) or (isinstance(cut, list | tuple) and _are_names(cut)):
         cut = parse_layout(cut, number)
     if cut is not None:
         counts = tuple(cut)

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
+from pipeline.base.layouts import Layout
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
 from pipeline.splitting.alone import find_changed
@@ -154,7 +155,7 @@ def split(
     *args: Any,
     blocks: str | Sequence[str] | None = None,
     call: Callable[..., Any] | None = None,
-    cut: Sequence[int] | str | None = None,
+    cut: Sequence[int] | Layout | None = None,
     costs: Sequence[float] | None = None,
     extras: Sequence[str] = (),
     **kwargs: Any,

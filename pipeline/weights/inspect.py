@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from pipeline.base.layouts import parse_layout, write_layout
+from pipeline.base.layouts import Layout, parse_layout, write_layout
 from pipeline.decoders import split_layers
 from pipeline.weights.checkpoint import open_checkpoint
 from pipeline.weights.names import EMBED, HEAD, Entry
@@ -17,7 +17,7 @@ def inspect(
     folder: str | Path,
     *,
     num_stages: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     names: bool = False,
 ) -> str:
     """Read the headers of a checkpoint, check it whole, and say what is there.

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.base.layouts import parse_layout
+from pipeline.base.layouts import Layout, parse_layout
 from pipeline.decoders import build, next_token_loss, split_layers
 from pipeline.decoders.config import as_float
 from pipeline.layerwise.layout import Mark
@@ -62,7 +62,7 @@ def load(
     num_microbatches: int = 1,
     *,
     num_stages: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
     activations: Any = None,
@@ -110,7 +110,7 @@ def parts(
     folder: str | Path,
     *,
     num_stages: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
     activations: Any = None,
@@ -198,7 +198,7 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
 
 
 def count_blocks(
-    layers: int, num_stages: int | None, layout: str | None, mesh: Mesh | None
+    layers: int, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
 ) -> list[int]:
     """[K] how many layers each stage has.
 

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
-from pipeline.base.layouts import parse_layout
+from pipeline.base.layouts import Layout, parse_layout
 from pipeline.decoders import DecoderConfig, Parts, build, split_layers
 from pipeline.decoders.config import as_float
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
@@ -65,7 +65,7 @@ def import_stages(
     out: str | Path,
     *,
     num_stages: int | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     dtype: Any = None,
 ) -> list[int]:
     """Write a checkpoint as a folder of stages; what else lies beside it, such as a tokenizer, too.

@@ -5,7 +5,8 @@ The grammar is that of ``torch.distributed.pipelining``, compute actions only:
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
 
-An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``.
+An overlapped pair is a cell like ``(1F0;2B1)OVERLAP_F_B``. Files of torch 2.5 and 2.6, which write
+BW for a whole backward and B for its first half, are read too.
 
 A cell holds no comma and no line break, so rows and cells are split by hand: every byte of a file
 then has a row and a column to name in an error.
@@ -27,6 +28,7 @@ Orders = list[list[Action | list[Action]]]  # an inner list of two is a pair
 MOST_CELLS = 8  # bad cells that an error names; the rest are counted
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
+_OLDER = re.compile(r"(\d+)(BW|B|I|W)(\d+)")
 _OVERLAP = re.compile(r"\(.*\)\s*OVERLAP\w*")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B")
 _TRAFFIC = re.compile(
@@ -54,7 +56,7 @@ def read_csv(path: str | os.PathLike[str]) -> Orders:
     Raises:
       ScheduleError: no such file, no such text, or no such action, with its row and column.
     """
-    return _orders(path, _rows(path))
+    return _orders(path, _as_of_now(_rows(path)))
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
@@ -77,6 +79,28 @@ def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
             f"{where}: is empty; a timetable has one row per rank and a cell per action, like 0F0"
         )
     return [[_unquote(cell.strip()) for cell in line.split(",")] for line in lines]
+
+
+def _as_of_now(rows: list[list[str]]) -> list[list[str]]:
+    """Cells in the notation of torch 2.7 and later, for those of the older one.
+
+    A file is of the older one if it has a BW, or if it has no I and every W has a B beside it: in
+    the later one a B is whole, and has no W.
+    """
+    parts = [part for row in rows for cell in row for part in _parts(cell)]
+    found = [one for one in map(_OLDER.fullmatch, parts) if one is not None]
+    halves: dict[str, set[tuple[str, str]]] = {kind: set() for kind in ("B", "BW", "I", "W")}
+    for one in found:
+        halves[one[2]].add((one[1], one[3]))
+    is_by_halves = bool(halves["W"]) and halves["W"] == halves["B"] and not halves["I"]
+    if not halves["BW"] and not is_by_halves:
+        return rows
+    return [[_OLDER.sub(_renamed, cell) for cell in row] for row in rows]
+
+
+def _renamed(action: re.Match[str]) -> str:
+    kind = {"BW": "B", "B": "I"}.get(action[2], action[2])
+    return f"{action[1]}{kind}{action[3]}"
 
 
 def _unquote(cell: str) -> str:

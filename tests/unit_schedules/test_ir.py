@@ -15,6 +15,7 @@ from schedules import Action, Schedule, ScheduleError, build, from_orders, simul
 from schedules.core.action import KINDS
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.fold import fold
+from schedules.files.csv import read_csv
 
 NUMBERS = st.integers(0, 10**17)
 
@@ -179,3 +180,35 @@ def test_what_is_remembered_of_a_schedule_is_no_part_of_it():
     for twin in (copy.copy(used), copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
         assert vars(twin) == vars(fresh)
         assert (twin, twin.name) == (used, used.name)
+
+
+# --- the notation of torch 2.5 and 2.6 ---
+
+OLDER = {
+    "BW for a whole backward": (
+        "0F0,0F1,0BW0,0BW1\n1F0,1B0,1F1,1B1,1W0,1W1\n",
+        "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,1I1,1W0,1W1\n",
+    ),
+    "halves alone": (
+        "0F0,0F1,0B0,0B1,0W0,0W1\n1F0,1B0,1W0,1F1,1B1,1W1\n",
+        "0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n",
+    ),
+    "a pair": (
+        "0F0,0F1,(0F2;0BW0)OVERLAP_F_B,0BW1,0BW2\n",
+        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n",
+    ),
+    "the later one": ("0F0,0I0,0F1,0B1,0W0\n", "0F0,0I0,0F1,0B1,0W0\n"),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_files_of_older_releases(name, tmp_path):
+    """Issue 38: they were refused cell by cell."""
+    older, later = (tmp_path / f"{n}.csv" for n in range(2))
+    older.write_text(OLDER[name][0])
+    later.write_text(OLDER[name][1])
+    if name == "a pair":  # of one stage, which no schedule has: but read
+        assert read_csv(older) == read_csv(later)
+        return
+    found = Schedule.from_csv(older)
+    assert found.orders == Schedule.from_csv(later).orders

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from pipeline.base.layouts import _WANTED as WANTED
 from pipeline.weights import parse_layout, read_layout, write_layout
 
 
@@ -15,9 +18,13 @@ from pipeline.weights import parse_layout, read_layout, write_layout
         ("Et | (t*2 | (t|)*2)*2 tL", ["Et", "tt", "t", "t", "tt", "t", "t", "tL"]),
         ("EttL", ["EttL"]),
         ("Et||tL", ["Et", "", "tL"]),
+        ("Ett|mmLLL", ["Ett", "mmLLL"]),
+        ("Ett|mL|L", ["Ett", "mL", "L"]),
+        ([["embedding", "decoder"], [], ["decoder", "loss"]], ["Et", "", "tL"]),
+        ((("embedding",), ("decoder",), ("mtp", "loss")), ["E", "t", "mL"]),
     ],
 )
-def test_what_a_layout_means(text: str, stages: list[str]):
+def test_what_a_layout_means(text: Any, stages: list[str]):
     assert read_layout(text) == stages
 
 
@@ -30,7 +37,31 @@ def test_layers_of_each_stage():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "layout='': must be a string such as 'E|(t|)*10m|L'"),
+        ("", f"layout='': {WANTED}"),
+        ([], f"layout=[]: {WANTED}"),
+        (3, f"layout=3: {WANTED}"),
+        (
+            [["embedding", "decoder"], ["encoder", "loss"]],
+            (
+                "layout[1]=['encoder', 'loss']: must be a list of names, each of them one of "
+                "'embedding', 'decoder', 'mtp', 'loss'"
+            ),
+        ),
+        (
+            ["Et", "tL"],
+            (
+                "layout[0]='Et': must be a list of names, each of them one of 'embedding', "
+                "'decoder', 'mtp', 'loss'"
+            ),
+        ),
+        ("EtL|tL", "layout='EtL|tL' is 'EtL|tL' written out, with 2 L: there is one, the last"),
+        (
+            "Et|mLLL",
+            (
+                "layout='Et|mLLL' is 'Et|mLLL' written out, with 3 L: there is one, the last, or "
+                "1 and one for each of 1 m"
+            ),
+        ),
         ("E|(t|*2L", "layout='E|»(«t|*2L': '(' is never closed"),
         ("Et)L", "layout='Et»)«L': ')' closes nothing"),
         ("Et*L", "layout='Et»*«L': '*' has no number from 1 to 999999 behind it"),
