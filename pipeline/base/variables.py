@@ -22,6 +22,11 @@ def raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
+def filled(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Paths and variables of a state, but for variables that hold nothing, as ``Param(None)``."""
+    return [(path, leaf) for path, leaf in nnx.to_flat_state(state) if raw(leaf) is not None]
+
+
 def kind_text(leaf: Any) -> str:
     """``Param``, or ``array`` for a plain one."""
     return type(leaf).__name__ if isinstance(leaf, nnx.Variable) else "array"

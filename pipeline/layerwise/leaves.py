@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from pipeline.base.tree import Tree
-from pipeline.base.variables import raw
+from pipeline.base.variables import filled, raw
 from pipeline.layerwise.layout import Mark
 from pipeline.layerwise.leaf import Cell, Leaf, Put
 from pipeline.layerwise.state import StatePlan, key_name
@@ -99,7 +99,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[Leaf]:
                 continue
             own, of_view = list(rest.values()), chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(of_view.treedef, range(of_view.treedef.num_leaves))
-            for path, number in nnx.to_flat_state(numbers):
+            for path, number in filled(numbers):
                 spot = of_view.spots[raw(number)]
                 cell = own[spot.cell]
                 more = cell.value.shape[-1:] if cell.is_key else ()

@@ -26,7 +26,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from collectives import STAGE
 from pipeline.base.tree import Tree
-from pipeline.base.variables import raw
+from pipeline.base.variables import filled, raw, type_text
 from pipeline.layerwise.reroll import Rerolled
 from pipeline.layerwise.rows import Cut
 from pipeline.model.ends import find_tables
@@ -200,7 +200,7 @@ def layer_view(pipe: Any, *, trained: bool = False, state: bool = False) -> Laye
     stacks: list[Stack] = []
     for v, chunk in enumerate(pipe.chunks):
         held = [row[v] for row in stages_of]
-        flat = nnx.to_flat_state(_half(chunk, state=state))
+        flat = _arrays(_half(chunk, state=state))
         of_rank = [masks.stages[k] if trained else None for k in held]
         slots = _slots(chunk, held, flat, of_rank, declared.stages if state else None)
         stacks += [
@@ -214,7 +214,7 @@ def layer_view(pipe: Any, *, trained: bool = False, state: bool = False) -> Laye
             for rank, (k, path) in slot.names:
                 stages[k][path] = Ref(n, m, rank)
     if state:
-        found = nnx.to_flat_state(_half(pipe.ends, state=True))
+        found = _arrays(_half(pipe.ends, state=True))
         shapes = {path: tuple(x.shape) for path, x in found if path in declared.ends}
         spreads = {path: spread_of(x, ()) for path, x in found}
         ends = tuple(End(tuple(p), shape, shape, spreads[p]) for p, shape in shapes.items())
@@ -239,13 +239,29 @@ def _half(module: nnx.Module, *, state: bool) -> Any:
     return parts[2 if state else 1]
 
 
+def _arrays(state: Any) -> list[tuple[Path, Any]]:
+    """Paths and variables of a state that hold an array each.
+
+    Raises:
+      ValueError: one holds a tree of arrays.
+    """
+    found = filled(state)
+    for path, variable in found:
+        if not hasattr(raw(variable), "shape"):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is a {type_text(variable)}: the layer view has one "
+                f"array for each variable; give each array a variable of its own"
+            )
+    return found
+
+
 def _ends(pipe: Any, mask: Sequence[bool] | None) -> tuple[End, ...]:
     """The arrays of embed and head, or those of a mask."""
     params = nnx.state(pipe.ends, nnx.Param)
     tables = find_tables(params, pipe.ends, pipe.plan.shared)
     words = {tables.embed: tables.embed_words, tables.head: tables.head_words}
     found = []
-    for n, (path, variable) in enumerate(nnx.to_flat_state(params)):
+    for n, (path, variable) in enumerate(_arrays(params)):
         shape = tuple(variable.shape)
         own = (words[n], *shape[1:]) if n in words else shape
         if mask is None or mask[n]:
@@ -276,7 +292,7 @@ def _slots(
         if isinstance(chunk, Overlaid):
             view = chunk.views[rank].params if declared is None else chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(view.treedef, range(view.treedef.num_leaves))
-            own = nnx.to_flat_state(numbers)
+            own = filled(numbers)
             spots = here = [view.spots[raw(number)] for _, number in own]
             cells, paths = [spot.cell for spot in here], [tuple(path) for path, _ in own]
         for n, (cell, spot, path) in enumerate(zip(cells, spots, paths, strict=True)):

@@ -28,9 +28,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
-from pipeline.base.placeholders import Placeholder, with_arrays, without_values
+from pipeline.base.placeholders import with_arrays, without_values
 from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
-from pipeline.base.variables import metadata, raw
+from pipeline.base.variables import filled, metadata, raw
 from pipeline.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.sharding.distribute import constrained
 from pipeline.sharding.paths import ModelPath, of_stage
@@ -82,7 +82,7 @@ class Overlaid(nnx.Module):
     ) -> None:
         self.named, self.packed = Group(), Group()
         self.stages = nnx.List([without_values(stage) for stage in stages])
-        flats = [dict(nnx.to_flat_state(nnx.state(stage))) for stage in stages]
+        flats = [dict(filled(nnx.state(stage))) for stage in stages]
         lists = [
             [_leaf(of_stage(k, path), variable, placement, why) for path, variable in flat.items()]
             for k, flat in zip(numbers, flats, strict=True)
@@ -192,9 +192,8 @@ def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
 
 def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) -> View:
     """A stage's state within its chunk's, whose cells lie at ``paths``."""
-    flat = [path for path, v in nnx.to_flat_state(own) if not isinstance(v, Placeholder)]
-    order = {path: index for index, path in enumerate(flat)}
-    spots = (places[path] for path, _ in nnx.to_flat_state(half))
+    order = {path: index for index, (path, _) in enumerate(filled(own))}
+    spots = (places[path] for path, _ in filled(half))
     moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
     return View(jax.tree.structure(half), tuple(moved))
 
