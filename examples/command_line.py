@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--remat", type=_remat, default="stage", help="stage: recompute it in B; none: keep all")
     add("--steps", type=_whole(1), default=240, help="training steps")
     add("--device-count", type=_whole(1), help="devices to use; None: stages x data")
-    add("--out", type=Path, default=Path("out"), help="folder for pictures and state")
+    add("--out", type=Path, help="folder for pictures and state; None: out, then out/run-2, ...")
     add("--seed", type=_whole(0), default=0, help="of weights, batches and sample")
     add("--plain", action="store_true", help="the same model and data without a pipeline")
     add("--layers", type=_whole(1), help="None: 4, rounded up to a multiple of stages")
@@ -131,7 +131,7 @@ def _problems(o: argparse.Namespace) -> Iterator[str]:
             f"--data {o.data} = {parts}: its parts are equal; "
             f"use --batch-size {_near(o.batch_size, parts)}"
         )
-    if o.out.exists() and not o.out.is_dir():
+    if o.out is not None and o.out.exists() and not o.out.is_dir():
         yield f"--out {o.out} is a file: results go into a folder; choose another name"
 
 

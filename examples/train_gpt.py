@@ -13,10 +13,10 @@ after SIGTERM. State is saved in every case but 2. `gpt.toml` is the same job as
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ import plots
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline import make_optimizer as of_layers
-from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.checkpoints import CheckpointError, Checkpoints
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import Progress
@@ -53,6 +53,7 @@ Model = Pipeline | Plain
 HELD_OUT_BATCHES = 32
 PROMPT = b"def "
 SAMPLE_BYTES = 300
+OUT, PICTURES = Path("out"), ("loss.png", "timeline.png")
 EXITS = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -95,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
             bar.close()
     if not ended:
         given = [one for one in (sys.argv[1:] if argv is None else argv) if one != "--resume"]
-        how = shlex.join(["python", str(Path(__file__)), *given, "--resume"])
+        if not any(one.startswith("--out") for one in given):
+            given += ["--out", str(options.out)]
+        how = shlex.join([sys.executable or "python", str(Path(__file__)), *given, "--resume"])
         why = f"{stop.reason} after step {trainer.done} of {options.steps}; go on with: {how}"
         return end(options, log, trainer, why, EXITS[stop.reason])
 
@@ -165,17 +168,31 @@ def make_trainer(
 
 
 def open_checkpoints(options: argparse.Namespace) -> Checkpoints:
-    """Those of the run in ``--out``; an older run's are dropped, unless it is resumed."""
-    folder = options.out / "state"
+    """Those of the run in ``--out``, which is the next free folder if none is given."""
+    if options.out is None:
+        options.out = folder_of(resume=options.resume)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        checkpoints = Checkpoints(folder)
-        if checkpoints.steps and not options.resume:
-            shutil.rmtree(folder)
-            checkpoints = Checkpoints(folder)
-    except (ValueError, OSError) as error:
+        checkpoints = Checkpoints(options.out / "state")
+    except (ValueError, OSError, CheckpointError) as error:
         command_line.fail(f"--out {options.out}: {error}")
+    if checkpoints.steps and not options.resume:
+        command_line.fail(
+            f"--out {options.out} holds a run of {checkpoints.steps[-1]} steps: go on with "
+            f"--resume, or name another folder"
+        )
+    for name in PICTURES:  # of an end that this run has yet to reach
+        (options.out / name).unlink(missing_ok=True)
     return checkpoints
+
+
+def folder_of(*, resume: bool) -> Path:
+    """Where a run goes that is given no folder: to the first without one, or the last with one."""
+    numbered = (OUT if n == 1 else OUT / f"run-{n}" for n in itertools.count(1))
+    taken = list(itertools.takewhile(lambda path: (path / "state").exists(), numbered))
+    if resume and taken:
+        return taken[-1]
+    return OUT / f"run-{len(taken) + 1}" if taken else OUT
 
 
 class Losses:

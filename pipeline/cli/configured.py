@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
         if options.command == "train":
             given = [f"--config {shlex.quote(str(path))}" for path in options.config]
             given += [f"--set {shlex.quote(text)}" for text in options.set]
-            how = f"python -m pipeline train {' '.join(given)} --resume"
+            python = shlex.quote(sys.executable or "python")
+            how = f"{python} -m pipeline train {' '.join(given)} --resume"
             return runs.train(config, resume=options.resume, how=how)
         if options.command == "eval":
             say(f"held-out loss {runs.evaluate(config):.4f}")

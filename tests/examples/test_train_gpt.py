@@ -159,7 +159,7 @@ def test_a_run_that_was_interrupted_goes_on_by_one_flag(
         patch.setattr(Trainer, "_next", interrupted)
         assert train_gpt.main(given) == 130
     *_, said = capsys.readouterr().err.splitlines()
-    how = f"python {train_gpt.__file__} {' '.join(given)} --resume"
+    how = f"{sys.executable} {train_gpt.__file__} {' '.join(given)} --resume"
     assert said == (
         f"stopped: SIGINT after step 3 of 5; go on with: {how}; {tmp_path}/state holds the state"
     )
@@ -238,3 +238,32 @@ def test_a_bad_option_is_one_line_with_a_remedy(
         train_gpt.main(arguments.split())
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"train_gpt.py: {message}\n"
+
+
+def test_a_second_run_leaves_the_first_as_it_is(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    """Issue 38: a second `make train` deleted the first run's checkpoints."""
+    monkeypatch.chdir(tmp_path)
+
+    def opened(*arguments: str) -> tuple[Path, list[int]]:
+        options = command_line.parse(list(arguments))
+        with train_gpt.open_checkpoints(options) as checkpoints:
+            if not checkpoints.steps:
+                checkpoints.save(3, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+        return options.out, checkpoints.steps
+
+    assert opened() == (Path("out"), [3])
+    for name in train_gpt.PICTURES:
+        Path("out", name).write_text("of the first run")
+    assert opened() == (Path("out/run-2"), [3])
+    assert opened("--resume") == (Path("out/run-2"), [3])
+    assert opened() == (Path("out/run-3"), [3])
+    assert Path("out/loss.png").exists()
+    # One that goes on drops the pictures of an end that it has yet to reach.
+    assert opened("--out", "out", "--resume") == (Path("out"), [3])
+    assert not Path("out/loss.png").exists()
+    assert opened("--out", "new") == (Path("new"), [3])
+    with pytest.raises(SystemExit):
+        opened("--out", "new")
+    assert capsys.readouterr().err.endswith(
+        "--out new holds a run of 3 steps: go on with --resume, or name another folder\n"
+    )

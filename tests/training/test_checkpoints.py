@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -189,7 +190,7 @@ def test_a_step_is_saved_anew(copy: Path) -> None:
         checkpoints.save(20, Small(99))
         assert checkpoints.restore(model) == 20
     np.testing.assert_array_equal(model.weight, Small(99).weight)
-    assert sorted(path.name for path in copy.iterdir() if path.name.startswith(".")) == []
+    assert not list(copy.glob(".step_*"))
 
 
 def test_what_a_killed_run_leaves_is_removed(copy: Path) -> None:
@@ -199,7 +200,7 @@ def test_what_a_killed_run_leaves_is_removed(copy: Path) -> None:
     checkpoints = Checkpoints(copy)
     assert checkpoints.steps == [20, 30]
     assert checkpoints.restore(Small(0)) == 30
-    assert sorted(path.name for path in copy.iterdir() if path.name.startswith(".")) == []
+    assert not list(copy.glob(".step_*"))
 
 
 # --- damage ---
@@ -375,16 +376,15 @@ def test_a_full_disk_at_the_last_file_keeps_the_old_ones(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpoints = Checkpoints(copy)
-    monkeypatch.setattr(manifest, "write_manifest", full)
-    checkpoints.save(40, Small(40))
-    with pytest.raises(CheckpointError, match="could not be written") as error:
-        checkpoints.save(50, Small(50))
-    assert "those of steps 10, 20, 30 are there" in message(error)
-    assert "No space left on device" in message(error)
-    monkeypatch.undo()
-    checkpoints.save(60, Small(60))
-    checkpoints.close()
+    with Checkpoints(copy) as checkpoints:
+        monkeypatch.setattr(manifest, "write_manifest", full)
+        checkpoints.save(40, Small(40))
+        with pytest.raises(CheckpointError, match="could not be written") as error:
+            checkpoints.save(50, Small(50))
+        assert "those of steps 10, 20, 30 are there" in message(error)
+        assert "No space left on device" in message(error)
+        monkeypatch.undo()
+        checkpoints.save(60, Small(60))
     assert checkpoints.steps == [20, 30, 60]
 
 
@@ -636,3 +636,73 @@ def test_processes_that_say_nothing_are_named(
         f"process {own} of 4 heard nothing of {silent} on 'save' within 0.05 s; see in what they "
         f"wrote whether they ended, and that all processes save and restore at the same steps"
     )
+
+
+def test_a_pipelines_checkpoint_says_what_to_give_for_another_model(tmp_path: Path) -> None:
+    """A plain model has `blocks` where a pipeline has stages (issue 38)."""
+
+    class Plain(nnx.Module):
+        def __init__(self) -> None:
+            self.blocks = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(k)) for k in range(2)])
+            self.out = nnx.Linear(3, 3, rngs=nnx.Rngs(2))
+
+    plain = Plain()
+    layers = [nnx.Linear(3, 3, rngs=nnx.Rngs(k + 5)) for k in range(2)]
+    pipe = Pipeline(layers, 2, head=nnx.Linear(3, 3, rngs=nnx.Rngs(7)), mesh=make_mesh(stage=2))
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, pipe)
+        with pytest.raises(ValueError) as error:
+            checkpoints.restore(plain)
+        assert str(error.value).endswith(
+            "give the model that was saved; it holds the layers of a pipeline: for a model with "
+            'other attributes give its parts, {"stages": [K modules], "embed": module, "head": '
+            "module}, which may be modules of the model itself"
+        )
+        assert checkpoints.restore({"stages": list(plain.blocks), "head": plain.out}) == 1
+    np.testing.assert_array_equal(plain.blocks[1].kernel[...], layers[1].kernel[...])
+
+
+# --- one run in a folder ---
+
+HOLDER = """
+import sys, time
+from pipeline.training.checkpoints import Checkpoints
+held = Checkpoints(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_runs_in_one_folder_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(CheckpointError) as error:
+                Checkpoints(folder)
+            assert str(error.value) == (
+                f"{folder} is written to by another process, and two runs in one folder would "
+                f"delete each other's checkpoints: name another folder, or wait until that run has "
+                f"ended; Checkpoints(folder, read_only=True) reads beside it"
+            )
+            assert Checkpoints(folder, read_only=True).steps == []
+        finally:
+            other.kill()
+    first = Checkpoints(folder)  # a process that died holds nothing
+    second = Checkpoints(folder)  # in one process they are two names of one run
+    first.save(1, Small(0))
+    second.close()
+    first.close()
+    assert first.steps == [1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"  # who has closed holds nothing
+            with pytest.raises(CheckpointError, match="is written to by another process"):
+                first.save(2, Small(0))
+        finally:
+            other.kill()
+    first.save(2, Small(0))
+    first.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import grain
@@ -100,8 +101,8 @@ def test_a_run_is_stopped_goes_on_is_evaluated_and_writes(path, monkeypatch, cap
         assert cli.main(["train", "--config", str(path)]) == 130
     said = capsys.readouterr().err
     assert (
-        f"stopped by SIGINT after update 4 of 6; go on with: python -m pipeline train --config "
-        f"{path} --resume\n"
+        f"stopped by SIGINT after update 4 of 6; go on with: {sys.executable} -m pipeline train "
+        f"--config {path} --resume\n"
     ) in said
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--config", str(path)])

@@ -363,12 +363,25 @@ def _different(
     if name not in saved:
         return (
             f"{folder} has nothing for {name}, {_typed(own[name])}{more}; it is a checkpoint of "
-            f"another model: give the {part} that was saved"
+            f"another model: give the {part} that was saved{_by_layers(name, saved)}"
         )
     return (
         f"{folder} holds {name} as {_typed(saved[name])}, and what is restored has "
         f"{_typed(own[name])}{more}; it is a checkpoint of another model: give the {part} that "
         f"was saved"
+    )
+
+
+def _by_layers(name: str, saved: Mapping[str, Any]) -> str:
+    """What to give for a checkpoint of a pipeline where a model has other attributes."""
+    parts = {one.split(".")[1] for one in saved if one.startswith("model.")}
+    of, part, *_ = name.split(".")
+    if of != "model" or "layers" not in parts or part in {"layers", "embed", "head"}:
+        return ""
+    return (
+        "; it holds the layers of a pipeline: for a model with other attributes give its parts, "
+        '{"stages": [K modules], "embed": module, "head": module}, which may be modules of the '
+        "model itself"
     )
 
 

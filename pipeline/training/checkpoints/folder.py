@@ -27,7 +27,7 @@ from flax import nnx
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.training.checkpoints import contents, manifest
+from pipeline.training.checkpoints import contents, lock, manifest
 from pipeline.training.checkpoints.arrays import Orbax, read_leaves
 from pipeline.training.checkpoints.contents import Contents
 from pipeline.training.checkpoints.exits import CAN_WAIT_AT_EXIT, before_exit
@@ -54,6 +54,7 @@ class Checkpoints:
       read_only: nothing is written, as for evaluation from a disk that is not one's own.
 
     Raises:
+      CheckpointError: another process writes to the folder.
       ValueError: the folder is a file, or holds something else.
       OSError: it cannot be written to.
       ImportError: Orbax is not installed.
@@ -83,7 +84,9 @@ class Checkpoints:
         self._asked = 0  # how often processes have asked each other
         _check_folder(self._folder, read_only=read_only)
         self._folder = self._folder.absolute()
+        self._lock: lock.Lock | None = None
         if not read_only and jax.process_index() == 0:
+            self._claim()
             self._tidy()
 
     @property
@@ -140,6 +143,8 @@ class Checkpoints:
                 f"without read_only to save"
             )
         self.wait()
+        if self._lock is None and jax.process_index() == 0:
+            self._claim()
         state = Contents(model, optimizer, shaped)
         said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
         self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
@@ -175,8 +180,12 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait until what was saved is on the disk, as `wait` does; saving may go on after it."""
+        """Wait until what was saved is on the disk, as `wait` does, and let other runs write.
+
+        Saving may go on after it.
+        """
         self.wait()
+        self._lock = None
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -350,6 +359,20 @@ class Checkpoints:
         """Which checkpoints there are, in words."""
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
+
+    def _claim(self) -> None:
+        """Be the one process that writes to the folder.
+
+        Raises:
+          CheckpointError: another is.
+        """
+        self._lock = lock.take(self._folder)
+        if self._lock is None:
+            raise CheckpointError(
+                f"{self._folder} is written to by another process, and two runs in one folder "
+                f"would delete each other's checkpoints: name another folder, or wait until that "
+                f"run has ended; Checkpoints(folder, read_only=True) reads beside it"
+            )
 
     def _tidy(self) -> None:
         """Remove what a run left half done that was killed."""
