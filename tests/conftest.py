@@ -86,3 +86,13 @@ def pytest_report_header() -> str:
     import collectives
 
     return f"shardpipe from {Path(collectives.__file__).parents[1]}, jax {jax.__version__}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in one line what was skipped, why, and how to have it."""
+    from tests.support.skips import line
+
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [r.longrepr[2] if isinstance(r.longrepr, tuple) else str(r.longrepr) for r in reports]
+    if said := line(reasons):
+        terminalreporter.write_line(said)
