@@ -50,6 +50,7 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
     Raises:
       ValueError: no transformation, or one that needs the weights of several layers in one place.
     """
+    _check_pipeline("make_optimizer", pipe)
     for n, part in enumerate(parts):
         if not (callable(getattr(part, "init", None)) and callable(getattr(part, "update", None))):
             raise ValueError(
@@ -99,7 +100,29 @@ def shard_optimizer(
       tx: any optax transformation.
       pipe: the pipeline whose parameters it will update.
     """
+    _check_pipeline("shard_optimizer", pipe)
     return _Layered(pipe, tx).transformation
+
+
+def _check_pipeline(what: str, pipe: Any) -> None:
+    """Check that an optimizer is asked for a pipeline, and say where one is if it is not.
+
+    Raises:
+      ValueError: it is another object, perhaps a module that holds a pipeline.
+    """
+    if isinstance(pipe, Pipeline):
+        return
+    graph = nnx.iter_graph(pipe) if isinstance(pipe, nnx.Module) else ()
+    held = [".".join(map(str, path)) for path, node in graph if isinstance(node, Pipeline)]
+    remedy = "give the Pipeline whose parameters are updated"
+    if held:
+        remedy = (
+            f"it holds a Pipeline at {' and '.join(held)}: give that, as "
+            f"{what}(module.{held[0]}, tx), and its other parameters an nnx.Optimizer of their own "
+            f"(embed= and head= of the Pipeline are updated with it), or nnx.Optimizer(module, tx, "
+            f"wrt=nnx.Param) for all, if tx updates every number by itself, as Adam does"
+        )
+    raise ValueError(f"{what} was given a {type(pipe).__name__}, which is no Pipeline; {remedy}")
 
 
 class PipelineOptimizer(nnx.Optimizer[Pipeline]):
@@ -125,6 +148,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         Raises:
           ValueError: the state is that of a pipeline with another placement or other ranks.
         """
+        _check_pipeline("PipelineOptimizer.update", model)
         if (ranks := len(model.schedule.stages_of)) != self._ranks:
             raise ValueError(
                 f"the optimizer was made for a pipeline of {self._ranks} ranks, and this one has "

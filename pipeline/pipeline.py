@@ -33,7 +33,7 @@ from pipeline.kernel.nans import watched
 from pipeline.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.layers.weights import check_layers
 from pipeline.layerwise.convert import from_layers, to_layers
-from pipeline.layerwise.layout import Layout, check_layout, mark
+from pipeline.layerwise.layout import Layout, check_layout, mark, types_of
 from pipeline.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.model.ends import Mode
 from pipeline.model.ignored import ignoring, warn_of_attributes
@@ -252,6 +252,7 @@ class Pipeline(nnx.Module):
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
+        plan.traces.made = types_of(self.chunks)
         watched = {} if was_made else {"embed": embed, "head": head}
         plan.traces.copies = Copies(self, [] if was_made else given_stages, **watched)
         hold(plan, self)
@@ -629,7 +630,8 @@ class Pipeline(nnx.Module):
         """Undo `to_layers`: a tree laid out as ``nnx.state(pipe, nnx.Param)``, or ``pipe.wrt``.
 
         Arrays are placed as the parameters are, so ``nnx.update(pipe, pipe.from_layers(layers))``
-        loads weights of any pipeline of the same model, or of none.
+        loads weights of any pipeline of the same model, or of none. That also mends a pipeline that
+        was given the state of one with another placement or other ranks.
 
         Raises:
           ValueError: other layers, or labels that differ between layers that share an array.

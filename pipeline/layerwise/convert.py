@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from collectives import STAGE
 from pipeline.base.tree import Tree, row_of, shape_text
-from pipeline.base.variables import metadata
-from pipeline.layerwise.layout import layout_name
+from pipeline.base.variables import metadata, raw
+from pipeline.layerwise.layout import drop_marks, layout_name
 from pipeline.layerwise.view import (
     EndRef,
     Layers,
@@ -27,7 +28,7 @@ from pipeline.layerwise.view import (
 )
 from pipeline.model.chunks import stack_rows
 from pipeline.sharding.distribute import distribute
-from pipeline.sharding.placement import LAYERS
+from pipeline.sharding.placement import LAYERS, spread_of
 
 
 def to_layers(pipe: Any, tree: Tree) -> Layers:
@@ -80,9 +81,15 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
 
     if not fits(view):
         view = _other_view(pipe, fits)
-    variables = dict(nnx.to_flat_state(nnx.state(pipe)))
+    variables, foreign = dict(nnx.to_flat_state(nnx.state(pipe))), _foreign(pipe)
+    variables |= foreign
+    drop_marks(pipe.layout, pipe.schedule.stages_of, foreign)
     found = []
     for stack in view.stacks:
+        if stack.path in foreign:
+            own = foreign[stack.path]
+            spread = spread_of(own, (STAGE,))
+            stack = replace(stack, row=tuple(raw(own).shape[1:]), spread=spread)  # noqa: PLW2901
         leaves = {
             (rank, slot): found_in(layers["stages"][k], path)
             for slot in stack.slots
@@ -97,6 +104,20 @@ def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
     return nnx.from_flat_state(
         [(p, variables[p].replace(x) if hasattr(x, "shape") else x) for p, x in found]
     )
+
+
+def _foreign(pipe: Any) -> dict[Path, Any]:
+    """The pipeline's own variables, as types, in place of those of another that it was given."""
+    order, ranks = layout_name(pipe.schedule.stages_of), len(pipe.schedule.stages_of)
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(pipe)):
+        own = pipe.plan.traces.made.get(path)
+        if own is None or path[0] != "chunks":
+            continue
+        shape = getattr(raw(variable), "shape", ())
+        if metadata(variable).get(LAYERS, order) != order or shape[:1] != (ranks,):
+            found[path] = own
+    return found
 
 
 def _stored(view: LayerView) -> list[Path]:

@@ -10,7 +10,7 @@ other placements have two, since `nnx.merge` counts leaves and reads no names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,30 @@ def mark(chunks: Iterable[nnx.Module], stages_of: Held) -> None:
             nnx.update(chunk, nnx.from_flat_state(marked))
 
 
+def types_of(chunks: nnx.Module) -> dict[Any, Any]:
+    """The variables of all stages as types, with their metadata, by path in the pipeline."""
+
+    def bare(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    flat = nnx.to_flat_state(jax.tree.map(bare, nnx.state(chunks)))
+    return {("chunks", *path): leaf for path, leaf in flat if isinstance(leaf, nnx.Variable)}
+
+
+def drop_marks(layout: Layout, stages_of: Held, foreign: Mapping[Any, Any]) -> None:
+    """Forget marks of other orders, where variables of stages say that their order is another.
+
+    Args:
+      layout: a pipeline's marks, to which a state of another pipeline may have added its own.
+      stages_of: [S] lists of the V stages on each rank.
+      foreign: such variables; while the pipeline has them, they say themselves what they are.
+    """
+    own = layout_name(stages_of)
+    for name in [name for name, value in vars(layout).items() if isinstance(value, Mark)]:
+        if foreign and name.removesuffix("_back") != own:
+            delattr(layout, name)
+
+
 def check_layout(
     what: str, stages_of: Held, layout: Layout, variables: Iterable[tuple[Any, Any]]
 ) -> None:
@@ -92,7 +116,7 @@ def check_layout(
     Raises:
       ValueError: they lie as another pipeline has them, or are not of layers.
     """
-    own, S = layout_name(stages_of), len(stages_of)
+    own, S, streams = layout_name(stages_of), len(stages_of), False
     marks = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(layout))}
     found = {name.removesuffix("_back") for name in marks} - {own}
     for path, variable in variables:
@@ -108,12 +132,14 @@ def check_layout(
             )
         if shape[:1] != (S,):
             found.add(f"an array {shape} at {'.'.join(map(str, path))}")
+            streams |= isinstance(variable, nnx.RngState)
     if found:
         first, *more = sorted(found)
         text = f"{first} and {len(more)} more" if more else first
+        remedy = "; random streams have no layers: make the pipeline anew first" if streams else ""
         raise ValueError(
             f"{what} holds the layers of {S} ranks{f' as {own}' if own else ''}, and was given the "
             f"state of a pipeline that holds them otherwise ({text}); carry "
             f"it over by layers: pipe.from_layers(other.to_layers(tree)), other being a pipeline "
-            f"as that one was"
+            f"as that one was{remedy}"
         )

@@ -118,9 +118,12 @@ class Definition:
                 changed = []
         for path in changed:
             variable = had[path]
-            remedy = "use a stateless layer (LayerNorm for BatchNorm), or freeze it"
-            if not isinstance(variable, nnx.Param):
-                remedy = f"declare it, as by Pipeline(..., state=nnx.BatchStat), {remedy}"
+            remedy = (
+                "declare it, as by Pipeline(..., state=nnx.BatchStat), use a stateless layer "
+                "(LayerNorm for BatchNorm), or freeze it"
+            )
+            if isinstance(variable, nnx.Param):
+                remedy = _COMPUTED
             raise ValueError(
                 f"{self.label} writes to its {kind_text(variable)} "
                 f"{'.'.join(map(str, path))}: {_NOT_KEPT}; {remedy}"
@@ -163,6 +166,11 @@ def _flat(*parts: Tree) -> dict[Any, Any]:
     return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
 
 
+_COMPUTED = (
+    "a parameter changes by its gradient alone, so compute what is needed of it in the call and "
+    "leave it as it is. nnx.WeightNorm and nnx.SpectralNorm write to the layer that they wrap: use "
+    "a layer of your own that computes with w = kernel / jnp.linalg.norm(kernel, axis=0)"
+)
 _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
 
 

@@ -45,6 +45,7 @@ class Traces:
       written: by model, the leaves of declared state that a step was seen to write.
       plans: by M, those of calls that have another.
       jitted: functions jitted for the plan, and what was seen in their traces.
+      made: the variables of the pipeline's stages as it was made, as types, by path.
       copies: modules of which the pipeline has copies (`pipeline.trained.copies`).
       pipelines: the ids of those that need them (`pipeline.kernel.jitted`).
       stack: K, of stages that were given as one module of which nothing shows that it is a stack.
@@ -58,6 +59,7 @@ class Traces:
     written: dict[Any, Any] = field(default_factory=dict)
     plans: dict[int, Any] = field(default_factory=dict)
     jitted: dict[Any, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
     copies: Any = None
     pipelines: set[int] = field(default_factory=set)
     stack: int = 0

@@ -336,7 +336,10 @@ def test_an_end_with_running_statistics(where):
 def test_a_stage_that_writes_to_its_weights():
     pipe = make([Counting(), Counting()])
     assert refusal(pipe.value_and_grad, X, X) == (
-        f"a stage writes to its Param w: {NOT_KEPT}; {REMEDY}"
+        f"a stage writes to its Param w: {NOT_KEPT}; a parameter changes by its gradient alone, so "
+        f"compute what is needed of it in the call and leave it as it is. nnx.WeightNorm and "
+        f"nnx.SpectralNorm write to the layer that they wrap: use a layer of your own that "
+        f"computes with w = kernel / jnp.linalg.norm(kernel, axis=0)"
     )
 
 

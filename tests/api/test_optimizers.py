@@ -20,6 +20,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
+from pipeline.optimizer import shard_optimizer
 from tests.api.test_layer_view import (
     LAYERWISE,
     K,
@@ -449,3 +450,26 @@ def test_only_what_is_trained_is_seen(unlike):
     assert_equal(found["head"], weights["head"], atol=1e-6)
     assert_equal(found["stages"][:2], before["stages"][:2])
     assert_equal(found["embed"], before["embed"])
+
+
+class Big(nnx.Module):
+    """A module that holds a pipeline."""
+
+    def __init__(self) -> None:
+        self.front = nnx.Linear(4, 4, rngs=nnx.Rngs(9))
+        self.body = Pipeline([nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)], 2)
+
+
+@pytest.mark.parametrize("make", [make_optimizer, lambda module, tx: shard_optimizer(tx, module)])
+def test_an_optimizer_of_a_module_that_holds_a_pipeline_says_where_it_is(make) -> None:
+    """Issue 38: the message was that 'Big' object has no attribute 'plan'."""
+    with pytest.raises(ValueError, match=r"was given a Big, which is no Pipeline; it holds a Pipe"):
+        make(Big(), optax.sgd(1e-2))
+    with pytest.raises(ValueError, match=r"optimizer\(module\.body, tx\), and its other param"):
+        make(Big(), optax.sgd(1e-2))
+    with pytest.raises(ValueError, match=r"was given a Linear, which is no Pipeline; give the Pip"):
+        make(Big().front, optax.sgd(1e-2))
+    big = Big()
+    optimizer = make_optimizer(big.body, optax.sgd(1e-2))
+    with pytest.raises(ValueError, match=r"update was given a Big, which is no Pipeline"):
+        optimizer.update(big, nnx.state(big, nnx.Param))

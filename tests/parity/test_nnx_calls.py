@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -15,6 +16,12 @@ from pipeline import Pipeline
 from tests.kernel.test_stage_state import NOT_KEPT
 from tests.support import models
 from tests.support.models import Block, Noisy, Readout, Words
+
+COMPUTE = (
+    "a parameter changes by its gradient alone, so compute what is needed of it in the call and "
+    "leave it as it is. nnx.WeightNorm and nnx.SpectralNorm write to the layer that they wrap: use "
+    "a layer of your own that computes with w = kernel / jnp.linalg.norm(kernel, axis=0)"
+)
 
 X, T = models.rows(8), models.rows(8, seed=3)
 REMATS = [{}, {"remat": None, "schedule": "zb_h1"}]
@@ -221,10 +228,36 @@ class Normed(nnx.Module):
 def test_what_is_written_within_a_call_is_refused(kind, variable):
     with pytest.raises(ValueError) as caught:
         make(models.build(kind, 2)).value_and_grad(X, T)
-    declare = (
-        "" if "Param" in variable else "declare it, as by Pipeline(..., state=nnx.BatchStat), "
+    remedy = (
+        "declare it, as by Pipeline(..., state=nnx.BatchStat), use a stateless layer (LayerNorm "
+        "for BatchNorm), or freeze it"
     )
-    assert str(caught.value) == (
-        f"a stage writes to its {variable}: {NOT_KEPT}; {declare}use a stateless layer (LayerNorm "
-        f"for BatchNorm), or freeze it"
-    )
+    if "Param" in variable:
+        remedy = COMPUTE
+    assert str(caught.value) == f"a stage writes to its {variable}: {NOT_KEPT}; {remedy}"
+
+
+class Wrapped(nnx.Module):
+    """One of flax's wrappers that write normalized weights into the layer that they hold."""
+
+    def __init__(self, kind, k):
+        rngs = nnx.Rngs(k)
+        self.layer = kind(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [nnx.WeightNorm, nnx.SpectralNorm])
+@pytest.mark.parametrize("end", ["stages", "head"])
+def test_wrappers_that_write_weights_are_refused_with_a_remedy(kind, end):
+    """Issue 38: WeightNorm was told to be frozen, which is no remedy."""
+    stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]
+    ends = {"head": Wrapped(kind, 7)} if end == "head" else {}
+    stages = stages if end == "head" else [Wrapped(kind, k) for k in range(2)]
+    pipe = Pipeline(stages, 2, mesh=make_mesh(stage=2), loss_fn=models.squares, **ends)
+    x = np.ones((4, 8), np.float32)
+    with pytest.raises(ValueError) as caught:
+        pipe.value_and_grad(x, x)
+    assert "layer.layer_instance.kernel: " in str(caught.value)
+    assert COMPUTE in str(caught.value)
