@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 # Private, seen from 0.10.2 to 0.12.0. `jax.extend` has no effects; were they there, or did an
 # equation say of itself that it may be repeated, these would go.
 from jax._src.callback import IOEffect, OrderedIOEffect  # isort: skip
+from jax._src.debugging import OrderedDebugEffect  # isort: skip
 from jax._src.core import NamedAxisEffect  # isort: skip
 from jax._src.state.types import AccumEffect, ReadEffect, WriteEffect  # isort: skip
 
@@ -314,6 +315,11 @@ def has_effect(effects: Iterable[Any]) -> bool:
 def may_not_repeat(effects: Iterable[Any]) -> bool:
     """Whether there is one of `io_callback`: who calls it counts on how often it is called."""
     return any(isinstance(effect, _ONCE) for effect in effects)
+
+
+def is_ordered(effects: Iterable[Any]) -> bool:
+    """Whether there is one of a callback with ``ordered=True``, which runs on one device alone."""
+    return any(isinstance(effect, OrderedIOEffect | OrderedDebugEffect) for effect in effects)
 
 
 def has_check(effects: Iterable[Any]) -> bool:

@@ -187,6 +187,7 @@ class Pipeline(nnx.Module):
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
+        _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
         given_stages, count = stages, count_stages(stages)
         model = signature_of(
             stages,
@@ -763,6 +764,22 @@ _PARAMETERS = inspect.signature(Pipeline.__init__).parameters
 _OPTIONS = tuple(_PARAMETERS)[2:]  # but self and stages
 _DEFAULTS = {name: _PARAMETERS[name].default for name in _OPTIONS[_OPTIONS.index("remat") :]}
 _REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has
+
+
+def _check_nested(stages: Any, **ends: Any) -> None:
+    """Refuse pipelines within a pipeline's stages, embed or head."""
+    parts = {f"stages[{k}]": stage for k, stage in enumerate(stages)} | ends
+    for name, part in parts.items():
+        if not isinstance(part, nnx.Module):
+            continue
+        for path, node in nnx.iter_modules(part):
+            if isinstance(node, Pipeline):
+                where = ".".join(map(str, (name, *path)))
+                raise ValueError(
+                    f"{where} is a Pipeline, and a pipeline lays itself over devices, so it cannot "
+                    f"be a part of another: put its stages into the outer one's list "
+                    f"(pipe.stages(), pipe.embed, pipe.head)"
+                )
 
 
 def _with_state(module: nnx.Module, change: Callable[..., Tree], *given: Any) -> nnx.Module:

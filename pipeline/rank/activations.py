@@ -26,7 +26,14 @@ from pipeline.jaxpr.primitives import makes_ref
 from pipeline.model.ends import check_activations, check_words
 from pipeline.model.randomness import own_axes
 from pipeline.rank.forward import Forward
-from pipeline.rank.messages import check_static, noted, types_text
+from pipeline.rank.messages import (
+    check_constraint_error,
+    check_constraints,
+    check_order,
+    check_static,
+    noted,
+    types_text,
+)
 from pipeline.rank.state import RankState
 
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError)
@@ -118,9 +125,10 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
 
     try:
         with adding_losses(Adding()) as adding:
-            return *run(before[k]), adding.is_used
+            y, body = run(before[k])
     except Exception as error:
         check_static(f"stages[{k}]", before[k], error)
+        check_constraint_error(f"stages[{k}]", error)
         _note_what_is_tracked(error)
         taken = None
         if k > 0 and isinstance(error, _REFUSALS):
@@ -135,6 +143,9 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
             f"microbatch and data shard); neighbours agree on the activation between them: change "
             f"either stage"
         ) from error
+    check_order(f"stages[{k}]", body.effects)
+    check_constraints(f"stages[{k}]", body)
+    return y, body, adding.is_used
 
 
 def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from collectives.compat import is_ordered
 from pipeline.base.tree import Tree, path_text, shape_text
+from pipeline.jaxpr.primitives import held
 
 _OF_TRACED_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -69,3 +71,62 @@ def check_static(stage: str, given: Tree, error: Exception) -> None:
             f"bool or number in one is traced in the next stage; give what says how to compute to "
             f"the constructors of the stages, or choose by jnp.where or jax.lax.cond"
         ) from error
+
+
+def check_order(stage: str, effects: Iterable[Any]) -> None:
+    """Refuse callbacks with an order, which JAX keeps on one device alone.
+
+    Raises:
+      ValueError: a stage has one, on more devices.
+    """
+    if is_ordered(effects) and jax.sharding.get_abstract_mesh().size > 1:
+        raise ValueError(
+            f"{stage} has a callback with ordered=True (io_callback, jax.debug.callback or print), "
+            f"and JAX keeps the order of callbacks on one device alone; leave ordered=True out, "
+            f"and let the callback say of which microbatch it is"
+        )
+
+
+def check_constraints(stage: str, body: Any) -> None:
+    """Refuse constraints of arrays over axes of which a stage sees its rank's part.
+
+    Args:
+      stage: its name.
+      body: its jaxpr.
+
+    Raises:
+      ValueError: there is one.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if any(set(axes) & set(manual) for axes in _constrained(body)):
+        raise _of_constraint(stage)
+
+
+def _constrained(body: Any) -> Iterator[list[str]]:
+    """The mesh axes that each constraint in a jaxpr names."""
+    for eqn in body.eqns:
+        spec = getattr(eqn.params.get("sharding"), "spec", None)
+        if eqn.primitive.name == "sharding_constraint" and spec is not None:
+            yield jax.tree.leaves(tuple(spec))
+        for inner in held(eqn):
+            yield from _constrained(inner)
+
+
+def check_constraint_error(stage: str, error: Exception) -> None:
+    """Tell of JAX's error of such a constraint.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if "with_sharding_constraint" in str(error) and isinstance(error, ValueError):
+        raise _of_constraint(stage) from error
+
+
+def _of_constraint(stage: str) -> ValueError:
+    axes = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    return ValueError(
+        f"{stage} constrains an array (with_sharding_constraint) over a mesh axis of which each "
+        f"rank computes its own part, {' or '.join(map(repr, axes))}: a stage sees one microbatch "
+        f"of one data shard, and nothing of it is to be placed; leave the constraint out, or give "
+        f"the axis that it names to the compiler, Pipeline(..., auto_axes=(name,))"
+    )

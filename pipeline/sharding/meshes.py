@@ -118,8 +118,10 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
       home: the same with the axis types that state has.
 
     Raises:
-      ValueError: a mesh is in force on which this pipeline's state does not lie.
+      ValueError: a mesh is in force on which this pipeline's state does not lie; or a device's own
+        program calls the pipeline.
     """
+    _check_whole()
     here = mesh_in_force()
     if here is None:
         return contextlib.nullcontext()
@@ -130,6 +132,23 @@ def entered(mesh: Mesh, home: Mesh) -> AbstractContextManager[None]:
             f"{_text(home)}, whose types its weights have: use one mesh for both"
         )
     return _entered(mesh) if here.explicit_axes else contextlib.nullcontext()
+
+
+def _check_whole() -> None:
+    """Check that no device's own program (`jax.pmap`, `jax.shard_map`) calls a pipeline.
+
+    Raises:
+      ValueError: one does.
+    """
+    manual = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+    if manual:
+        raise ValueError(
+            f"a pipeline is called where each device runs a program of its own (jax.pmap, "
+            f"jax.shard_map, or a stage of another pipeline; over {', '.join(map(repr, manual))}), "
+            f"and a pipeline lays itself over devices: call it outside, under jax.jit, with data "
+            f"parallelism by make_mesh(data=D, stage=S); of a pipeline within a stage put the "
+            f"stages into the outer one's list"
+        )
 
 
 def warn_of_untyped_weights(home: Mesh, warned: set[Any]) -> None:

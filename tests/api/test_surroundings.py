@@ -1,0 +1,151 @@
+"""Where a pipeline and its stages may not be: on a device's own program, within each other (38).
+
+Letters: M microbatches.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import make_mesh
+from pipeline import Pipeline
+from tests.api.test_bad_input import refusal
+from tests.support.close import assert_close
+
+WIDTH, M = 6, 2
+X, T = jax.random.normal(jax.random.key(0), (2, 8, WIDTH))
+
+
+class Stage(nnx.Module):
+    def __init__(self, k, run=None):
+        self.layer, self.run = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(k)), run
+
+    def __call__(self, x):
+        y = self.layer(x)
+        return y if self.run is None else self.run(y)
+
+
+def make(run=None, mesh=None, **options):
+    mesh = make_mesh(stage=2) if mesh is None else mesh
+    stages = [Stage(k, run if k else None) for k in range(2)]
+    return Pipeline(stages, M, mesh=mesh, loss_fn=lambda y, t: ((y - t) ** 2).mean(), **options)
+
+
+# --- callbacks with an order ---
+
+
+def printed(y):
+    jax.debug.print("{}", y.sum(), ordered=True)
+    return y
+
+
+def called(y):
+    jax.debug.callback(lambda _: None, y.sum(), ordered=True)
+    return y
+
+
+def logged(y):
+    io_callback(lambda _: None, None, jax.lax.stop_gradient(y.sum()), ordered=True)
+    return y
+
+
+def looped(y):
+    return jax.lax.fori_loop(0, 2, lambda _, y: printed(y), y)
+
+
+@pytest.mark.parametrize("run", [printed, called, logged, looped])
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_callbacks_with_an_order(run, remat):
+    pipe = make(run, remat=remat)
+    for call in (pipe.value_and_grad, pipe.loss):
+        assert refusal(call, X, T) == (
+            "stages[1] has a callback with ordered=True (io_callback, jax.debug.callback or "
+            "print), and JAX keeps the order of callbacks on one device alone; leave ordered=True "
+            "out, and let the callback say of which microbatch it is"
+        )
+
+
+# --- constraints ---
+
+MESH = make_mesh(stage=2, data=2)
+
+
+def constrained(spec):
+    return lambda y: jax.lax.with_sharding_constraint(y, spec)
+
+
+CONSTRAINTS = {
+    "a spec": constrained(PartitionSpec("stage")),
+    "a sharding": constrained(NamedSharding(MESH, PartitionSpec("data", None))),
+    "several axes": constrained(NamedSharding(MESH, PartitionSpec(("data", "stage")))),
+    "in a jit": jax.jit(constrained(NamedSharding(MESH, PartitionSpec("stage")))),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_constraints_over_the_pipelines_own_axes(name, remat):
+    pipe = make(CONSTRAINTS[name], MESH, remat=remat)
+    assert refusal(pipe.value_and_grad, X, T) == (
+        "stages[1] constrains an array (with_sharding_constraint) over a mesh axis of which each "
+        "rank computes its own part, 'data' or 'stage': a stage sees one microbatch of one data "
+        "shard, and nothing of it is to be placed; leave the constraint out, or give the axis that "
+        "it names to the compiler, Pipeline(..., auto_axes=(name,))"
+    )
+
+
+# --- pipelines within ---
+
+
+def called_by_a_device(over):
+    return (
+        f"a pipeline is called where each device runs a program of its own (jax.pmap, "
+        f"jax.shard_map, or a stage of another pipeline; over {over}), and a pipeline lays itself "
+        f"over devices: call it outside, under jax.jit, with data parallelism by make_mesh(data=D, "
+        f"stage=S); of a pipeline within a stage put the stages into the outer one's list"
+    )
+
+
+def test_a_device_runs_no_pipeline():
+    pipe, mesh = make(), make_mesh(stage=2)
+    specs = {"in_specs": PartitionSpec("stage"), "out_specs": PartitionSpec("stage")}
+    shared = jax.shard_map(pipe, mesh=mesh, **specs)
+    assert refusal(shared, X) == called_by_a_device("'data', 'stage'")
+    with pytest.raises(ValueError, match="a pipeline is called where each device runs"):
+        jax.pmap(lambda x: pipe.value_and_grad(x, x)[0])(jnp.stack([X, X]))
+    own = jax.shard_map(
+        lambda x: pipe.loss(x, x),
+        mesh=Mesh(np.array(jax.devices()[:2]), ("mine",)),
+        in_specs=PartitionSpec("mine"),
+        out_specs=PartitionSpec(),
+    )
+    assert refusal(own, X) == called_by_a_device("'mine'")
+    assert_close(jax.jit(pipe)(X), pipe(X))
+
+
+@pytest.mark.filterwarnings("ignore:stages.1. reads parameters that it does not hold")
+def test_a_pipeline_is_no_part_of_another():
+    inner = make()
+    closed = make(lambda y: inner(y), remat=None)
+    assert refusal(closed.loss, X, T) == called_by_a_device("'data', 'stage'")
+
+    class Holder(nnx.Module):
+        def __init__(self):
+            self.parts = nnx.List([make()])
+
+        def __call__(self, x):
+            return self.parts[0](x)
+
+    rule = (
+        " is a Pipeline, and a pipeline lays itself over devices, so it cannot be a part of "
+        "another: put its stages into the outer one's list (pipe.stages(), pipe.embed, pipe.head)"
+    )
+    stages = [Stage(0), Holder()]
+    assert refusal(Pipeline, stages, M) == f"stages[1].parts.0{rule}"
+    assert refusal(Pipeline, [Stage(0)], M, head=make()) == f"head{rule}"
