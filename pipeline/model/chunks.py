@@ -21,6 +21,7 @@ from pipeline.base.tree import is_key, row_of
 from pipeline.base.variables import metadata, raw, remade
 from pipeline.model.difference import difference
 from pipeline.model.ends import find_tables
+from pipeline.model.randomness import RankStreams, with_streams_of
 from pipeline.model.stage import Ends, is_stacked
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.distribute import constrained
@@ -60,7 +61,8 @@ def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placeme
     for k in others:
         if found := difference(stages[first], stages[k]):
             why = f"stages[{k}] differs from stages[{first}] {found}"
-            return Overlaid([stages[k] for k in held], held, placement, why)
+            chunk = Overlaid([stages[k] for k in held], held, placement, why)
+            return with_streams_of(RankStreams, chunk)
     graphdef, _ = nnx.split(stages[first])
     return _stacked(
         graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], held, placement
@@ -115,7 +117,7 @@ def _stacked(
         stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]
         value = raw(jax.tree.unflatten(jax.tree.structure(first), stacks))
         flat.append((path, placement.label(first, value, spread, lead)))
-    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return with_streams_of(RankStreams, nnx.merge(graphdef, nnx.from_flat_state(flat)))
 
 
 def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:

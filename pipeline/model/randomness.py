@@ -39,6 +39,50 @@ def split_streams(rest: Tree) -> tuple[Tree, Tree]:
     return streams, others
 
 
+class RankStreams(nnx.RngStream):
+    """The streams of S stages in one, with [S] keys; of one stage, with one key, as flax has it."""
+
+    def __call__(self) -> jax.Array:
+        """Draw a key, or one for each stage."""
+        keys = self._keys()
+        if not keys.shape:
+            return super().__call__()
+        drawn = _folded(keys, [self.count.get_value()])
+        self.count.set_value(self.count.get_value() + 1)
+        return drawn
+
+    def fork(self, *, split: Any = None) -> nnx.RngStream:
+        """Make a stream of what is drawn, as `nnx.fork_rngs` does.
+
+        Raises:
+          ValueError: ``split``, of streams that have a key for each stage.
+        """
+        if split is not None and self._keys().shape:
+            raise ValueError(
+                f"fork(split={split!r}) of a pipeline's random streams, which have a key for each "
+                f"stage: call nnx.fork_rngs(pipe) without split, or split the streams of the "
+                f"stages before Pipeline(...)"
+            )
+        return super().fork() if split is None else super().fork(split=split)
+
+    def _keys(self) -> Any:
+        keys = self.key.get_raw_value()
+        if keys is None:  # it lies in `pipeline.model.unlike`'s cells
+            raise ValueError(
+                "the random streams of stages that are not alike share storage, in which "
+                "nnx.fork_rngs cannot reach them: fork those of the stages before Pipeline(...)"
+            )
+        return keys
+
+
+def with_streams_of(kind: type[nnx.RngStream], module: Any) -> Any:
+    """The module, whose random streams are of this type now."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.RngStream) and type(node) in (nnx.RngStream, RankStreams):
+            object.__setattr__(node, "__class__", kind)  # flax would take it for an attribute
+    return module
+
+
 ALIKE = "alike"
 
 

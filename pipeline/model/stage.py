@@ -22,6 +22,7 @@ from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw
 from pipeline.jaxpr.forwarded import forwarded
+from pipeline.model.randomness import with_streams_of
 from pipeline.model.unlike import Overlaid, Views
 from pipeline.sharding.placement import as_before
 
@@ -326,6 +327,7 @@ def _stacked_length(stages: nnx.Module) -> int:
 def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
     """The stage that a rank holds in a chunk, whole."""
     if isinstance(chunk, Overlaid):
-        return chunk.stage(rank)
+        return with_streams_of(nnx.RngStream, chunk.stage(rank))
     graphdef, state = nnx.split(chunk)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))
+    stage = nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))
+    return with_streams_of(nnx.RngStream, stage)

@@ -35,6 +35,36 @@ def assert_parity(stages, *, head=None, **options) -> Pipeline:
 # --- random streams ---
 
 
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_forked_streams_are_those_of_the_plain_stages(ranks):
+    """Issue 38: nnx.fork_rngs of a pipeline failed in JAX's words about arrays of keys."""
+    stages, plain = models.build(Noisy, 4), models.build(Noisy, 4)
+    pipe = Pipeline(stages, 4, mesh=make_mesh(stage=ranks), loss_fn=models.squares)
+    before = pipe.replace(num_microbatches=2).loss(X, T)
+    backup = nnx.fork_rngs(pipe)
+    nnx.fork_rngs(plain)
+    for own, wanted in zip(pipe.stages(), plain, strict=True):
+        assert nnx.graphdef(own) == nnx.graphdef(wanted)
+        keys = [
+            [jax.random.key_data(leaf) for leaf in jax.tree.leaves(nnx.state(one, nnx.RngKey))]
+            for one in (own, wanted)
+        ]
+        np.testing.assert_array_equal(*keys)
+    forked = pipe.loss(X, T)
+    assert float(before) != float(forked)
+    nnx.restore_rngs(backup)
+    with pytest.raises(ValueError, match="have a key for each stage: call nnx"):
+        nnx.fork_rngs(pipe, split=3)
+
+
+def test_streams_of_stages_that_are_not_alike_cannot_be_forked():
+    """Issue 38: what cannot be reached is refused, with what to do instead."""
+    pipe = make([Noisy(nnx.Rngs(0)), nnx.Sequential(Noisy(nnx.Rngs(1)), Block(nnx.Rngs(2)))])
+    with pytest.raises(ValueError, match="fork those of the stages before Pipeline"):
+        nnx.fork_rngs(pipe)
+    pipe.value_and_grad(X, T)
+
+
 def counts(pipe: Pipeline) -> list[list[int]]:
     return [leaf.tolist() for leaf in jax.tree.leaves(nnx.state(pipe, nnx.RngCount))]
 
