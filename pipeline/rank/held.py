@@ -22,6 +22,7 @@ from pipeline.base.tree import Leaves, Tree, vary_like, zeros
 from pipeline.jaxpr.forwarded import forwarded
 from pipeline.model.overlay import Part, Spot
 from pipeline.rank.state import RankState
+from pipeline.sharding.zero import several, total_over
 
 Values = list[Leaves]  # of variables, the leaves of each
 Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
@@ -175,13 +176,13 @@ class Held:
 
         def over_data(place: Any) -> jax.Array:
             value = self._now[place][...]
-            if not axes:
+            if not several(axes, value):
                 return value
             if jnp.issubdtype(value.dtype, jnp.inexact):
                 return jax.lax.pmean(value, axes).astype(value.dtype)
             if value.dtype == jnp.bool_:
                 return jax.lax.pmax(value.astype(jnp.int32), axes).astype(jnp.bool_)
-            first = self._first(place)
+            first = jax.lax.pmax(self._first(place), axes)  # the same everywhere, now by its type
             return first + jax.lax.psum(value - first, axes).astype(value.dtype)
 
         # Of a type that does not vary over shards, as the results.
@@ -196,7 +197,7 @@ class Held:
             mine = rank == (first if owners[n] == "embed" else last)
             numbers = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
             sent = jnp.where(mine, numbers, jnp.zeros_like(numbers))
-            return jax.lax.psum(sent, STAGE).astype(value.dtype)
+            return total_over(sent, (STAGE,)).astype(value.dtype)
 
         chunks = [
             [self._now[v, n][...] for n in cells] for v, cells in enumerate(declared.chunk_cells)

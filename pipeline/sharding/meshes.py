@@ -201,6 +201,12 @@ def _untyped(leaf: Any, mesh: Mesh) -> Any:
     return distribute(leaf, sharding)
 
 
+def laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """An array of the shape of another, laid out as that is where that is part of its type."""
+    found = _typed_sharding(like)
+    return x if found is None else jax.sharding.reshard(x, found)
+
+
 def _typed_sharding(leaf: Any) -> Any:
     """The sharding of an array or a type, if it is part of its type."""
     if isinstance(leaf, jax.core.Tracer):

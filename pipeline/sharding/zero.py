@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE, vary
-from collectives.compat import platform
+from collectives.compat import platform, varying_in
 from collectives.tensor import is_manual
 from pipeline.base.tree import Leaves, Tree, is_float
 from pipeline.sharding.placement import Spread
@@ -75,10 +75,23 @@ def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
     Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
     (`pipeline.options.plan.Plan.tracks_varying`).
     """
+    axes = several(axes, tree)
     if not axes or not jax.tree.leaves(tree):
         return tree
     wide = jax.tree.map(_as_cpu_can_add, tree)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), jax.lax.psum(wide, axes), tree)
+
+
+def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
+    """The axes over which there is something to reduce: of several ranks, or told by the types.
+
+    Beside axes that are left to the compiler, XLA cannot partition a reduction over axes of one
+    rank each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib
+    0.10.2 to 0.12).
+    """
+    if any(varying_in(leaf) for leaf in jax.tree.leaves(tree)):
+        return axes
+    return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
 
 
 def _as_cpu_can_add(x: Any) -> Any:

@@ -29,6 +29,7 @@ from pipeline.model.stage import define
 from pipeline.model.trained import Trained
 from pipeline.model.unlike import Overlaid
 from pipeline.sharding.fit import outside
+from pipeline.sharding.meshes import laid_as
 from pipeline.sharding.paths import ModelPath
 from pipeline.sharding.placement import as_before
 
@@ -213,10 +214,8 @@ def _overlaid(chunk: Overlaid, rank: int) -> tuple[Flat, Flat]:
     views, parts = chunk.views[rank], tuple(nnx.split(chunk, nnx.Param, ...))[1:]
 
     def flat(view: Any, half: Tree) -> Flat:
-        def tree(cells: Sequence[Any]) -> Tree:
-            return view.tree([cell[rank] for cell in cells])
-
-        return nnx.to_flat_state(jax.eval_shape(tree, jax.tree.leaves(half)))
+        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(half)]
+        return nnx.to_flat_state(jax.eval_shape(view.tree, rows))
 
     return flat(views.params, parts[0]), flat(views.rest, parts[1])
 
@@ -320,7 +319,8 @@ def leaving_frozen(
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         for own, of in parts.items():
             if f"{name}/".startswith(f"{own}/"):
-                return jnp.where(_is_trained(of, leaf), leaf, jnp.zeros_like(leaf))
+                mask = laid_as(jnp.broadcast_to(_is_trained(of, leaf), leaf.shape), leaf)
+                return jnp.where(mask, leaf, jnp.zeros_like(leaf))
         return leaf
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:

@@ -132,7 +132,7 @@ def test_a_device_runs_no_pipeline():
 @pytest.mark.filterwarnings("ignore:stages.1. reads parameters that it does not hold")
 def test_a_pipeline_is_no_part_of_another():
     inner = make()
-    closed = make(lambda y: inner(y), remat=None)
+    closed = make(inner.__call__, remat=None)
     assert refusal(closed.loss, X, T) == called_by_a_device("'data', 'stage'")
 
     class Holder(nnx.Module):
@@ -149,3 +149,37 @@ def test_a_pipeline_is_no_part_of_another():
     stages = [Stage(0), Holder()]
     assert refusal(Pipeline, stages, M) == f"stages[1].parts.0{rule}"
     assert refusal(Pipeline, [Stage(0)], M, head=make()) == f"head{rule}"
+
+
+# --- one rank beside an axis of the compiler ---
+
+
+class Sharded(nnx.Module):
+    def __init__(self, k):
+        draw = nnx.Rngs(k).params.normal
+        self.up = nnx.Param(draw((WIDTH, 8)), out_sharding=(None, "tensor"), eager_sharding=False)
+        self.down = nnx.Param(draw((8, WIDTH)), out_sharding=("tensor", None), eager_sharding=False)
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.seen[...] = self.seen[...] + 1
+        return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": None}, {"schedule": "gpipe"}])
+def test_an_axis_of_the_compiler_beside_one_rank(options):
+    """Issue 38: XLA does not partition a reduction over axes of one rank each."""
+    found = []
+    for sizes in ({"stage": 1, "tensor": 2}, {"stage": 2, "tensor": 2}):
+        stages = [Sharded(k) for k in range(2)]
+        options = {"auto_axes": ("tensor",), "state": nnx.BatchStat} | options
+        pipe = make_of(stages, make_mesh(**sizes), **options)
+        loss, grads = pipe.value_and_grad(X, T)
+        layers = pipe.to_layers(nnx.as_pure(grads))
+        found.append([loss, pipe.loss(X, T), pipe(X), *jax.tree.leaves(layers["stages"])])
+        assert all(stage.seen[...] == 3 * M for stage in pipe.stages())
+    assert_close(*found)
+
+
+def make_of(stages, mesh, **options):
+    return Pipeline(stages, M, mesh=mesh, loss_fn=lambda y, t: ((y - t) ** 2).mean(), **options)

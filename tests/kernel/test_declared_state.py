@@ -421,3 +421,43 @@ def test_beside_losses_that_are_added(remat):
         "has a gradient, or stages call add_loss, a step then knows it too late; let the weight "
         "follow from targets, as the number of those that count, or declare no state"
     )
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class Counted(nnx.Module):
+    """Counts rows in integers, and whether any is large."""
+
+    def __init__(self, k, dtype=jnp.int32):
+        self.layer, self.dtype = nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(k)), dtype
+        self.rows = Count(jnp.full((2,), 3, dtype))
+        self.large = Count(jnp.zeros((), bool))
+
+    def __call__(self, x):
+        self.rows[...] += jnp.full((2,), x.shape[0], self.dtype)
+        self.large[...] |= (x > 1).any()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 2, "context": 2}]
+)
+def test_integers_beside_further_axes(sizes, dtype):
+    """Issue 38: JAX asked for replication that it could not see."""
+    mesh = collectives.make_mesh(stage=2, **sizes)
+    stages = [Counted(k, dtype) for k in range(2)]
+    pipe = Pipeline(stages, 2, mesh=mesh, loss_fn=models.squares, state=Count)
+    x = models.rows(8)
+    for calls in (1, 2):
+        pipe.value_and_grad(x, x)
+        for stage in pipe.stages():
+            np.testing.assert_array_equal(stage.rows[...], [3 + 8 * calls] * 2)
+    first, second = stages
+    assert [bool(s.large[...]) for s in pipe.stages()] == [
+        bool((x > 1).any()),
+        bool((first.layer(x) > 1).any()),
+    ]
+    assert second.rows.dtype == dtype

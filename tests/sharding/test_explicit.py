@@ -263,3 +263,51 @@ def test_bfloat16_beside_an_axis_of_the_compiler():
     loss, _ = pipe.value_and_grad(*given)
     assert_close(loss, loss_fn(stages[1](stages[0](given[0])), given[1]), tolerance=0.02)
     assert_close(loss, loss_fn(outputs, given[1]), tolerance=0.02)
+
+
+# --- what issue 38 found ---
+
+
+class Deep(nnx.Module):
+    def __init__(self, count):
+        self.layers = nnx.List([models.Block(nnx.Rngs(k)) for k in range(count)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1, 3, 1)])
+def test_stages_that_are_not_alike(counts):
+    mesh, found = explicit(stage=2), []
+    for here in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with here:
+            pipe = Pipeline([Deep(n) for n in counts], M, mesh=mesh, loss_fn=models.squares)
+            loss, grads = pipe.value_and_grad(*batch())
+            optimizer = make_optimizer(pipe, optax.sgd(0.1))
+            with jax.numpy_dtype_promotion("standard"):
+                optimizer.update(pipe, grads)
+            found.append([loss, pipe.loss(*batch()), *numbers(grads)])
+    assert_close(*found)
+
+
+def last(path, variable):
+    return isinstance(variable, nnx.Param) and path[:2] == ("stages", 3)
+
+
+def some(path, variable):
+    return isinstance(variable, nnx.Param) and path[:3] == ("stages", 1, "up")
+
+
+@pytest.mark.filterwarnings("ignore:wrt freezes a part of arrays")
+@pytest.mark.parametrize("wrt", [last, some])
+def test_a_part_of_the_stages_is_trained(wrt):
+    mesh, found = explicit(stage=2), []
+    for here in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with here, jax.numpy_dtype_promotion("standard"):
+            pipe = build(mesh, wrt=wrt)
+            optimizer = make_optimizer(pipe, optax.adamw(0.1, weight_decay=0.5))
+            optimizer.update(pipe, pipe.value_and_grad(*batch())[1])
+            found.append([pipe.loss(*batch()), *numbers(nnx.state(pipe, nnx.Param))])
+    assert_close(*found)
