@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipeline.backward.in_place import can_be_added_in_place, is_formed_in_a_loop
+from pipeline.backward.in_place import added_in_place, is_formed_in_a_loop
 from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
@@ -136,7 +136,8 @@ def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> 
     if not weights:
         return ()
     jaxpr = jax.make_jaxpr(f)(weights, x).jaxpr
-    return tuple(
-        (late and not is_formed_in_a_loop(jaxpr, v)) or not can_be_added_in_place(jaxpr, v)
-        for v in jaxpr.invars[: len(weights)]
-    )
+    own = jaxpr.invars[: len(weights)]
+    by_value = [late and not is_formed_in_a_loop(jaxpr, v) for v in own]
+    by_ref = [v for v, is_value in zip(own, by_value, strict=True) if not is_value]
+    fit = added_in_place(jaxpr, by_ref)
+    return tuple(v not in fit for v in own)

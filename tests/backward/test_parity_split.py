@@ -81,6 +81,7 @@ MORE = [
     ("kind", "remat", "bubbles"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
+@pytest.mark.filterwarnings("ignore:extras..mask.. is")
 def test_kinds_of_stages(kind, remat, bubbles):
     found, wanted = (run(name, kind, remat, bubbles) for name in ("zb_h1", "1f1b"))
     assert models.distance(found, wanted) <= 1e-6
