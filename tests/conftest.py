@@ -46,8 +46,18 @@ def standard_promotion():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a test has many slow cases, CI runs every third of them; `make test-all` runs all."""
+    """Of tests that are dear and have several cases, `make test` runs the first and CI the rest.
+
+    Where a test has many slow cases, CI runs every third of them; `make test-all` runs all.
+    """
     of_test = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    for cases in of_test.values():
+        for item in cases[1:]:
+            item.add_marker(pytest.mark.slow)
+    of_test.clear()
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
             of_test[item.nodeid.partition("[")[0]].append(item)

@@ -256,6 +256,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("S", "schedule", "pattern", "remat", "bubbles"), CASES)
 def test_loss_and_gradients_in_every_pattern(S, schedule, pattern, remat, bubbles):
     x, t = models.rows(12), models.rows(12, seed=3)

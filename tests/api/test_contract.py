@@ -48,6 +48,7 @@ def trees_equal(a, b) -> bool:
 # --- the three calls ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("D", "bubbles"),
     [
@@ -130,6 +131,7 @@ def test_the_gradient_of_outputs(D, remat):
     assert distance(jax.grad(lambda x: outside(pipe(x), T))(X), inputs) < TOLERANCE
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("D", "bubbles", "with_embed"),
     [
@@ -240,6 +242,7 @@ def weighted(y, t):
     return jnp.sum(t["weight"] * jnp.sum((y - t["rows"]) ** 2, axis=-1)), jnp.sum(t["weight"])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("S", "D", "M", "bubbles"),
     [
@@ -583,6 +586,7 @@ def test_dropout_does_not_depend_on_how_it_is_run():
         assert distance(other, found[0]) < TOLERANCE
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_gradients_under_dropout(remat):
     stages = models.build(Noisy, 2)

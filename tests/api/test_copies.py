@@ -85,6 +85,7 @@ WRITES = (
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("write", "ranks"), [*zip(WRITES, (4, 2, 2, 4), strict=True)])
 def test_a_write_to_a_module_that_was_copied_is_said_once(write, ranks) -> None:
     """Issue 38: writes to what a pipeline has copies of were lost without a word."""

@@ -18,6 +18,7 @@ print("jax" in sys.modules, file=sys.stderr)
 """
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("statement", "imports_jax"),
     [

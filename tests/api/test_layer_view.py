@@ -80,6 +80,7 @@ PLACES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", PLACES)
 def test_there_and_back(place):
     """In layer order, whatever the placement; what comes back lies where weights do."""
@@ -268,6 +269,7 @@ slow = (pytest.mark.slow, pytest.mark.exhaustive)
 FAST = ("adamw(mask)", "lamb")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(n, marks=slow) for n in LAYERWISE if n not in FAST)]
 )

@@ -75,6 +75,7 @@ class Fixed(nnx.Module):
         return x.reshape(2, 2, WIDTH) * 2
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("D", [1, 2])
 def test_sizes_that_are_alike_are_no_fault(D):
     x = jax.random.normal(jax.random.key(0), (N * D, 2, WIDTH))  # b = 2 = T

@@ -249,6 +249,7 @@ def test_messages_take_the_link_they_cross():
     assert comm[1][2] == comm[3][0] == size / 1e9
 
 
+@pytest.mark.slow
 def test_one_slice_where_fsdp_fits_needs_no_pipeline():
     found = plan(model="llama-8b", devices=64, chip="v5p", batch=128, seq=8192, schedules=("1f1b",))
     assert found.verdict.startswith("do not pipeline: FSDP on data 64 takes ")

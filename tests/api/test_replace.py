@@ -95,6 +95,7 @@ def cases():
         yield pytest.param(change, model, types, marks=marks, id=name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("change", "model", "types"), list(cases()))
 def test_it_is_as_if_it_had_been_made_so(change: str, model, types: bool) -> None:
     changes, options = dict(CHANGES[change]), dict(OPTIONS, mesh=make_mesh(stage=4))

@@ -135,6 +135,7 @@ class Noisy(nnx.Module):
 KINDS = [lambda k: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(k)), Product, Noisy, lambda _: Scale()]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stack_is_one(kind):
     K = 4

@@ -160,6 +160,7 @@ class Several(nnx.Module):
         return x * jnp.mean(self.scale[...])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -85,6 +85,7 @@ WEIGHT = re.compile(
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("family", "remat", "bubbles"), VARIANTS)
 @pytest.mark.parametrize("grad_dtype", ["weights", jnp.bfloat16])
 def test_no_gradient_is_in_float32(family, remat, bubbles, grad_dtype):
@@ -116,6 +117,7 @@ def test_gradients_are_returned_in_the_dtype_of_their_weight(dtype, grad_dtype):
 # --- what they are ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "grad_dtype"),
     [
@@ -176,6 +178,7 @@ def row_sums_of_weight_one(outputs, targets):
     return row_sums(outputs, targets), jnp.ones(())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("grad_dtype", "loss_fn", "sums"),
     [(None, row_sums, 1.0), ("weights", row_sums, 0.5), ("weights", row_sums_of_weight_one, 0.5)],

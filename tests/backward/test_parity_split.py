@@ -77,6 +77,7 @@ MORE = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "remat", "bubbles"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],

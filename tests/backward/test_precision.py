@@ -78,6 +78,7 @@ def test_bfloat16_parameters_computed_with_in_float32(options: dict[str, Any]) -
     models.assert_matches(pipe, (loss, grads), want, tolerance=2**-6)
 
 
+@pytest.mark.slow
 def test_float32_parameters_computed_with_in_bfloat16() -> None:
     pipe = pipeline(compute_dtype="bfloat16")
     assert dtypes(nnx.state(pipe, nnx.Param)) == {"float32"}
@@ -97,6 +98,7 @@ def test_float32_parameters_computed_with_in_bfloat16() -> None:
     assert "parameters and activations are cast to bfloat16" in pipe.describe()
 
 
+@pytest.mark.slow
 def test_an_activation_without_embedding_is_cast_too() -> None:
     pipe = Pipeline(models.build(Block, 2), M, mesh=make_mesh(stage=2), compute_dtype="bfloat16")
     x = models.rows(ROWS)

@@ -142,6 +142,7 @@ def parity(make, K, S, loss_fn=models.squares, *, ends=False, **options):
         assert_close(layers["head"]["w"][...], grads[K + 1]["w"][...])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_gradients_are_those_of_the_formula(kind, remat):
@@ -169,6 +170,7 @@ def test_of_every_schedule_and_mode(kind, options):
     parity(lambda k, **more: Stage(kind, k, **more), *sizes, **options)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_embed_head_and_loss_may_make_refs(remat):
     def make(k, **more):

@@ -329,6 +329,7 @@ def test_only_sliced_weights_leave_the_refs():
     assert pullback.by_value == (False, crashes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("remat", "bubbles"),
     [("stage", "skip"), (None, "masked"), (jax.checkpoint_policies.dots_saveable, "skip")],

@@ -148,6 +148,7 @@ class Scanned(nnx.Module):
 PRODUCTS = {"forward": 6, "for x": 4 + 4, "for weights": 4}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "keep", "again"),
     [

@@ -17,6 +17,7 @@ def seeds() -> list:
     return [pytest.param(seed, marks=marks) for some, marks in marked for seed in some]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", seeds())
 def test_a_random_program_has_the_gradients_of_the_plain_model(seed):
     settled = fuzz.check(fuzz.draw(seed))

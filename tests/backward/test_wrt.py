@@ -179,6 +179,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("wrt", "options"),
     [

@@ -43,6 +43,7 @@ def wanted(pipe, tokens, targets):
     return jnp.where(targets == -100, 0.0, chosen)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [

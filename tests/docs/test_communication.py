@@ -242,6 +242,7 @@ def name(case: Any) -> str:
     return "-".join([f"{D}x{S}x{R}", family, *(k for k, _ in options.get("changes", ())), *said])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in CASES]

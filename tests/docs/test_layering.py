@@ -81,6 +81,7 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("package", "unwanted"),
     [

@@ -51,6 +51,7 @@ def losses(arguments: list[str]) -> np.ndarray:
     return np.array(trainer.losses)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_leaves_all_its_files(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, train_gpt.__file__, *TINY, "--out", tmp_path / "out"],

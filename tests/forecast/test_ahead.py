@@ -195,6 +195,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_kinds_of_models(name):
     """Stages come back as types, and a step is traced."""

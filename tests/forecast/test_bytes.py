@@ -110,6 +110,7 @@ FAST = {
 SLOW = covering(GRID, FAST)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "V", "remat", "bubbles"),
     [pytest.param(*c, marks=effort(c, FAST, SLOW)) for c in GRID],
@@ -270,6 +271,7 @@ def test_a_step_that_is_too_large_is_told_of_once():
 SAVES = "of the options that change no result, {} saves most: {} bytes"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "M", "limit", "help_"),
     [
@@ -310,6 +312,7 @@ def small(**options):
     return pipe, models.rows(8), models.rows(8, seed=1)
 
 
+@pytest.mark.slow
 def test_it_is_told_wherever_a_step_trains_and_changes_nothing(monkeypatch):
     monkeypatch.setattr(limit, "alternatives", lambda *_: [])  # each of them is a trace
     pipe, x, t = small(memory_limit=1)

@@ -239,18 +239,21 @@ def on_paper(family, V, remat, *, ranks, M, axes=("stage",), **sizes):
     return predict(pipe.plan, *pipe._operands(x, x, None)).temporaries
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("family", "V", "remat"), COMPILED_SMALL)
 def test_two_layers_a_stage_on_tpus(family, V, remat):
     wanted = COMPILED_SMALL[family, V, remat]
     assert on_paper(family, V, remat, **SMALL) == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("family", "V", "remat"), COMPILED_LARGE)
 def test_four_layers_a_stage_on_tpus(family, V, remat):
     wanted = COMPILED_LARGE[family, V, remat]
     assert on_paper(family, V, remat, **LARGE) == pytest.approx(wanted, rel=0.15)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("family", "remat"), COMPILED_FLOAT32)
 def test_blocks_in_float32_on_tpus(family, remat):
     """Products round: what they alone read is stashed in bfloat16, weights are rounded once."""

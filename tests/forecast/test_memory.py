@@ -56,6 +56,7 @@ def temporary(family, M, **options):
 # --- memory against M ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "remat", "bubbles"),
     [
@@ -74,6 +75,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(family, remat, bub
     assert many[1] == pytest.approx(few[1], rel=0.01)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_the_memory_of_gpipe_grows_by_its_places(remat):
     """By an activation per buffer and, without remat, by the residuals of a stage per stash."""
@@ -91,6 +93,7 @@ def test_the_memory_of_gpipe_grows_by_its_places(remat):
 # --- the size of the program against M ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("bubbles", ["skip", "masked"])
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "eager_1f1b"])
 def test_no_tick_is_unrolled(family, bubbles):
@@ -126,6 +129,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("family", "remat", "bubbles", "V"), STEPS)
 def test_what_a_tick_does_not_do(family, remat, bubbles, V):
     """No reduction of gradients and no copy of weights in the loop over ticks."""
@@ -150,6 +154,7 @@ def test_what_a_tick_does_not_do(family, remat, bubbles, V):
     assert all(any(group in line for group in groups) for line in gradients)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("bubbles", ["skip", "masked"])
 def test_weights_appear_in_sharded_shape_only(bubbles):
     S, V = 4, 2

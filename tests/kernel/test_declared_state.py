@@ -143,6 +143,7 @@ FAST = [
 SLOW = [(2, 2, "zb_v", None, "masked"), *covering(GRID)[::4]]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [Normed, Drifting])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=effort(case, FAST, SLOW)) for case in GRID], ids=str
@@ -184,6 +185,7 @@ def test_twenty_steps_with_batch_norm():
     assert_state(pipe, model, nnx.BatchStat)  # which evaluation leaves as it is
 
 
+@pytest.mark.slow
 def test_a_loss_that_somebody_differentiates_updates_it_too():
     model = Model(models.build(Normed, 2))
     pipe = make(list(model.stages))
@@ -199,6 +201,7 @@ def test_a_loss_that_somebody_differentiates_updates_it_too():
     assert_state(pipe, model, nnx.BatchStat)
 
 
+@pytest.mark.slow
 @needs_float16
 def test_float16_is_computed_in_two_passes_and_updated_once():
     model = Model(models.build(Drifting, 2))
@@ -290,6 +293,7 @@ def test_stages_that_are_not_alike(remat):
             assert_close(a, b)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 def test_the_layer_view_has_it_in_layer_order(schedule):
     pipe = make(models.build(Normed, 4), schedule=schedule)

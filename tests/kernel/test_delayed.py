@@ -83,6 +83,7 @@ def make(name, S: int, V: int, M: int, **options) -> Pipeline:
     )
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("name", "S", "V", "remat", "bubbles"), cases())
 def test_loss_and_gradients(name, S, V, remat, bubbles):

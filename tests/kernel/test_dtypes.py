@@ -116,6 +116,7 @@ def vocabulary(mode: str, dtype) -> float:
     return float(pipe.loss(words, words))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mode", ["ends", "stage"])
 @pytest.mark.parametrize(
     "dtype", [jnp.uint8, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.int8, jnp.uint16))]
@@ -167,6 +168,7 @@ SLOWLY = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [

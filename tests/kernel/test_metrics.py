@@ -92,6 +92,7 @@ CASES = [
 NAMES = ["-".join(map(str, (*case[:3], case[3].__name__, *case[4]))) for case in CASES]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "case",
     [

@@ -149,6 +149,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.derivatives
 @pytest.mark.parametrize("D", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", CHECKED)

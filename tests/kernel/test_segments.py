@@ -80,6 +80,7 @@ def test_nothing_is_left_out(family, delayed):
     assert messages == (found.arrival != found.num_buffers).sum()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "options"),
     [

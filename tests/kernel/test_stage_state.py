@@ -110,6 +110,7 @@ class Plain(nnx.Module):
         return x + jnp.tanh(x @ self.w[...]) * self.speed[:, :WIDTH]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "data_parallel", ["replicated", pytest.param("zero1", marks=pytest.mark.slow), "fsdp"]
 )
@@ -268,6 +269,7 @@ class Drawing(nnx.Module):
         return x + jax.random.bernoulli(self.rngs.dropout(), 0.5, x.shape).astype(x.dtype)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_random_stream_that_stages_share(uneven):
     """In turns, each would draw flags of its own; so it does in a pipeline, head and all."""

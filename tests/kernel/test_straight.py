@@ -25,6 +25,7 @@ def pipeline(stages: list, M: int = 4, **options) -> Pipeline:
     return Pipeline(stages, M, **{"mesh": make_mesh(stage=1), "loss_fn": models.squares, **options})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("K", "remat"),
     [

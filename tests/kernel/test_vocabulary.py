@@ -154,6 +154,7 @@ def test_cases_hold_every_pair_of_values():
     assert len(GRID) == 432
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(tuple(FACTORS), cases())
 def test_parity(S, V, family, remat, bubbles, tied, mode):
     pipe = pipeline(S, V, 4, family, remat, bubbles, tied, mode=mode)

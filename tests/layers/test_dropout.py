@@ -123,6 +123,7 @@ def dropped(pipe: Pipeline) -> np.ndarray:
     return np.asarray(pipe(jnp.ones((ROWS, LENGTH, WIDTH)))) == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("where", ["stage", "embed", "head"])
 def test_ranks_with_positions_of_their_own_drop_their_own(where) -> None:
     """Also flax's dropout, which knows of no mesh; rows of other microbatches differ anyway."""

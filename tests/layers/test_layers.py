@@ -82,6 +82,7 @@ GRID = [
 grid = pytest.mark.parametrize(("ranks", "sequence_parallel"), GRID)
 
 
+@pytest.mark.few
 @grid
 def test_column_and_row_with_biases(ranks: int, sequence_parallel: bool) -> None:
     x = normal(B, T, D)
@@ -90,6 +91,7 @@ def test_column_and_row_with_biases(ranks: int, sequence_parallel: bool) -> None
     )
 
 
+@pytest.mark.few
 @grid
 def test_block(ranks: int, sequence_parallel: bool) -> None:
     positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12]])
@@ -120,6 +122,7 @@ def test_eight_ranks(sequence_parallel: bool) -> None:
     assert_parity(block, call, normal(B, 16, D), ranks=8, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.few
 @grid
 def test_embedding(ranks: int, sequence_parallel: bool) -> None:
     embed = VocabularyEmbedding(
@@ -129,6 +132,7 @@ def test_embedding(ranks: int, sequence_parallel: bool) -> None:
     assert_parity(embed, call, words(), ranks=ranks, in_parts=False, out_parts=sequence_parallel)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("chunks", [None, 2])
 @grid
 def test_head_and_loss(ranks: int, sequence_parallel: bool, chunks: int | None) -> None:
@@ -207,6 +211,7 @@ def test_parity_of_fewer_heads_of_keys_than_ranks(
 # --- against formulas written differently ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("heads", "kv"), [(6, 2), (4, 4)])
 @pytest.mark.parametrize(
     ("query_chunk", "how"), [(None, None), (2, None), (None, "xla"), (4, "xla")]
@@ -379,6 +384,7 @@ def test_fewer_heads_than_ranks() -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.slow
 def test_heads_of_keys_that_ranks_would_share_in_parts() -> None:
     attention = Attention(D, 12, 6, nnx.Rngs(0), head_dim=4, replicate_kv=True)
     assert refused(4, attention, normal(B, T, D)) == (
@@ -430,6 +436,7 @@ def test_integers_are_refused() -> None:
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -93,6 +93,7 @@ def name(value) -> str:
 # --- parity ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("shape", "family", "kind", "remat", "bubbles"), cases())
 def test_the_grid(shape, family, kind, remat, bubbles):
     V = 2 if family in ("interleaved_1f1b", "zb_v") else 1
@@ -387,6 +388,7 @@ def automatic(**options) -> Pipeline:
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [
@@ -408,6 +410,7 @@ def test_stages_that_know_nothing_of_the_axis(options):
     models.assert_matches(pipe, nnx.value_and_grad(lambda m: m.loss(x, t))(pipe), want)
 
 
+@pytest.mark.slow
 def test_the_compiler_keeps_weights_and_gradients_in_parts():
     x = jax.ShapeDtypeStruct((3 * ROWS, WIDTH), jnp.float32)
     text = automatic().lower(x, x).compile().as_text()
@@ -429,6 +432,7 @@ class Flax(nnx.Module):
         return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_an_unmodified_flax_stage():
     x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
     where = mesh(2, 2, 2)
@@ -475,6 +479,7 @@ def test_exchanges_of_the_compiler_stand_in_no_branch():
 MEETING = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all)(-start)?\(")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "bubbles"),
     [

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("filters", [(nnx.Param,), ()], ids=["weights", "all"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_that_was_given_a_foreign_state_is_mended_by_layers(case, filters):

@@ -69,6 +69,7 @@ def pipeline(ranks, *, unlike=True, **options):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("ranks", "unlike"), [(4, True), (2, True), (4, False)])
 def test_declared_state_in_layers_and_back(ranks, unlike):
     """Issue 38: to_layers of declared state of unlike stages was an AttributeError."""
@@ -86,6 +87,7 @@ def test_declared_state_in_layers_and_back(ranks, unlike):
     assert [int(stage.calls[...]) for stage in pipe.stages()] == [M, 7, M, M]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_gradients_beside_declared_state(ranks):
     """Issue 38: to_layers of the gradients of wrt= was an AttributeError beside state."""
@@ -111,6 +113,7 @@ def test_gradients_beside_declared_state(ranks):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("unlike", [True, False])
 def test_variables_that_hold_nothing(unlike):
     """Issue 38: a Param(None), as a layer without bias has, in every view of a pipeline."""

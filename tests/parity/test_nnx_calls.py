@@ -84,6 +84,7 @@ class Looped(nnx.Module):
         return nnx.jit(lambda layer, x: nnx.fori_loop(0, 1, trip, (layer, x))[1])(self.inner, x)
 
 
+@pytest.mark.few
 @pytest.mark.derivatives
 @pytest.mark.parametrize("options", REMATS)
 @pytest.mark.parametrize("kind", [Rematted, Jitted, Nested])
@@ -148,6 +149,7 @@ class JittedNoise(Noisy):
         return Noisy.__call__(self, x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options", [*REMATS, *(pytest.param(o, marks=pytest.mark.slow) for o in MORE)]
 )

@@ -132,6 +132,7 @@ GRID = [
 SLOW = covering(GRID, FAST)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "family", "remat"),
     [pytest.param(*c, marks=effort(c, FAST, SLOW)) for c in GRID],

@@ -167,6 +167,7 @@ def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
 # --- stages, ranks and devices ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("S", "V", "M", "family", "remat", "bubbles"),
     [
@@ -193,6 +194,7 @@ def test_several_stages_per_rank(S, V, M, family, remat, bubbles):
     check(pipe)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("S", "D", "M", "family", "remat", "bubbles"),
     [
@@ -276,6 +278,7 @@ def test_checkpoint_policies(policy, bubbles):
     check(pipe)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("kind", "remat"),
     [
@@ -359,6 +362,7 @@ def any_schedule(seed: int, *, S: int, K: int, M: int, split: float) -> schedule
     return from_orders(orders, name=f"any {seed}")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("seed", "S", "K", "M", "split", "remat", "bubbles"),
     [
@@ -429,6 +433,7 @@ def test_a_timetable_from_a_file(tmp_path):
 # --- leaks ---
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
     ("remat", "bubbles"),

@@ -120,6 +120,7 @@ HYBRIDS = [  # family, S, V, M, remat, bubbles; the first two in `make test`
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "case",
     [

@@ -78,6 +78,7 @@ def test_the_cases_hold_every_pair_of_values():
     assert set(FAST) <= set(GRID)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "S", "family", "remat", "bubbles", "D"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

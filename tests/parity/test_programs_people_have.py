@@ -223,6 +223,7 @@ def _mesh(ranks):
     return jax.make_mesh((ranks,), ("stage",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_loss_with_a_scan_of_its_own(schedule):
     """`optax.ctc_loss`, whose loop starts from fresh arrays."""

@@ -105,6 +105,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "D", "S", "options"), CASES)
 @pytest.mark.parametrize("loss_fn", [dice, confident])
 def test_the_gradient_of_a_ratio(loss_fn, schedule, D, S, options):
@@ -157,6 +158,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_weight_without_a_gradient_is_as_fast_as_before(name, monkeypatch):
     """No forward action runs twice."""

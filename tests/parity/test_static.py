@@ -68,6 +68,7 @@ def test_a_plan_is_data():
         plan.options["remat"] = None
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("second", [Configured, uneven], ids=["alike", "not alike"])
 def test_a_configuration_without_a_hash(second):
     stages = [Configured(nnx.Rngs(0)), second(nnx.Rngs(1))]
@@ -116,6 +117,7 @@ def scaled(by):
     return lambda x: x * by
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make_value", "other"),
     [
@@ -180,6 +182,7 @@ def numbered(K):
 IGNORE = ("layer_index", "name")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("S", "K"), [(2, 2), (2, 4), (1, 3)])
 def test_numbers_that_are_ignored(S, K):
     stages = numbered(K)

@@ -57,6 +57,7 @@ def test_a_rank_stores_no_more_than_its_largest_stages(name, S):
     assert sum(sizes) > 1.1 * largest  # so this is not the union of all
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name",
     [pytest.param("images in 4", marks=pytest.mark.slow), "10 layers", "scanned", "trees"],

@@ -46,6 +46,7 @@ def losses(folder: Path, processes: int, devices: int, data: int, stages: int) -
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one_bit_by_bit(tmp_path: Path) -> None:
     found = losses(tmp_path, 2, 1, data=1, stages=2)
     with jax.numpy_dtype_promotion("standard"):  # of optax

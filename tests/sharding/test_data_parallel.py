@@ -69,6 +69,7 @@ def pipeline(option, *, S=2, D=2, V=1, family="1f1b", kind=Hostile, **options) -
 slow = pytest.mark.slow
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("option", "S", "D", "V", "family", "remat", "bubbles"),
     [
@@ -90,6 +91,7 @@ def test_loss_and_gradients(option, S, D, V, family, remat, bubbles):
     models.assert_matches(pipe, found, wanted(Hostile, V * S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [pytest.param("zero1", marks=slow), "action"])
 def test_any_trainer_may_differentiate_it(option):
     x, t = batch()
@@ -131,6 +133,7 @@ def test_stages_that_are_not_alike(option, bubbles):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_actions_gather_what_is_not_sharded_over_tensor_too():
     """Replicated weights stay the same on all ranks of `tensor`, also behind a barrier."""
     kind = tensor_stages.Sequence
@@ -226,6 +229,7 @@ def unpipelined() -> list[float]:
     return [float(step(model, opt)) for _ in range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("option", ["zero1", pytest.param("fsdp", marks=slow)])
 def test_training_with_sharded_optimizer_state(option):
@@ -310,6 +314,7 @@ def test_bytes_sent_over_data(D):
     assert sent("fsdp", D=D) == {"reduce-scatter": [part] * 2, "all-gather": [part] * 2}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("family", "remat", "gathers"),
     [
@@ -328,6 +333,7 @@ def test_bytes_sent_where_actions_gather(family, remat, gathers):
     }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kinds", [(Wide, Wide), (Wide, AlsoWide)], ids=["alike", "unlike"])
 @pytest.mark.parametrize("remat", ["stage", None])
 def test_no_masked_action_keeps_what_another_has_gathered(kinds, remat):

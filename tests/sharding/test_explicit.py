@@ -180,6 +180,7 @@ class Counting(nnx.Module):
         return x + self.linear(x)
 
 
+@pytest.mark.slow
 def test_declared_state_under_set_mesh():
     def written(mesh):
         pipe = Pipeline(

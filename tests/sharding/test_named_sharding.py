@@ -57,6 +57,7 @@ def bytes_on_first(state):
     return sum(s.data.nbytes for s in shards if s.device.id == 0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("ranks", "unlike"), [(4, False), (2, False), (4, True), (2, True)])
 def test_named_shardings_leave_every_array_on_its_rank(ranks, unlike):
     """Issue 38: variables named no axis, so flax's shardings put all stages on every rank."""
@@ -71,6 +72,7 @@ def test_named_shardings_leave_every_array_on_its_rank(ranks, unlike):
         assert elsewhere(pipe, pipe.mesh) == []
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "tx", [optax.sgd(1e-3, 0.9), optax.adafactor(1e-3)], ids=["sgd", "factors"]
 )
@@ -84,6 +86,7 @@ def test_named_shardings_of_an_optimizers_state(tx):
     assert elsewhere(optimizer, pipe.mesh) == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_keep_state_of_other_shapes():
     """Issue 38: flax must not lay out by the axis of a weight state that is shaped otherwise."""
     pipe = pipeline(4)

@@ -220,6 +220,7 @@ CASES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("name", CASES)
 def test_refusal(name) -> None:

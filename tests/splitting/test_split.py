@@ -34,6 +34,7 @@ def logits(model, tokens, cache=None, padding=None):
 # --- what it computes ---
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poison")
 def test_decoder() -> None:
     """Its stages call the blocks themselves, and are alike; masks are made in each, of tokens."""

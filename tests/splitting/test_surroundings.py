@@ -73,6 +73,7 @@ AROUND = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", AROUND)
 def test_what_is_set_around_blocks(name):
     model = Model(**AROUND[name])

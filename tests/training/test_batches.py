@@ -150,6 +150,7 @@ def sequences(count: int, sizes: tuple[int, ...] = (2, 3, 4, 5, 6, 7)) -> list[n
     return [rng.integers(0, WORDS, rng.choice(sizes)) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_packed_sequences_lose_what_they_lose_alone():
     texts = sequences(9, (4, 7))
     stages = models.build(Attention, 2)
@@ -188,6 +189,7 @@ def test_what_a_packed_batch_holds():
 # --- buckets ---
 
 
+@pytest.mark.slow
 def test_each_bucket_compiles_once():
     stages = [models.Block(nnx.Rngs(k)) for k in range(2)]
     ends = {"embed": Words(nnx.Rngs(3)), "head": Logits(nnx.Rngs(4))}

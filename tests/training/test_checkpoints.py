@@ -117,6 +117,7 @@ class Counter:
         self.count = int(state)
 
 
+@pytest.mark.slow
 def test_random_streams_of_a_pipeline_go_on(tmp_path: Path) -> None:
     def make(seed: int, S: int) -> Pipeline:
         rngs = nnx.Rngs(seed)
@@ -266,6 +267,7 @@ def test_of_damaged_checkpoints_none_is_loaded(
     assert count < 14 or ways == {"truncate", "flip", "delete", "marker"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["a folder", "a link to itself", "empty", "not JSON", "no text"])
 def test_a_manifest_that_cannot_be_read_is_damage(kind: str, tmp_path: Path) -> None:
     """Issue 38: a manifest that is a folder was an OSError, and the good one before not taken."""

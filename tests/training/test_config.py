@@ -336,6 +336,7 @@ def test_a_file_or_a_flag_that_cannot_be_read(text, settings, fault, tmp_path):
     assert caught.value.faults[0].startswith(fault.format(path=path))
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_words_and_starts_no_device(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\nfunction = "a:b"\n[run]\nsteps = 1.5\n')

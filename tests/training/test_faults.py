@@ -130,6 +130,7 @@ def test_only_the_main_thread_hears_signals() -> None:
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 def test_all_processes_stop_before_the_same_step(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def weights_of(pipe):
     return jax.tree.leaves(pipe.to_layers(nnx.state(pipe, nnx.Param)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 1}, {"stage": 2, "data": 2}])
 @pytest.mark.parametrize("scale", [None, DynamicScale()])
 def test_calls_of_an_update_count_what_the_loss_counts(sizes, scale):
@@ -88,6 +89,7 @@ def test_calls_of_an_update_count_what_the_loss_counts(sizes, scale):
     assert_close(weights_of(pipe), wanted()[1])
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_and_evaluates_means_over_all_that_counts():
     pipe = pipeline()
     step = Step(pipe, make_optimizer(pipe, optax.sgd(RATE)), accumulate=len(COUNTS), ema=0.5)
@@ -108,6 +110,7 @@ def test_a_weight_that_a_batch_has_is_taken_in_place_of_the_losss():
     assert_close(np.float32(found), np.float32((losses[0] + 4 * losses[2]) / 5))
 
 
+@pytest.mark.slow
 def test_metrics_count_what_they_count_themselves():
     """A pair (sum, weight) its own weight, a mean the loss's, a count nothing."""
     pipe = pipeline(counted)
@@ -138,6 +141,7 @@ def test_a_mean_counts_its_rows():
     assert_close(loss, mse(stages[1](stages[0](inputs)), targets))
 
 
+@pytest.mark.slow
 def test_a_pipeline_says_what_its_loss_counts():
     pipe, (x, t) = pipeline(counted), batches()[2]
     (loss, metrics), grads = pipe.value_and_grad(x, t, has_aux=True, weighed=True)
@@ -158,6 +162,7 @@ def test_a_pipeline_says_what_its_loss_counts():
     assert float(pipeline(lambda y, t: (y - t).mean()).loss(x, t, weighed=True).weight) == N
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("empty", [0, 1, 2])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_call_that_counts_nothing_adds_nothing_even_if_it_is_nan(empty, has_aux):
@@ -193,6 +198,7 @@ class Plain(nnx.Module):
         return plain_loss(self.stages, [(inputs, targets)])
 
 
+@pytest.mark.slow
 def test_calls_of_a_model_that_does_not_say_so_count_alike():
     model = Plain()
     step = Step(model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param), accumulate=2)
@@ -217,6 +223,7 @@ class Wave(nnx.Module):
         return x + jnp.real(1j * w * w) * jnp.cos(x) * v
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("calls", [1, 2])
 def test_complex_weights_are_clipped_averaged_and_updated(calls):
     """As optax does it, whose norm is of absolute values."""

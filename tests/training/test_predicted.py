@@ -29,6 +29,7 @@ def percent(text: str) -> float:
     return float(found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "count", "options"), CASES)
 def test_all_say_the_same(schedule, count, options):
     stages = models.build(models.Block, count)

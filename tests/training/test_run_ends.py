@@ -47,6 +47,7 @@ def raising(error: BaseException, at: int):
     return hook
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt(), SystemExit(3)])
 def test_what_a_hook_raises_leaves_the_update_that_was_reached(error, tmp_path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")

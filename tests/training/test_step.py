@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "kind", "sizes", "options", "calls"), CASES)
 def test_twenty_steps_are_those_of_the_plain_model(rule, kind, sizes, options, calls):
     """Clipped over every mesh axis, averaged, with calls that one update takes together."""
@@ -153,6 +154,7 @@ def test_parts_are_the_whole():
     assert_close(mean, plain.loss(*batch(9)))
 
 
+@pytest.mark.slow
 def test_flax_s_own_optimizer_of_a_pipeline():
     """Its count lies on one device, the weights on the mesh."""
     found = []
@@ -200,6 +202,7 @@ class Measured(nnx.Module):
         return loss, metrics | {"right": right / count}
 
 
+@pytest.mark.slow
 def test_metrics_of_a_loss_come_with_the_step():
     tx = optax.sgd(0.1)
     pipe = pipeline(loss_fn=accuracy)
@@ -265,6 +268,7 @@ class Counting(nnx.Module):
         return x * self.w
 
 
+@pytest.mark.slow
 def test_a_call_that_is_not_finite_leaves_no_state():
     def run(rows, *, accumulate):
         pipe = Pipeline(
@@ -301,6 +305,7 @@ class Dropping(Counting):
         return super().__call__(self.drop(x))
 
 
+@pytest.mark.slow
 def test_an_evaluation_drops_nothing():
     x = models.rows(ROWS)
     for model in (
@@ -344,6 +349,7 @@ class Root(nnx.Module):
         return jnp.sqrt(x) @ jnp.abs(self.w[...])
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named():
     pipe = Pipeline(
         models.build(Root, 2),

@@ -192,6 +192,7 @@ def test_seconds_are_those_of_the_step_that_took_them(monkeypatch):
     assert min(taken) >= 0.05
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_ended():
     """With dropout, a mean, a scale, and calls that one update takes together."""
     options = {"ema": 0.9, "loss_scale": DynamicScale(interval=2), "accumulate": 2}
@@ -480,6 +481,7 @@ class Foreign:
         return self._array
 
 
+@pytest.mark.slow
 def test_batches_of_other_libraries_are_those_of_numpy():
     """As torch's `DataLoader` gives them (issue 38); in tuples, dicts and trees."""
     x, t = models.rows(ROWS), labels(0)

@@ -42,6 +42,7 @@ def prove(schedule: Schedule, keep: str, pattern: str) -> None:
     assert check_program(program, ascending=True) is program
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", schedules.names())
 def test_a_program_of_every_size(name):
     """Every legal size, in one variant each; `test_every_program` has them in every pattern."""
@@ -64,6 +65,7 @@ def test_every_program(name, V):
             prove(schedule, KEEPS[(S + M + n) % 2], pattern)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "V"), SMALL_CASES)
 def test_programs_of_some_sizes(name, V):
     for S, M in sizes(name, V, ranks=(2, 3, 8), microbatches=(1, 4, 16)):
@@ -72,6 +74,7 @@ def test_programs_of_some_sizes(name, V):
             prove(schedule, *variant)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "V"), SMALL_CASES)
 def test_inference(name, V):
     for S, M in sizes(name, V, ranks=range(1, 5), microbatches=(1, 2, 4, 8)):

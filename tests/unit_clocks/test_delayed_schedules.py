@@ -311,6 +311,7 @@ def test_what_check_passes_lowers_to_a_right_program(schedule, keep):
             assert event <= report.makespan + 1e-9
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(("name", "pattern"), [("v", "single"), ("1f1b", "paired")])
 def test_no_entry_of_a_table_can_change(name, keep, pattern):

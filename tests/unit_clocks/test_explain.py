@@ -41,6 +41,7 @@ def test_causes_sum_to_the_idle_time_exactly(name, options):
         assert has_lockstep <= (options["clock"] == "lockstep")
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sampled_from(schedules.names()),

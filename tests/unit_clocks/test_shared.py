@@ -27,6 +27,7 @@ TWO = from_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]], 
 ONE = from_orders([["0F0", "0B0", "0F1", "0B1"]], name="one")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_family_is_proved(name):
     """Each size in another pattern and with other parts shared."""

@@ -67,6 +67,7 @@ def sample(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", LINEAR)
 def test_value_and_gradient_of_linear_collectives(name: str, ranks: int) -> None:
@@ -92,6 +93,7 @@ def test_gradient_inside_the_body_equals_the_gradient_outside(ranks: int) -> Non
     assert_close(on_ranks(body, ranks)(x, c), expected, tolerance=1e-6)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])
 def test_trees_keep_structure_dtype_and_values(ranks: int, dtype: Any) -> None:
@@ -201,6 +203,7 @@ def test_sum_over_several_axes_uses_those_each_leaf_varies_over() -> None:
     assert empty == ()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reduction", ["sum_over", "mean_over"])
 @pytest.mark.parametrize(("data", "stage"), [(1, 8), (2, 4), (8, 1)])
 def test_gradient_of_reductions_over_both_axes(reduction: str, data: int, stage: int) -> None:
@@ -233,6 +236,7 @@ def test_an_axis_left_to_the_compiler_is_skipped() -> None:
     assert jax.jit(run)(np.arange(4, dtype=np.float32)).tolist() == [6.0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_from_rank_lets_nothing_of_other_ranks_through(ranks: int, poison: float) -> None:
@@ -324,6 +328,7 @@ def test_calls_outside_shard_map() -> None:
         collectives.from_rank(jnp.ones(3), 0, STAGE)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rank", [-1, 4, True, 1.0])
 def test_from_rank_out_of_range(rank: Any) -> None:
     assert failing(lambda v: collectives.from_rank(v, rank, STAGE)) == (

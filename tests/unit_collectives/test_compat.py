@@ -184,6 +184,7 @@ def made_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> set[str]
     return set()
 
 
+@pytest.mark.slow
 def test_the_table_knows_what_functions_of_jax_are_made_of() -> None:
     """One that is new would be heavy, and its result a residual: `stack` and `polynomial` were."""
     array, made = jnp.ones((4, 4)), {}

@@ -33,6 +33,7 @@ def on(
 # --- column_input, row_output ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("sequence_axis", [None, -2])
 def test_a_column_and_a_row_are_one_product(ranks: int, sequence_axis: int | None) -> None:
@@ -50,6 +51,7 @@ def test_a_column_and_a_row_are_one_product(ranks: int, sequence_axis: int | Non
     assert_close(found, wanted, tolerance=1e-4)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", RANKS)
 def test_split_sequence_is_undone_by_column_input(ranks: int) -> None:
     x, c = normal(3, 8, 2), normal(3, 8, 2, seed=1)
@@ -67,6 +69,7 @@ def test_split_sequence_is_undone_by_column_input(ranks: int) -> None:
     assert_close(gradient, c)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_join_sequence_is_the_way_back_of_split_sequence(ranks: int) -> None:
     """All ranks have the whole alike, and each its part of the gradient, NaN and infinities too."""
@@ -181,6 +184,7 @@ def entropy(logits: Any, labels: Any) -> np.ndarray:
     return total - np.take_along_axis(wide, np.asarray(labels)[..., None], axis=-1)[..., 0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("ranks", "axis"), [(1, TENSOR), (2, "stage"), (4, TENSOR)])
 def test_cross_entropy_and_its_gradient(ranks: int, axis: str) -> None:
     logits, labels = 5 * normal(3, 5, 12), jax.random.randint(jax.random.key(0), (3, 5), 0, 12)
@@ -209,6 +213,7 @@ def test_cross_entropy_of_hostile_logits() -> None:
     np.testing.assert_array_equal(gradient[2, 4:], 0.0)
 
 
+@pytest.mark.slow
 def test_labels_that_are_ignored_or_unknown() -> None:
     logits = normal(5, 8)
     labels = jnp.array([3, -100, 8, -1, 7])
@@ -277,6 +282,7 @@ def chunked_on(ranks: int, *, axis: str = TENSOR, **options: Any) -> Any:
     return on(ranks, body, (P(), P(None, axis), P()), P(), axis=axis)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("ranks", "chunks", "words"),
     [

@@ -36,6 +36,7 @@ def test_draw_prints_colour_where_it_is_asked_for(capsys, monkeypatch):
     assert "\x1b[" in run(capsys, "draw", "1f1b", "-S", "2", "-M", "2")[1]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png", "json", "html"])
 def test_draw_writes_files(capsys, tmp_path, suffix):
     if suffix in ("svg", "png"):

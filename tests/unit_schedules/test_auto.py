@@ -109,6 +109,7 @@ def test_a_deadlock_takes_forever():
         assert all(timer(orders)[0] == INF for timer in timers(problem, clock))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_list_schedules_are_legal_within_any_limit_that_can_be_met(clock):
     rng = random.Random(1)
@@ -237,6 +238,7 @@ def test_auto_is_never_worse_than_a_family_in_a_longer_sweep():
     assert sum(gain > 1e-6 for gain in gains) > 80
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize(
     ("S", "M", "K", "costs"),
@@ -310,6 +312,7 @@ def test_the_table():
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "slots",
     [{"partners": True}, {"delayed": True}, {"partners": True, "delayed": None}],
@@ -328,6 +331,7 @@ def test_slots_of_every_kind_have_winners_of_their_own(slots):
         assert choice.report.makespan <= best * (1 + 1e-9)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("V", "slots", "winner", "text"),
     [
@@ -389,6 +393,7 @@ def test_lockstep_has_a_winner_of_its_own():
     assert simulate(event.schedule, costs, "lockstep").makespan > best
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pattern", ["single", "paired", "unit", "partner"])
 def test_a_pattern_is_kept(pattern):
     costs = Costs(i=1.3, w=0.7, comm=0.1)

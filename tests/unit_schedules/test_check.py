@@ -327,6 +327,7 @@ def mutated(draw) -> Schedule:
     return Schedule(name, M, tuple(tuple(order) for order in orders), built.placement)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(mutated())
 def test_check_agrees_with_the_definition(schedule):

@@ -281,6 +281,7 @@ def sweep(examples: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_mutants() -> None:
     seen = sweep(500)
     assert seen["legal"] > 50

@@ -47,6 +47,7 @@ def made(name: str, S: int, M: int, V: int) -> schedules.Schedule:
     return build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_legal_at_every_size(name, num_chunks):
@@ -116,6 +117,7 @@ def test_weight_gradients_fill_the_bubble(name, costs):
         assert report.peak_activations == tuple(peak(S, M, r) for r in range(S))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", [*SPLIT, "interleaved_zb", "zb_v", "v_half", "v_min"])
 def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
     V = CHUNKS.get(name, 2)
@@ -143,6 +145,7 @@ def test_interleaved_zb_of_one_stage_per_rank_is_zb_h1():
         assert one == other
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("costs", [COSTS, Costs(f=3, i=4, w=1), Costs()])
 def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
     for S, M in sizes("zb_v", 2):
@@ -155,6 +158,7 @@ def test_zb_v_leaves_a_bubble_only_where_costs_differ(costs):
                 assert report.makespan == 6 * M + (S - 1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("costs", [Costs(), Costs(f=4, i=3, w=1), Costs(f=4, i=3.5, w=2)])
 def test_dualpipe_v_in_pairs_and_one_after_the_other(costs):
     f, i, w = costs.f, costs.i, costs.w

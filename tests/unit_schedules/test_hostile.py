@@ -356,6 +356,7 @@ def test_auto_by_name_minds_the_max_activations(capsys):
     assert max(rank["peak_activations"] for rank in ranks) <= 2
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams(closed):
     root = Path(schedules.__file__).parents[1]

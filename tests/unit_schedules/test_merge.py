@@ -35,6 +35,7 @@ def v5e(V: int) -> Costs:
     return Costs(1.18 / V, 1.48 / V, 1.41 / V, 0.02, b=2.63 / V)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "V", "M", "split", "merged"),
     [
@@ -149,6 +150,7 @@ def test_what_it_refuses():
     assert refusal("zb_h1", merge=True, costs=3).startswith("costs=3 is not a Costs; ")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("clock", ["event", "lockstep"])
 def test_auto_is_never_worse_than_a_family_merged_or_not(clock):
     rng = random.Random(6)

@@ -33,6 +33,7 @@ def random_costs(rng: random.Random, S: int) -> Costs:
     return Costs(f, i, w, rng.choice((0, 0.1, 5)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("S", "M", "costs", "model", "figure"), FIGURES)
 def test_bubble_rates_of_the_paper(S, M, costs, model, figure):
     schedule = zb_auto(
@@ -52,6 +53,7 @@ def test_inputs_held_until_w_cannot_reach_the_figure(S, M, costs, model, figure)
     assert report.idle[0] >= idle
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("S", [1, 2, 3, 5, 8])
 def test_legal_within_the_limit_and_in_ascending_order(S):
     rng = random.Random(S)

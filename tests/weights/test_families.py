@@ -26,6 +26,7 @@ def same(a: tiny.Tensors, b: tiny.Tensors) -> bool:
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name",
     [
@@ -50,6 +51,7 @@ def test_logits_are_those_of_the_definition_and_weights_come_back(name: str, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "given", "out"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_names_and_transposes_without_a_device(name: str, tmp_path: Path):
     """Every tensor of every family, to stages and back, by the tables alone."""

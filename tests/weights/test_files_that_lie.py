@@ -272,6 +272,7 @@ def logits(folder: Path, tensors: Any, config: Any = TIED) -> Any:
     return weights.load(tiny.write(folder, config, tensors), num_stages=1)(TOKENS)
 
 
+@pytest.mark.slow
 def test_a_tied_head_may_have_the_only_table(tmp_path):
     """Safetensors keep one of the two names of a shared array."""
     both = TENSORS | {HEAD: TENSORS[TABLE]}

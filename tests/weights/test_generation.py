@@ -58,6 +58,7 @@ def recomputed(pipe: Pipeline, lengths: np.ndarray) -> np.ndarray:
     return text[rows[:, None], lengths[:, None] + np.arange(NEW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "S"), list(cases()))
 def test_every_family_remembers(name: str, S: int, tmp_path: Path, monkeypatch: Any):
     folder = checkpoint(tmp_path, name)
