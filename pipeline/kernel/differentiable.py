@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs
+from collectives.compat import REFS_ARE_WHOLE, custom_vjp, has_check, is_of_refs, without_refs
 from pipeline.base.masks import Mask, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.jaxpr.evaluate import narrows
@@ -176,16 +176,20 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as something that JAX does not take apart.
 
     Where a scan is differentiated whose body runs a pipeline, what does not depend on the scan's
-    inputs is taken out of it, and the kernel's refs would be torn apart. Where JAX looks for NaN it
-    must see the kernel's values, and where a stage has a check `checkify` must see that.
+    inputs is taken out of it, and the kernel's refs would be torn apart. (jax 0.10 takes nothing
+    with refs as one, so there they have become values, as they do when JAX compiles.) Where JAX
+    looks for NaN it must see the kernel's values, and where a stage has a check `checkify` must see
+    that.
     """
-    if not REFS_ARE_WHOLE or is_watched():
+    if is_watched():
         return run
-    whole: Callable[..., Any] = jax.custom_batching.sequential_vmap(run)
 
     def call(*given: Any) -> Any:
-        effects = jax.make_jaxpr(run)(*given).effects  # the kernel is traced once: JAX keeps it
-        return (run if has_check(effects) else whole)(*given)
+        closed = jax.make_jaxpr(run)(*given)  # the kernel is traced once: JAX keeps it
+        if has_check(closed.effects):
+            return run(*given)
+        one = run if REFS_ARE_WHOLE else without_refs(run)
+        return jax.custom_batching.sequential_vmap(one)(*given)
 
     return call
 
