@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from collectives import vary
 from collectives.compat import varying_in
@@ -170,12 +171,12 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
     """``f``, which also returns the sum of what `add_loss` adds within it, a float32 scalar.
 
     ``y, added = with_losses(f)(*arguments)`` for models without a pipeline. Both may be
-    differentiated, multiplied and averaged as one likes, with respect to the arguments.
+    differentiated, multiplied and averaged as one likes, also in loops.
 
     Args:
-      f: of trees of arrays, positional; what it reads from elsewhere has no gradient (JAX says so
-        if it should). An nnx module is such a tree if it draws no random numbers and writes no
-        state; or give the state of `nnx.split`, and return what is left of it.
+      f: of trees of arrays, positional. An nnx module is such a tree if it draws no random
+        numbers and writes no state; or give the state of `nnx.split`, and return what is left of
+        it.
 
     Raises:
       ValueError: ``f`` writes to a module among its arguments.
@@ -194,7 +195,7 @@ def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
                 _check_nothing_is_written(f, arguments)
             return found
 
-        return _with_losses(run, floats, others)
+        return _with_losses(*_closed(run, floats, others))
 
     return call
 
@@ -225,14 +226,33 @@ def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
             )
 
 
-def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
-    probe = jnp.zeros((), real())
+def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
+    """``run`` as a function that reads nothing from elsewhere, and its operands.
 
+    Arrays that a traced function closes over become operands: JAX's custom derivatives take none
+    from elsewhere, and one that the body of a loop made is missing when the program runs again.
+    """
+    probe = jnp.zeros((), real())
+    closed, like = jax.make_jaxpr(run, return_shape=True)(floats, others, probe)
+    more, rest = partition(closed.consts)
+    number, count = len(floats), len(others)
+
+    def call(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+        consts = combine(closed.consts, floats[number:], others[count:])
+        whole = jaxpr_as_fun(closed.replace(consts=consts))
+        found = whole(*floats[:number], *others[:count], probe)
+        return jax.tree.unflatten(jax.tree.structure(like), found)
+
+    return call, [*floats, *more], [*others, *rest]
+
+
+def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
+    # The probe is an operand, as what `run` reads is: see `_closed`.
     @jax.custom_vjp
-    def both(floats: Leaves, others: Leaves) -> Any:
+    def both(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
         return counted(lambda probe: run(floats, others, probe), probe)
 
-    def forward(floats: Leaves, others: Leaves) -> Any:
+    def forward(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
         like: Tree = None
 
         def parts(floats: Leaves, probe: jax.Array) -> tuple[Leaves, Leaves]:
@@ -258,7 +278,7 @@ def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any
             of_values, _ = pullback(list(map(jnp.zeros_like, dy)))
             return [a - b for a, b in zip(found, of_values, strict=True)]
 
-        return jax.lax.cond(d == 0, without, scaled), None
+        return jax.lax.cond(d == 0, without, scaled), None, None
 
     both.defvjp(forward, backward)
-    return both(floats, others)
+    return both(floats, others, jnp.zeros((), real()))

@@ -5,6 +5,7 @@ Letters: S ranks, K stages, M microbatches, D data shards.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -296,6 +297,68 @@ def test_values_add_up_under_vmap_and_in_one_branch():
     yes = jnp.array([True, False, True, True])
     _, added = with_losses(jax.vmap(of_row))(x, yes)
     assert_close(added, x[yes].sum())
+
+
+def in_scan(x, w, of):
+    total, _ = jax.lax.scan(lambda sum_, row: (sum_ + of(row[None], w), None), 0.0, x)
+    return total
+
+
+def in_map(x, w, of):
+    return jax.lax.map(lambda row: of(row[None], w), x).sum()
+
+
+def in_fori(x, w, of):
+    return jax.lax.fori_loop(0, len(x), lambda i, sum_: sum_ + of(x[i][None], w), 0.0)
+
+
+def in_checkpoint(x, w, of):
+    return in_scan(x, w, jax.checkpoint(of))
+
+
+def gives(x, w):
+    (y, _), added = with_losses(values)(x, w)
+    return jnp.sum(y["x"] ** 2) + 0.3 * added
+
+
+def closes_over(x, w):
+    """What `with_losses` is given reads a weight, a constant, and one that a loop's body makes."""
+    three = jnp.full((), 3.0)
+
+    def run(x):
+        y = jnp.tanh(x @ w)
+        return add_loss(y * three, jnp.mean(y**2) * three)
+
+    y, added = with_losses(run)(x)
+    return jnp.sum(y**2) + 0.3 * added
+
+
+def bare_closes_over(x, w):
+    y = jnp.tanh(x @ w)
+    return jnp.sum((3 * y) ** 2) + 0.9 * jnp.mean(y**2)
+
+
+def bare_gives(x, w):
+    y, added = bare(x, w)
+    return y + 0.3 * added
+
+
+@pytest.mark.parametrize("loop", [in_scan, in_map, in_fori, in_checkpoint])
+@pytest.mark.parametrize(
+    ("of", "plain"), [(gives, bare_gives), (closes_over, bare_closes_over)], ids=["gives", "closes"]
+)
+def test_with_losses_is_differentiated_in_loops(loop, of, plain):
+    """Issue 38: the second call of such a program failed, and arrays from elsewhere leaked."""
+    step = jax.jit(jax.value_and_grad(functools.partial(loop, of=of), argnums=(0, 1)))
+    wanted = jax.value_and_grad(functools.partial(loop, of=plain), argnums=(0, 1))(*POINT)
+    for _ in range(2):
+        assert models.distance(step(*POINT), wanted) < 1e-5
+
+
+def test_with_losses_of_what_closes_over_a_weight():
+    """Issue 38: without `jax.jit` too."""
+    found = jax.grad(closes_over, argnums=1)(*POINT)
+    assert models.distance(found, jax.grad(bare_closes_over, argnums=1)(*POINT)) < 1e-5
 
 
 # --- what cannot be ---
