@@ -144,6 +144,11 @@ def typed_as(aval: Any, others: Sequence[Any]) -> Any:
     return aval.update(sharding=where, manual_axis_type=widest.manual_axis_type)
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether values of a type lie in host memory, seen from 0.10.2 to 0.12.0."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def typeless(aval: Any) -> Any:
     """The type of an array, varying over nothing."""
     return aval.update_manual_axis_type(jax.typeof(0.0).manual_axis_type)

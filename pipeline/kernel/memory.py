@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from collectives import vary
-from collectives.compat import platform, varying_in
+from collectives.compat import is_on_host, platform, varying_in
 from pipeline.backward.accumulate import as_summed
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.refs import read, write
@@ -28,6 +28,7 @@ from pipeline.base.tree import (
     is_key,
     partition,
     real,
+    shape_text,
     times,
     vary_like,
     zeros,
@@ -50,6 +51,9 @@ class Pool:
       name: what `pipeline.forecast.bytes` calls them; it stands in the name stack of their refs.
       cleared: whether they are zeros before anything is written. If whatever is read was written,
         they need not be: on a TPU clearing what 8B stashes takes 2% of a step (docs/tpu.md).
+
+    Raises:
+      ValueError: a value lies in host memory.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Pool:
     ) -> None:
         self.places = places
         leaves, self._treedef = jax.tree.flatten(types)
+        _check_no_host(leaves, name)
         make = zeros if cleared else _uncleared
         with jax.named_scope(name):
             self.refs = [
@@ -76,6 +81,19 @@ class Pool:
     def all(self) -> Tree:
         """[places, ...] leaves."""
         return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
+
+
+def _check_no_host(types: Leaves, name: str) -> None:
+    """Refuse to keep values of types that lie in host memory."""
+    for t in types:
+        if is_on_host(t):
+            raise ValueError(
+                f"a stage puts {shape_text(t)} into host memory (a jax.checkpoint policy that "
+                f"offloads, as remat= or within the stage, or jax.device_put), and a pipeline "
+                f"keeps {name} in the memory of its devices: take a policy that saves these "
+                f"values, such as jax.checkpoint_policies.save_only_these_names(...), or one that "
+                f"has them computed again"
+            )
 
 
 def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
