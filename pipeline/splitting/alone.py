@@ -3,7 +3,7 @@
 A stage that calls blocks leaves out what the model does around them: a context variable, a scope of
 a library such as `jax.default_matmul_precision`, or adapters that a wrapper of the whole model puts
 in. So each block is traced once more by itself, and what both traces return is compared, equation
-by equation.
+by equation, as are the pullbacks of equations that have rules of their own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
+from pipeline.jaxpr.evaluate import bind
 from pipeline.splitting.recording import Slots, dotted, member
 from pipeline.splitting.tracing import Recipe, Trace
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one array
 
 
@@ -99,10 +101,44 @@ def _meaning(
         if one.call != number:
             continue
         eqn = one.eqn
-        key = eqn.primitive.name, _params(eqn.params), tuple(map(term, one.reads))
+        key = (
+            eqn.primitive.name,
+            _params(eqn.params),
+            _own_derivative(eqn),
+            tuple(map(term, one.reads)),
+        )
         made = interned.setdefault(key, len(interned))
         terms.update((var, ("made", made, n)) for n, var in enumerate(eqn.outvars))
     return list(map(term, trace.returned[number])), list(map(term, after))
+
+
+def _own_derivative(eqn: Any) -> Any:
+    """The pullback of an equation with a rule of its own (`jax.custom_vjp`), else None.
+
+    A rule may close over a value that the model sets around its blocks, and parameters of equations
+    show functions only.
+    """
+    if not _has_rule(eqn):
+        return None
+    inputs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+
+    def run(*values: Any) -> list[jax.Array]:
+        return [y for y in bind(eqn, *values) if jax.numpy.issubdtype(y.dtype, jax.numpy.inexact)]
+
+    def pullback(*values: Any) -> Any:
+        found, back = jax.vjp(run, *values)
+        return back(list(map(jax.numpy.ones_like, found)))
+
+    try:
+        return _params(jax.make_jaxpr(pullback)(*inputs))
+    except Exception:  # noqa: BLE001  it has none
+        return None
+
+
+def _has_rule(eqn: Any) -> bool:
+    return eqn.primitive.name in _RULES or any(
+        _has_rule(one) for body in jaxprs_in_params(eqn.params) for one in body.eqns
+    )
 
 
 def _constant(value: Any) -> Any:

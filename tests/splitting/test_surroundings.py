@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,67 @@ def test_adapters_that_wrap_the_whole_model():
     pipe = check_parts(model, parts, squares, T, X, ranks=4)
     _, grads = pipe.value_and_grad(X, T, wrt=nnx.LoRAParam)
     assert all(jnp.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+def with_cotangent_scaled(scale):
+    """An identity whose rule closes over a number."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, ct: (ct * scale,))
+    return same
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scaled_back(x, scale):
+    return x
+
+
+scaled_back.defvjp(lambda x, scale: (x, None), lambda scale, _, ct: (ct * scale,))
+
+
+def in_a_scan(rule, x):
+    return jax.lax.scan(lambda x, _: (jax.jit(rule)(x) * 0.9, None), x, length=2)[0]
+
+
+def jumps(scale):
+    """A step whose tangent is of another size."""
+
+    @jax.custom_jvp
+    def step(x):
+        return jnp.floor(x)
+
+    step.defjvp(lambda x, dx: (step(*x), dx[0] * scale))
+    return step
+
+
+RULES = {
+    "closes over it": (with_cotangent_scaled, lambda rule, x: rule(x)),
+    "is in a loop": (with_cotangent_scaled, in_a_scan),
+    "is given it": (lambda scale: lambda x: scaled_back(x, scale), lambda rule, x: rule(x)),
+    "of a derivative forward": (jumps, lambda rule, x: rule(x)),
+}
+
+
+class Ruled(nnx.Module):
+    def __init__(self, make, apply):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.make, self.apply = make, apply
+
+    def __call__(self, x):
+        return x + self.apply(self.make(SCALE.get()), self.up(x))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_derivatives_that_read_what_is_set_around_blocks(name):
+    """Values are equal then, gradients are not (issue 38)."""
+    model = Model(around=lambda _: scaled())
+    model.blocks = nnx.List([Ruled(*RULES[name]) for _ in range(4)])
+    parts = split(model, 4, X)
+    assert "computes something else by itself" in parts.why
+    check_parts(model, parts, squares, T, X, ranks=4)
 
 
 class Tied(nnx.Module):
