@@ -187,8 +187,8 @@ class Pipeline(nnx.Module):
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
         check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
-        _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
         given_stages, count = stages, count_stages(stages)
+        _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
         model = signature_of(
             stages,
             embed,
