@@ -307,6 +307,7 @@ REMEDY = "use a stateless layer (LayerNorm for BatchNorm), or freeze it"
 WRITES = f"{NOT_KEPT}; declare it, as by Pipeline(..., state=nnx.BatchStat), {REMEDY}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remat", ["stage", None])
 @pytest.mark.parametrize("bubbles", ["skip", "masked"])
 def test_a_stage_with_running_statistics(remat, bubbles):

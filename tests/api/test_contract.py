@@ -74,6 +74,7 @@ def test_outputs_that_are_trees_with_integers():
     np.testing.assert_array_equal(found[1], x["kind"] + 1)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_agree_between_all_ways_to_ask():
     pipe = make(embed=Words(nnx.Rngs(5)), head=Readout(nnx.Rngs(6)), loss_fn=models.cross_entropy)
     x, t = models.words(ROWS), models.words(ROWS, most=models.CLASSES, seed=4)
@@ -369,6 +370,7 @@ def rows_of(array) -> dict:
     }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_no_rank_holds_another_ranks_weights(jit):
     """Parameters, gradients and moments of the optimizer, before and after a step."""
@@ -570,6 +572,7 @@ def test_dropout_keys_fold_call_microbatch_and_shard(D):
         assert_close(pipe(X), want)
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_how_it_is_run():
     """Schedule, ranks, remat and bubbles: the same masks, forward and recomputed."""
     found = []

@@ -307,6 +307,7 @@ def exchanges(text: str) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "most"),
     [

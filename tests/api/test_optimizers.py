@@ -352,6 +352,7 @@ def test_twenty_steps(name, place, compiled):
 # --- states ---
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on(tmp_path):
     """Restored onto the mesh: factors, counts and all."""
     tx, pipe = optax.adafactor(1e-2, min_dim_size_to_factor=4), small()[0]

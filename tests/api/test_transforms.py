@@ -142,6 +142,7 @@ def twice(f):
     return lambda pipe: jax.grad(lambda x: jnp.sum(jax.grad(lambda y: f(pipe, y))(x)))(X)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("take", "message"),
     [

@@ -211,6 +211,7 @@ def squares_and_weight(outputs, targets):
     return models.squares(outputs, targets), jnp.ones(())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("loss_fn", [models.squares, squares_and_weight])
 def test_no_gradient_is_copied_to_be_divided(loss_fn):
     """Outside the loops, only the zeros they start from are made."""

@@ -150,6 +150,7 @@ def test_what_narrows():
     assert not makes(lambda x: x[::-1].reshape(2, 2)[0].astype(jnp.float32) * 2, "float16")
 
 
+@pytest.mark.few
 @needs_float16
 @pytest.mark.parametrize(
     ("dtype", "inputs", "kernels"),

@@ -129,6 +129,7 @@ def test_parameters_are_cast_where_they_lie() -> None:
     )
 
 
+@pytest.mark.slow
 def test_stages_that_are_not_alike() -> None:
     name = "10 layers"
     stages, (x, t) = mixed.build(name), mixed.batch(name)

@@ -204,6 +204,7 @@ class Whole(nnx.Module):
         return ref[...]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_cut_within_the_life_of_a_ref(num_stages):
     parts = split(Whole(), num_stages, X)

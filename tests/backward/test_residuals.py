@@ -68,6 +68,7 @@ def test_weights_are_not_stashed():
     assert shapes(check(f, W, (), (), X)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "derive",
     [
@@ -291,6 +292,7 @@ SLICES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("f", SLICES)
 def test_static_slices_of_weights_accumulate_in_place(f):
     """On jax 0.10 the transpose of a slice crashes where its gradient goes into a ref."""

@@ -347,6 +347,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "keep"), BOTH)
 def test_the_halves_are_the_whole(case, keep):
     """Bit for bit, product by product, and no more crosses than must."""
@@ -372,6 +373,7 @@ def test_the_halves_are_the_whole(case, keep):
     assert sum(count) == dots.in_jaxpr(whole, grads, *arguments)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "f",
     [

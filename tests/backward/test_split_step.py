@@ -61,6 +61,7 @@ def layers_of_them(w, fixed, side, x):
     return jax.lax.scan(layer, x, stacked)[0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("keep", ["input", "residuals"])
 @pytest.mark.parametrize("f", [column_then_row, gathered, replicated_scale, layers_of_them])
 def test_collectives_over_another_axis(f, keep):
@@ -300,6 +301,7 @@ class Entangled(nnx.Module):
         return x + jnp.tanh(entangled(x, self.w[...]))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("bubbles", ["skip", "masked"])
 def test_what_cannot_be_split_is_right_and_listed(bubbles):
     stages = models.build(Entangled, 2)

@@ -150,6 +150,7 @@ def cases():
         yield pytest.param(case, marks=effort(case, FAST, SLOW), id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(cases()))
 def test_what_the_plain_model_says(case):
     kind, S, V, D, vocabulary, drawn = case
@@ -211,6 +212,7 @@ def test_weights_of_another_placement_and_caches_that_leave_no_trace():
     assert not model[0][0].attention.decode
 
 
+@pytest.mark.slow
 def test_it_ends_when_all_rows_have():
     """Else this would be two million positions of caches and of calls."""
     pipe, *model = make(Own, S=2)
@@ -284,6 +286,7 @@ def test_a_model_that_is_not_causal():
     assert message.endswith("give it a causal mask, or caches (start_decoding(rows, length))")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("vocabulary", ["ends", "stage"])
 def test_several_tokens_end_a_row(vocabulary):
     """Llama 3 ends with any of three."""
@@ -325,6 +328,7 @@ def test_words_that_may_be_drawn():
         assert set(np.asarray(found).tolist()) == words
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing():
     """Issue 38: with a V placement every call compiled 12 programs."""
     counts = []

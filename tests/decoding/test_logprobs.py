@@ -77,6 +77,7 @@ def test_targets_that_do_not_fit():
     )
 
 
+@pytest.mark.slow
 def test_a_call_with_another_number_of_microbatches():
     pipe = make(D=2)
     x = TOKENS[:10]

@@ -103,6 +103,7 @@ ROWS = [(name.strip("`"), cells, False) for name, cells in table("layer").items(
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "cells", "sequence"),
     [

@@ -64,6 +64,7 @@ def test_it_is_no_other_family(name):
         assert made(name, 4, 8, V).orders not in [made(one, 4, 8, V).orders for one in others]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("V", [1, 2])
 @pytest.mark.parametrize("costs", [Costs(f=3.0, i=4.0, w=2.5), Costs(f=1.0, i=1.0, w=4.0)])
 def test_its_docstring_is_true(name, V, costs):

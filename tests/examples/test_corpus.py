@@ -62,6 +62,7 @@ def test_the_parts_are_disjoint_and_complete(library: Path) -> None:
     assert not set(text.train.tobytes()) & set(text.held_out.tobytes())
 
 
+@pytest.mark.slow
 def test_this_pythons_library_is_large_enough_to_train_on() -> None:
     text = corpus.read()
     assert len(text.train) > 3_000_000

@@ -171,6 +171,7 @@ def test_refuses_what_is_no_configuration(tmp_path: Path) -> None:
 # --- size ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("config", "billions"),
     [(LlamaConfig.llama_8b(), 8.03), (LlamaConfig.llama_70b(scan_layers=True), 70.6)],

@@ -320,6 +320,7 @@ def on_paper(*sizes: int, **axes: int) -> Any:
     return make_mesh(devices=found, **axes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("remat", ["stage", None])
 @pytest.mark.parametrize("loops", [True, False])
 def test_narrower_weights_are_counted_once(remat, loops):

@@ -47,6 +47,7 @@ def calls(kinds, *, S=2, **options) -> int:
     return len(CALLS)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "options",
     [

@@ -111,6 +111,7 @@ def test_metrics_are_those_of_all_rows_at_once(request, case):
     models.assert_matches(pipe, (loss, grads), plain)
 
 
+@pytest.mark.slow
 def test_metrics_without_gradients_and_for_other_trainers():
     pipe = make(2, 3, 2)
     (want_loss, *_), metrics = wanted(weighed, 2)

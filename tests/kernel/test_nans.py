@@ -90,6 +90,7 @@ def test_the_first_nan_has_a_stage_and_a_microbatch(way):
     assert refusal(lambda: WAYS[way](pipe, negative(5))) == forward("stages[0]", 2)
 
 
+@pytest.mark.slow
 def test_the_first_nan_is_in_a_later_stage_or_in_embed():
     later = make(Block(nnx.Rngs(0)), Log(nnx.Rngs(1)))
     text = refusal(lambda: later(models.rows(8)))
@@ -109,6 +110,7 @@ def test_the_first_nan_is_in_a_backward_pass_on_some_data_shard():
     )
 
 
+@pytest.mark.slow
 def test_nan_that_is_given():
     pipe = make(block(), block(1))
     with jax.debug_nans(False):

@@ -19,6 +19,7 @@ lists = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(lists)
 def test_the_cells_of_a_group_are_as_large_as_its_longest_list(given):
     cells, _ = overlay(given)

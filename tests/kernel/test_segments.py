@@ -104,6 +104,7 @@ def test_the_numbers_stay_the_same(family, options):
     models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("S", [2, 4])
 def test_two_loops_exchange_less_than_one(S):
     """Each permute joins neighbours in one direction alone."""

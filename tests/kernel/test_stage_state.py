@@ -69,6 +69,7 @@ def counts(pipe: Pipeline) -> list[list[int]]:
     return [leaf.tolist() for leaf in jax.tree.leaves(nnx.state(pipe, nnx.RngCount))]
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_does_not_count():
     """What is mended and called again draws what it would have; it drew anew."""
     pipe, other = (make(models.build(Noisy, 2), memory_limit=limit) for limit in (1, None))

@@ -566,6 +566,7 @@ def test_activations_that_are_no_message():
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("option", ["zero1", "fsdp"])
 def test_rows_over_ranks_and_data_shards(option):
     """Three shards cannot share a width of 8, so they share each rank's rows, once."""

@@ -169,6 +169,7 @@ def test_a_kernel_beside_a_tensor_axis(family, remat):
     test_tensor_axis.check(pipe, Beside)
 
 
+@pytest.mark.slow
 @pytest.mark.derivatives
 def test_gradients_of_what_all_ranks_share_are_summed():
     """Integers have none; what `vmap` makes of it is the same."""

@@ -158,6 +158,7 @@ def test_the_grid(S, M, family, remat, bubbles):
     models.assert_matches(pipe, found, wanted(S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("S", "M", "remat", "bubbles"), triples())
 def test_the_loss_is_bit_identical_between_schedules(S, M, remat, bubbles):
     losses = [run(S, M, family, remat, bubbles)[1][0] for family in FAMILIES]

@@ -267,6 +267,7 @@ class Alone(Synchronised):
     axis = None
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "stage"), ("zb_h1", None)])
 def test_collectives_over_data_within_a_stage_have_exact_gradients(schedule, remat):
     """Of a sum over devices, which is what shards of the loss are, psum's transpose is psum."""
@@ -308,6 +309,7 @@ class LocalFori(Square):
         return collectives.local(looped)(x, self.w[...], self.b[...])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_and_it_runs_there_once_that_is_done(schedule):
     mesh = jax.make_mesh((2, 2), ("stage", "tensor"), axis_types=(AxisType.Auto,) * 2)

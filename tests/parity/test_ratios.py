@@ -127,6 +127,7 @@ def test_as_any_trainer_differentiates_it():
     assert_close(leaves_of(pipe, scaled_grads), [8 * g for g in grads])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_module_has_the_weights():
     loss, grads = wanted_of(Learned())
     pipe = make(Learned())

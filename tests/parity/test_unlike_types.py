@@ -118,6 +118,7 @@ def times(by):
     return lambda x, w: x * w * by
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("second", [1.0, 3.0])
 def test_functions_defined_per_stage_differ_in_what_they_do(second):
     """Of one code and closing over equal values they are one; the description says which."""
@@ -174,6 +175,7 @@ AGREE = (
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("stages", "mismatch"),
     [

@@ -87,6 +87,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [

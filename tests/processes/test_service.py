@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from pipeline.processes.launch import free_port
 
 PROGRAM = """
@@ -19,6 +21,7 @@ print(service.said("a/1"), service.said("a/2"), service.said("ab"))
 """
 
 
+@pytest.mark.slow
 def test_texts_are_kept_by_topic_and_process_until_they_are_forgotten() -> None:
     command = [sys.executable, "-c", PROGRAM, f"127.0.0.1:{free_port()}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -102,6 +102,7 @@ def test_any_trainer_may_differentiate_it(option):
     models.assert_matches(pipe, found, wanted(Hostile, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "bubbles"),
     [
@@ -160,6 +161,7 @@ def per_device(tree) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_where_weights_and_gradients_lie():
     for option, weights, gradients in (
         ("replicated", P("stage"), P("stage")),

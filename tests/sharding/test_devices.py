@@ -20,6 +20,7 @@ def stages(count, width=2):
     return [nnx.Linear(width, width, rngs=nnx.Rngs(k)) for k in range(count)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("count", "ranks", "counts"),
     [(11, 1, "8 or 16"), (9, 3, "8 or 16"), (13, 1, "8 or 16"), (17, 1, "16 or 24")],

@@ -197,6 +197,7 @@ def test_declared_state_under_set_mesh():
     assert_close(found, written(automatic(stage=2))[1])
 
 
+@pytest.mark.slow
 def test_another_mesh_in_force_is_refused():
     pipe = build(make_mesh(stage=4))
     with jax.set_mesh(explicit(stage=4)), pytest.raises(ValueError) as caught:
@@ -246,6 +247,7 @@ def by_name(path, variable):
     return (None, "tensor") if "up" in path else ("tensor", None)
 
 
+@pytest.mark.slow
 def test_bfloat16_beside_an_axis_of_the_compiler():
     """XLA for CPUs aborts the process at such sums."""
     stages = [Halves(nnx.Rngs(k)) for k in range(2)]

@@ -121,6 +121,7 @@ def wrap_with_adapters(model, rank=2):
     return model
 
 
+@pytest.mark.slow
 def test_adapters_that_wrap_the_whole_model():
     model = wrap_with_adapters(Model())
     parts = split(model, 4, X)

@@ -129,6 +129,7 @@ def test_metrics_count_what_they_count_themselves():
     assert_close(means(step, batches())[1], wanted)
 
 
+@pytest.mark.slow
 def test_a_mean_counts_its_rows():
     """Batches of unlike length, whose loss is a mean: over all rows."""
     mse = lambda y, t: ((y - t) ** 2).mean()  # noqa: E731

@@ -100,6 +100,7 @@ def test_losses_go_on_as_if_the_run_had_stayed(name: str, tmp_path: Path) -> Non
     assert_close(went, stayed)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_plain_model_restores_in_a_pipeline(tmp_path: Path) -> None:
     plain = plain_of([4])
     optimizer = optimizer_of(plain)

@@ -170,6 +170,7 @@ def test_flax_s_own_optimizer_of_a_pipeline():
     assert_close(*found, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_calls_count_by_their_weight():
     """Three rows and five, each call a mean: together the mean over eight."""
     (_,), weights, _ = by_hand(chain, [batch(0)], optax.sgd(0.1))
@@ -232,6 +233,7 @@ def everything(step: Step) -> Any:
     return jax.tree.map(np.asarray, (state, step.ema))
 
 
+@pytest.mark.slow
 @needs_float16
 def test_float16_recovers_from_an_overflow_that_is_put_in():
     pipe = pipeline(compute_dtype=jnp.float16)

@@ -99,6 +99,7 @@ SMALL = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(
     ("name", "pattern"),

@@ -266,6 +266,7 @@ def prove(schedule: Schedule, keep: str, pattern: str) -> None:
     assert check_program(program, ascending=True).delayed == (schedule.num_ranks > 1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", schedules.names())
 def test_programs_of_many_sizes(name):
     """Some of the sizes, in one variant each; `test_every_program` has all, in every pattern."""

@@ -110,6 +110,7 @@ def test_two_ranks_meet():
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_family_as_by_hand(name, shared):

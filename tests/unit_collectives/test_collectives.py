@@ -336,6 +336,7 @@ def test_from_rank_out_of_range(rank: Any) -> None:
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "body",
     [

@@ -69,6 +69,7 @@ def test_a_private_name_is_seen(text: str, is_private: bool) -> None:
     assert any(map(PRIVATE.match, names(ast.parse(text)))) == is_private
 
 
+@pytest.mark.slow
 def test_what_is_private_or_of_one_release_is_in_one_file() -> None:
     found = set()
     for module, file in modules().items():

@@ -67,6 +67,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "chips"), SHAPES)
 def test_never_more_hops_than_the_layout_of_jax(kind: str, chips: tuple[int, ...]) -> None:
     devices = tpu(kind, *chips)

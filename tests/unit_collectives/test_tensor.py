@@ -162,6 +162,7 @@ def test_check_divides() -> None:
 # --- embedding ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 def test_embedding_of_words_and_of_no_words(dtype: Any) -> None:
     table = normal(12, 3)

@@ -65,6 +65,7 @@ def see_that_it_is_legal(schedule, limit=INF):
             assert mine == list(range(schedule.num_microbatches))
 
 
+@pytest.mark.slow
 def test_timers_say_what_simulate_does():
     rng = random.Random(0)
     for _ in range(15):
@@ -145,6 +146,7 @@ def test_any_urgency_and_any_backward_gives_a_legal_schedule(clock):
         see_that_it_is_legal(timer.problem.decode("random", run(timer, policy)), limit)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_improvement_is_legal_within_the_limit_and_never_worse(clock):
     rng = random.Random(3)
@@ -164,6 +166,7 @@ def test_improvement_is_legal_within_the_limit_and_never_worse(clock):
     assert gains > 2
 
 
+@pytest.mark.slow
 def test_no_timetable_beats_the_bound():
     rng = random.Random(4)
     reached = 0
@@ -263,6 +266,7 @@ def test_extreme_sizes_and_costs(S, M, K, costs, clock):
         contest(S, M, K, costs, clock, limit)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_the_same_arguments_give_the_same_result(clock):
     arguments = {"costs": Costs(1, 1.3, 0.7, 0.1), "max_activations": 6, "clock": clock}
@@ -375,6 +379,7 @@ def test_slots_of_other_kinds_want_other_orders(V, slots, winner, text):
     assert text in " ".join(page.split())
 
 
+@pytest.mark.slow
 def test_lockstep_has_a_winner_of_its_own():
     """Typed slots, all W in slots that every rank uses: no family does that."""
     costs = Costs(f=1.5, i=0.8, w=1.0, comm=0.2)

@@ -88,6 +88,7 @@ def test_idle_and_peak_activations(name):
         assert report.peak_activations == tuple(PEAK[name](S, M, r) for r in range(S))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", LOOPED_PEAK)
 @pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_idle_and_peak_activations_of_several_stages_per_rank(name, num_chunks):
@@ -127,6 +128,7 @@ def test_split_families_lose_nothing_in_lockstep_at_equal_costs(name):
         assert lockstep.makespan == pytest.approx(simulate(schedule).makespan)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_chunks", [1, 2, *MORE_CHUNKS])
 def test_interleaved_zb_fills_the_bubble_of_interleaved_1f1b(num_chunks):
     for S, M in sizes("interleaved_zb", num_chunks):

@@ -282,6 +282,7 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_came_from_no_checkpoint(tmp_path: Path):
     from flax import nnx
 

@@ -292,6 +292,7 @@ def test_a_tied_head_may_have_the_only_table(tmp_path):
     assert_close(logits(tmp_path / "a", moved, gpt2), logits(tmp_path / "b", tensors, gpt2))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "other", [2 * TENSORS[TABLE], TENSORS[TABLE][:, :8], TENSORS[TABLE] + 1e-6]
 )

@@ -31,6 +31,7 @@ def program(page: str, mark: str = "", **names: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_debugging(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         program("debugging-a-hang.md")
