@@ -14,27 +14,28 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.extend.core import Literal, jaxprs_in_params
 
 from pipeline.jaxpr.evaluate import bind
-from pipeline.splitting.recording import Slots, dotted, member
-from pipeline.splitting.tracing import Recipe, Trace
+from pipeline.splitting.recording import Call, Slots, dotted, member
+from pipeline.splitting.tracing import Recipe, Trace, types_of_state
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one array
 
 
-def find_changed(recipe: Recipe, trace: Trace) -> str:
-    """Why stages cannot call the blocks, if one computes otherwise by itself; else an empty text.
+def find_changed(model: nnx.Module, trace: Trace) -> str:
+    """Return why stages cannot call the blocks: one computes otherwise by itself; else "".
 
     Args:
-      recipe: of the model's call.
-      trace: by it.
+      model: that has the blocks.
+      trace: of its call.
     """
     interned: dict[Any, int] = {}
     for number, call in enumerate(trace.calls):
-        own, alone = (trace, number), _trace_alone(recipe, trace, number)
+        own, alone = (trace, number), _trace_alone(model, trace.calls[number])
         if alone is None or _meaning(*own, own, interned) != _meaning(alone, 0, own, interned):
             return (
                 f"{dotted(call.path)} computes something else by itself than within the model's "
@@ -43,19 +44,20 @@ def find_changed(recipe: Recipe, trace: Trace) -> str:
     return ""
 
 
-def _trace_alone(recipe: Recipe, trace: Trace, number: int) -> Trace | None:
-    """A call of a block by itself, on what it was given; None if it fails."""
-    call = trace.calls[number]
+def _trace_alone(model: nnx.Module, call: Call) -> Trace | None:
+    """Trace a call of a block by itself, on inputs of the same types; None if it fails."""
 
-    def run(model: Any, *values: Any) -> Any:
+    def run(block: Any, *values: Any) -> Any:
         args, kwargs = call.given.fill(values)
-        return member(model, call.path)(*args, **kwargs)
+        return block(*args, **kwargs)
 
     count = call.given.values
     treedef = jax.tree.structure(((0,) * count, {}))
     names = tuple(f"args[{n}]" for n in range(count))
     slots = Slots(treedef, (None,) * count)
-    alone = Recipe(recipe.graphdef, recipe.state, run, slots, names, (call.path,))
+    # The block is split from the model: a merge of the whole model for each block is quadratic.
+    graphdef, state = nnx.split(member(model, call.path))
+    alone = Recipe(graphdef, types_of_state(state), run, slots, names, ((),))
     try:
         found = alone.trace(call.types)
     except Exception:  # noqa: BLE001  what a block needs may be set by the model alone

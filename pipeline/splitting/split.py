@@ -25,7 +25,7 @@ from pipeline.splitting.parts import Blocks, Cut, Part
 from pipeline.splitting.placing import Placed, costs_of_calls
 from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
-from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of
+from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of, types_of_state
 from pipeline.trained.outside import warn_of_parameters_read_from_outside
 
 
@@ -208,14 +208,13 @@ def split(
     _check_rows(names, leaves)
     loose = _loose(extras, names)
     graphdef, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
-    recipe = Recipe(graphdef, tuple(map(_typed, flat)), call, slots, names, (), loose)
+    recipe = Recipe(graphdef, types_of_state(state), call, slots, names, (), loose)
     types = types_of(leaves)
     found, trace, regular = find_blocks(model, recipe, types, num_stages, blocks)
     recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
     counts = choose_counts(trace, num_stages, cut, costs, found)
     if isinstance(regular, Regular):
-        regular = find_changed(recipe, trace) or regular
+        regular = find_changed(model, trace) or regular
     is_regular = isinstance(regular, Regular)
     cutting = Cut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)
@@ -225,12 +224,6 @@ def split(
 
 def _own_call(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
-
-
-def _typed(item: tuple[Path, Any]) -> tuple[Path, Any]:
-    path, variable = item
-    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variable)]
-    return path, jax.tree.unflatten(jax.tree.structure(variable), types)
 
 
 # --- arguments ---

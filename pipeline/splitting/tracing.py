@@ -136,6 +136,16 @@ class Trace:
         return chosen[::-1], needed
 
 
+def types_of_state(state: Any) -> tuple[tuple[Path, Any], ...]:
+    """Return (path, variable of types) of all the state of a module."""
+
+    def typed(variable: Any) -> Any:
+        types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variable)]
+        return jax.tree.unflatten(jax.tree.structure(variable), types)
+
+    return tuple((path, typed(variable)) for path, variable in nnx.to_flat_state(state))
+
+
 @dataclass(eq=False)
 class Recipe:
     """How a model is called; equal to itself alone.

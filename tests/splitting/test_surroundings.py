@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from pipeline import split
+from pipeline.splitting.tracing import Recipe
 from tests.splitting.parity import check_parts, squares
 
 WIDTH, ROWS = 8, 8
@@ -220,3 +221,18 @@ class Tied(nnx.Module):
 def test_blocks_that_compute_the_same_by_themselves_are_called(model):
     parts = split(model(), 4, X)
     assert not parts.why
+
+
+def test_a_block_is_traced_without_the_others(monkeypatch):
+    """Merging the whole model for each block made split quadratic in blocks (issue 38)."""
+    sizes, trace = [], Recipe.trace
+
+    def counted(recipe, *args):
+        sizes.append(len(recipe.state))
+        return trace(recipe, *args)
+
+    monkeypatch.setattr(Recipe, "trace", counted)
+    model = Model()
+    split(model, 4, X)
+    of_block = len(nnx.to_flat_state(nnx.state(model.blocks[0])))
+    assert sizes[1:] == [of_block] * 4
