@@ -145,7 +145,9 @@ def typed_as(aval: Any, others: Sequence[Any]) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether values of a type lie in host memory, seen from 0.10.2 to 0.12.0."""
+    """Whether values of a type, or a traced value, lie in host memory; from 0.10.2 to 0.12.0."""
+    # A traced value's own attribute raises ValueError from 0.12 on.
+    aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
