@@ -3,13 +3,17 @@
 The environment is set while this file is imported, before any test module can import jax.
 """
 
+import contextlib
+import ctypes
 import gc
 import itertools
 import os
+import resource
 from collections import defaultdict
 from pathlib import Path
 
 MANY_MAPS, BETWEEN_LOOKS = 20_000, 8
+MUCH_MEMORY = 1_300 * 2**20  # bytes
 MANY_CASES, STRIDE = 3, 3
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
@@ -75,20 +79,32 @@ def pytest_collection_finish() -> None:
 
 
 _tests = itertools.count(1)
+_most = [MUCH_MEMORY]
 
 
 def pytest_runtest_teardown() -> None:
     """Every compiled program is several memory maps, of which Linux gives a process 65,530.
 
     Pipelines drop theirs; what tests compile beside them waits for the collector, which is rare. To
-    count ten thousand takes 13 ms, as long as many a test.
+    count ten thousand takes 13 ms, as long as many a test. A worker takes no more than 2 GiB: what
+    was compiled and traced goes as it comes near, and the memory goes back to the system.
     """
     if next(_tests) % BETWEEN_LOOKS:
         return
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+    if not maps.exists():
+        return
+    if _resident() > _most[0] or maps.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # of glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        _most[0] = max(MUCH_MEMORY, int(1.3 * _resident()))  # what stays is not looked at again
+
+
+def _resident() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def pytest_report_header() -> str:
