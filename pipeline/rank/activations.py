@@ -129,6 +129,12 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
     except Exception as error:
         check_static(f"stages[{k}]", before[k], error)
         check_constraint_error(f"stages[{k}]", error)
+        if state.model.stack > 1 and isinstance(error, TypeError | ValueError):
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
+                f"module whose arrays all have a leading axis of {state.model.stack}: {REMEDY}"
+            ) from error
         _note_what_is_tracked(error)
         taken = None
         if k > 0 and isinstance(error, _REFUSALS):

@@ -115,6 +115,26 @@ def test_a_module_that_works_as_one_stage_is_no_stack(kind, method):
     )
 
 
+class Matrix(nnx.Module):
+    """One array of the user's own, of which a row is no stage."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.w[...], (((1,), (0,)), ((), ())))
+
+
+def test_a_module_whose_rows_are_no_stages():
+    with pytest.raises(ValueError, match="cannot run on") as caught:
+        make(Matrix()).loss(X, T)
+    message = str(caught.value)
+    assert message.startswith("stages[1] cannot run on float32[4] (dot_general")
+    assert message.endswith(
+        f"; stages is one module whose arrays all have a leading axis of 8: {REMEDY}"
+    )
+
+
 class Product(nnx.Module):
     def __init__(self, k):
         self.w = nnx.Param(jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 3)
