@@ -168,7 +168,7 @@ def make_trainer(
 
 
 def open_checkpoints(options: argparse.Namespace) -> Checkpoints:
-    """Those of the run in ``--out``, which is the next free folder if none is given."""
+    """Open the checkpoints of the run in ``--out``, by default the next free folder."""
     if options.out is None:
         options.out = folder_of(resume=options.resume)
     try:

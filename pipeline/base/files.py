@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = "") -> list[str]:
-    """What is wrong with values, a text for each; keys that are missing or null are not.
+    """List the faults of values, a text for each; missing keys and null are no faults.
 
     Args:
       values: of a file.

@@ -75,7 +75,7 @@ def takes_many(pipe: Any) -> bool:
 
 
 def _own_caches(pipe: Any, *, ends: bool = True) -> list[nnx.Module]:
-    """What `start_decoding` gives caches, in stages, and in embed and head too."""
+    """Modules that `start_decoding` gives caches, in stages and perhaps in embed and head."""
     held = (*pipe.chunks, *((pipe.embed, pipe.head) if ends else ()))
     parts = [part for part in held if isinstance(part, nnx.Module)]
     modules = (module for part in parts for _, module in nnx.iter_graph(part))

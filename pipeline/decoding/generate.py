@@ -326,7 +326,7 @@ def _stops(stop: Any) -> tuple[int, ...]:
 
 
 def _draw(temperature: Any, top_p: Any) -> tuple[jax.Array, jax.Array]:
-    """What the draw needs, as arrays, so that another value compiles nothing."""
+    """Temperature and share of the draw as arrays, so that another value compiles nothing."""
     if top_p is not None and not isinstance(top_p, jax.Array) and not 0 < top_p <= 1:
         raise ValueError(
             f"top_p={top_p!r}: must be the share of all that may be drawn, > 0 and <= 1, or None "

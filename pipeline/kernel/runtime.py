@@ -269,7 +269,7 @@ def _with_loss(
 
 
 def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool) -> Any:
-    """What is known of a loss before its step: its value, and by what sums are to be multiplied.
+    """The value of a loss and the factor that makes means of sums, as known before its step.
 
     The latter makes means of them; if it is known, no gradient need be divided after the step. Each
     is None if it is not known; the value is if the step needs it.

@@ -1,4 +1,4 @@
-"""What may pass between stages, and errors that say where in the model they come from."""
+"""Checks of activations that pass between stages, and errors that name their part of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def types_text(tree: Tree) -> Tree:
 
 
 def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
-    """What a part of the model returned, which is sent to another rank or joined.
+    """Check the value that a part of the model returned, to be sent to another rank or joined.
 
     Raises:
       ValueError: a leaf is neither an array nor a number.

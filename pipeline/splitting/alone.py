@@ -68,7 +68,7 @@ def _trace_alone(model: nnx.Module, call: Call) -> Trace | None:
 def _meaning(
     trace: Trace, number: int, like: tuple[Trace, int], interned: dict[Any, int]
 ) -> tuple[list[Any], list[Any]] | None:
-    """What a call returns and leaves in its variables, as terms of what it was given and held.
+    """The results of a call and its variables behind it, as terms of its arguments and variables.
 
     Args:
       trace: that has the call.

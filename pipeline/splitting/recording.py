@@ -134,7 +134,7 @@ class Recorder:
 
 
 def _held(module: nnx.Module) -> list[Any]:
-    """What a module's variables hold now."""
+    """The traced values that a module's variables hold now."""
     return [x for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.core.Tracer)]
 
 

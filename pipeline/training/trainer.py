@@ -469,7 +469,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
 
 
 def _weight(step: Step, batch: Batch) -> float | None:
-    """What a batch counts beside others; None if the model's loss says so."""
+    """The weight of a batch beside others; None if the model's loss has one."""
     return batch.weight if step.weighs else batch.counts
 
 

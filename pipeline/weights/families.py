@@ -215,7 +215,7 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
 
 
 def _faults(given: Config) -> list[str]:
-    """What is wrong with the kinds of values, at any depth."""
+    """List the values of another kind than their keys have, at any depth."""
     wrong = faults_of(given, _KINDS)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := given.get(key), Mapping):

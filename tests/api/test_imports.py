@@ -1,4 +1,4 @@
-"""What an import brings with it: jax comes when it is first needed (issue 38)."""
+"""Imports: jax is imported when it is first needed (issue 38)."""
 
 from __future__ import annotations
 

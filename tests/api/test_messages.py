@@ -1,4 +1,4 @@
-"""What passes between stages, and errors that say which part of a model raised them (issue 38).
+"""Activations between stages, and errors that name the part of the model (issue 38).
 
 Letters: M microbatches, K stages.
 """

@@ -322,7 +322,7 @@ def gives(x, w):
 
 
 def closes_over(x, w):
-    """What `with_losses` is given reads a weight, a constant, and one that a loop's body makes."""
+    """The function given to `with_losses` reads a weight and constants from outside."""
     three = jnp.full((), 3.0)
 
     def run(x):

@@ -20,7 +20,7 @@ class Count(nnx.Variable):
 
 
 class Adapter(nnx.Param):
-    """What is trained where the rest is frozen."""
+    """Parameters that are trained where the rest is frozen."""
 
 
 class Stage(nnx.Module):

@@ -1,4 +1,4 @@
-"""What a model sets around its blocks, in its own call, is not lost by a cut (issue 38, B12)."""
+"""A cut keeps the context that a model sets around its blocks (issue 38, B12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the tests has skipped, why, and how to have it: one line at its end."""
+"""The line at the end of a test run: which tests were skipped, why, and how to have them."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def _different(
 
 
 def _by_layers(name: str, saved: Mapping[str, Any]) -> str:
-    """What to give for a checkpoint of a pipeline where a model has other attributes."""
+    """Advice for a checkpoint of a pipeline and a model with other attributes."""
     parts = {one.split(".")[1] for one in saved if one.startswith("model.")}
     of, part, *_ = name.split(".")
     if of != "model" or "layers" not in parts or part in {"layers", "embed", "head"}:
