@@ -104,7 +104,7 @@ def pytest_runtest_teardown() -> None:
 
 def _resident() -> int:
     """Bytes of this process that lie in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
 def pytest_report_header() -> str:
