@@ -278,6 +278,7 @@ def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool)
         return None, 1 / (plan.schedule.num_microbatches * plan.data_size)
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
+        _check_that_it_is_all(local.model)
         return _of_outputs(local, plan)
     # A scale is chosen for gradients of the mean, and those of a sum might overflow. What stages
     # add is not divided by a loss's weight, and no gradient can be afterwards.
@@ -288,6 +289,22 @@ def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool)
         return _of_outputs(local, plan) if local.state.adds else (None, None)
     data = tuple(axis for axis in plan.axes if axis != STAGE)
     return None, mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+
+
+def _check_that_it_is_all(model: Model) -> None:
+    """Check that a ratio is not one of several whose sums and weights are to be added.
+
+    Raises:
+      ValueError: it is, and d(S / W) needs S / W of all.
+    """
+    if model.weighed:
+        raise ValueError(
+            "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, "
+            "weight) whose weight has a gradient, since it follows from outputs or parameters: "
+            "gradients of several batches cannot be added up to that of the sum of sums over the "
+            "sum of weights; take all rows in one call, with more microbatches, or give each call "
+            "of the Step a weight=, to train the mean of the calls' losses"
+        )
 
 
 def _check_outputs_are_final(local: LocalModel) -> None:

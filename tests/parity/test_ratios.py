@@ -8,12 +8,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline, add_loss
+from pipeline import Pipeline, add_loss, make_optimizer
 from pipeline.kernel import runtime
+from pipeline.training.step import Step
 from tests.support.close import assert_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -208,3 +210,60 @@ def test_state_that_a_step_writes_is_refused_beside_a_ratio():
         "follow from targets, as the number of those that count, or declare no state"
     )
     assert np.isfinite(pipe.loss(*batch()))
+
+
+class Wrapper(nnx.Module):
+    """A model of the user's that says what its loss counts."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def loss(self, inputs, targets, *, weighed=False):
+        return self.pipe.loss(inputs, targets, weighed=weighed)
+
+
+@pytest.mark.parametrize("wrap", [lambda pipe: pipe, pytest.param(Wrapper, marks=slow)])
+@pytest.mark.parametrize("loss_fn", [dice, pytest.param(confident, marks=slow)])
+def test_gradients_of_several_batches_do_not_add_up_to_that_of_a_ratio(loss_fn, wrap):
+    model = wrap(make(loss_fn, count=2))
+    is_pipe = isinstance(model, Pipeline)
+    tx = optax.sgd(1.0)
+    optimizer = make_optimizer(model, tx) if is_pipe else nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = Step(model, optimizer, accumulate=2, donate=False)
+    with pytest.raises(ValueError, match="weighed=True") as caught:
+        step(*batch())
+    assert str(caught.value) == (
+        "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, weight) "
+        "whose weight has a gradient, since it follows from outputs or parameters: gradients of "
+        "several batches cannot be added up to that of the sum of sums over the sum of weights; "
+        "take all rows in one call, with more microbatches, or give each call of the Step a "
+        "weight=, to train the mean of the calls' losses"
+    )
+    # Evaluation differentiates nothing.
+    assert_close(model.loss(*batch(), weighed=True).mean, wanted_of(loss_fn, 2)[0])
+
+
+def test_calls_with_a_weight_train_the_mean_of_their_ratios():
+    (x, t), half = batch(), ROWS // 2
+    pipe = make(dice, count=2)
+    losses = [pipe.loss(x[n : n + half], t[n : n + half]) for n in (0, half)]
+    _, grads = nnx.value_and_grad(
+        lambda m: m.loss(x[:half], t[:half]) / 4 + m.loss(x[half:], t[half:]) * 3 / 4
+    )(pipe)
+    before = nnx.as_pure(nnx.state(pipe, nnx.Param))
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(1.0)), accumulate=2, donate=False)
+    assert step(x[:half], t[:half], weight=1) is None
+    assert_close(step(x[half:], t[half:], weight=3).loss, losses[0] / 4 + losses[1] * 3 / 4)
+    changed = jax.tree.map(jnp.subtract, before, nnx.as_pure(nnx.state(pipe, nnx.Param)))
+    assert_close(jax.tree.leaves(changed), jax.tree.leaves(nnx.as_pure(grads)))
+
+
+@slow
+def test_counts_of_outputs_beside_added_losses_add_up():
+    """Their mean is known before the step too, and their weight has no gradient."""
+    x, t = batch()
+    pipe = make(COUNTS["of outputs"], adds=True, count=2)
+    loss, grads = pipe.value_and_grad(x, t)
+    found, found_grads = pipe.value_and_grad(x, t, weighed=True)
+    assert_close(found.mean, loss)
+    assert_close(jax.tree.leaves(found_grads), jax.tree.leaves(grads))
