@@ -11,7 +11,8 @@ the gradient has that dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +70,12 @@ class Pullback:
     Attributes:
       vjp: what `jax.vjp` returned.
       by_value: for each weight that is trained, whether its gradient is formed before it is added.
+      part: the part of the model that it belongs to, to be named by errors of its rules.
     """
 
     vjp: Any
     by_value: tuple[bool, ...]
+    part: str = ""
 
     def __call__(self, cotangent: Any, refs: Leaves | None, *, want_x: bool) -> Leaves:
         """Add the trained weights' gradients to ``refs``, return those of x's leaves.
@@ -88,7 +91,8 @@ class Pullback:
         targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
         _, x_tree = self.vjp.in_tree.children()[:2]
         x_targets = [want if want_x else skip] * x_tree.num_leaves
-        found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
+        with _noted(self.part):
+            found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
         for (ref, value), gradient in zip(pairs, found, strict=False):
             if value:
                 ref[...] += gradient
@@ -96,8 +100,23 @@ class Pullback:
 
     def values(self, cotangent: Any) -> tuple[Leaves, Leaves]:
         """The gradients of the weights and of x's leaves, accumulated nowhere."""
-        dw, dx = self.vjp(cotangent)
+        with _noted(self.part):
+            dw, dx = self.vjp(cotangent)
         return list(dw), list(dx)
+
+
+@contextlib.contextmanager
+def _noted(part: str) -> Iterator[None]:
+    """Note on every exception that a part of the model raised it while it was differentiated.
+
+    Rules of its own (`jax.custom_vjp`) are not traced before.
+    """
+    try:
+        yield
+    except Exception as error:
+        if part:
+            error.add_note(f"{part} was being differentiated")
+        raise
 
 
 def differentiate(
@@ -108,8 +127,9 @@ def differentiate(
     grad_dtype: GradDtype = None,
     trained: Mask | None = None,
     late: bool = False,
+    part: str = "",
 ) -> tuple[Any, Any, Pullback]:
-    """Value of ``f(weights, x)``, its auxiliary output, and its pullback.
+    """Value of ``f(weights, x)``, its auxiliary output, and its pullback; ``part`` as that has it.
 
     The pullback is over weights `as_summed`: those that are ``trained``, all without a mask. A
     ``late`` one adds gradients when all are formed, but for those that a loop forms: XLA's CPU
@@ -123,8 +143,9 @@ def differentiate(
         cast = [w.astype(d) for w, d in zip(ws, dtypes, strict=True)]
         return f(woven(cast, weights, trained), xs)
 
-    y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
-    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x, late=late))
+    with _noted(part):
+        y, vjp, aux = jax.vjp(g, summed, x, has_aux=True)
+    return y, aux, Pullback(vjp, _formed_by_value(g, summed, x, late=late), part)
 
 
 def _formed_by_value(f: Function, weights: Leaves, x: Leaves, *, late: bool) -> tuple[bool, ...]:

@@ -39,11 +39,12 @@ def stage_pullback(
     way: Way | None = None,
     updates: bool = False,
     late: bool = False,
+    part: str = "",
 ) -> tuple[Tree, Pullback]:
     """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``.
 
     With ``updates`` the stage returns a pair, of which only the first is differentiated; ``late``
-    as `differentiate` has it.
+    and ``part`` as `differentiate` has them.
     """
     floats, others = partition(x)
     mask, want_x = (way.weights, way.x) if way else (None, True)
@@ -59,7 +60,7 @@ def stage_pullback(
 
     given = floats if want_x else []
     y, (y_others, after), pullback = differentiate(
-        g, weights, given, grad_dtype=grad_dtype, trained=mask, late=late
+        g, weights, given, grad_dtype=grad_dtype, trained=mask, late=late, part=part
     )
     found = combine(like, y, y_others)
     return (found, after) if updates else found, pullback
@@ -77,6 +78,7 @@ class Residuals:
       updates: whether f returns a pair, of which only the first is differentiated; `forward` does
         as f.
       gathers: whether the backward may gather again, from other ranks, what the forward gathered.
+      part: as `Pullback` has it.
 
     Attributes:
       stashed: the types of what must be stashed for one microbatch.
@@ -95,10 +97,13 @@ class Residuals:
         way: Way | None = None,
         updates: bool = False,
         gathers: bool = False,
+        part: str = "",
     ) -> None:
+        self._part = part
+
         def linearized(*arguments: Any) -> Any:
             options: Any = {"grad_dtype": grad_dtype, "way": way, "updates": updates}
-            y, pullback = stage_pullback(f, *arguments, **options)
+            y, pullback = stage_pullback(f, *arguments, **options, part=part)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value
             return y, residuals
@@ -139,7 +144,7 @@ class Residuals:
         known = self._constants | dict(zip(self._again, arguments, strict=True))
         known |= dict(zip(self._kept, stash, strict=True))
         found = evaluate(self._jaxpr, known, self._residuals)
-        return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value)
+        return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value, self._part)
 
 
 def _between(

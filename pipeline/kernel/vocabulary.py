@@ -153,7 +153,9 @@ class VocabularyParallel:
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
-        h, _, pullback = differentiate(f, others, [y], grad_dtype=model.grad_dtype, trained=mask)
+        h, _, pullback = differentiate(
+            f, others, [y], grad_dtype=model.grad_dtype, trained=mask, part="head"
+        )
         return h, pullback
 
     def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:

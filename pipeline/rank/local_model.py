@@ -142,7 +142,7 @@ class LocalModel(Forward):
         def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
             return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
 
-        x, x_others, pullback = self._differentiate_ends(f, floats)
+        x, x_others, pullback = self._differentiate_ends(f, floats, "embed")
         return combine(self.activation, x, x_others), pullback
 
     def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves, Pullback]:
@@ -152,9 +152,10 @@ class LocalModel(Forward):
         def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, Leaves]:
             return self.loss(weights, combine(y, leaves, others), microbatch)
 
-        return self._differentiate_ends(f, floats)
+        part = "head, or loss_fn," if self.model.has_head else "loss_fn"
+        return self._differentiate_ends(f, floats, part)
 
-    def _differentiate_ends(self, f: Any, floats: Leaves) -> tuple[Any, Any, Pullback]:
+    def _differentiate_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Any, Any, Pullback]:
         probes = self.probes(adds=self.state.adding_ends)
         return differentiate(
             f,
@@ -162,6 +163,7 @@ class LocalModel(Forward):
             floats,
             grad_dtype=self.model.grad_dtype,
             trained=(*self.model.trained.ends, *(True for _ in probes)),
+            part=part,
         )
 
     def stage_pullback(
@@ -171,15 +173,21 @@ class LocalModel(Forward):
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
     def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Tree, Pullback]:
-        return stage_pullback(
-            self.stage, *arguments, grad_dtype=self.model.grad_dtype, way=self.way, late=late
-        )
+        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
+        return stage_pullback(self.stage, *arguments, **options, late=late, part=self._part)
+
+    @property
+    def _part(self) -> str:
+        """The name of the first stage of this kind."""
+        k = next(k for k, seat in enumerate(self.model.stages) if seat is self._seat)
+        return f"stages[{k}]"
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
         options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
         options |= {"updates": self.writes, "gathers": self.model.gathers_again}
+        options |= {"part": self._part}
         return Residuals(self.forward_stage, *arguments, **options)
 
     @property

@@ -18,15 +18,21 @@ _OF_TRACED_VALUES = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.TracerArrayConversionError,
 )
+_OF_TYPES = ("concrete values", "unhashable type: 'DynamicJaxprTracer'")
 _SENT = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 @contextlib.contextmanager
 def noted(part: str, given: Tree) -> Iterator[None]:
-    """Note on every exception which part of the model raised it, and what that was given."""
+    """Note on every exception which part of the model raised it, and what that was given.
+
+    Raises:
+      ValueError: as `check_static` does.
+    """
     try:
         yield
     except Exception as error:
+        check_static(part, given, error)
         error.add_note(f"{part} was given {types_text(given)}")
         raise
 
@@ -52,22 +58,31 @@ def checked(part: str, y: Tree, what: str = "its activation") -> Tree:
     return y
 
 
-def check_static(stage: str, given: Tree, error: Exception) -> None:
+def check_static(part: str, given: Tree, error: Exception) -> None:
     """Tell of an error of JAX about traced values that a number in an activation is one.
+
+    Args:
+      part: of the model, which raised it.
+      given: its types; a loss is given a pair, outputs and targets.
+      error: as it was raised.
 
     Raises:
       ValueError: it is about that, and an activation has such a number.
     """
     is_traced = isinstance(error, _OF_TRACED_VALUES)
-    if not (is_traced or (isinstance(error, TypeError) and "concrete values" in str(error))):
+    of_type = isinstance(error, TypeError) and any(text in str(error) for text in _OF_TYPES)
+    if not (is_traced or of_type):
         return
+    what = "its activation"
+    if part == "loss_fn":
+        given, what = given[0], "the outputs"
     found = jax.tree_util.tree_leaves_with_path(given)
     numbers: list[Any] = [(path, leaf) for path, leaf in found if leaf.shape == ()]
     if numbers:
         path, leaf = numbers[0]
         raise ValueError(
-            f"{stage} needs a value while it is traced, and was given {shape_text(leaf)} as "
-            f"{path_text(path)} of its activation: activations are sent as arrays, so a Python "
+            f"{part} needs a value while it is traced, and was given {shape_text(leaf)} as "
+            f"{path_text(path)} of {what}: activations are sent as arrays, so a Python "
             f"bool or number in one is traced in the next stage; give what says how to compute to "
             f"the constructors of the stages, or choose by jnp.where or jax.lax.cond"
         ) from error

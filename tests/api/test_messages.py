@@ -83,6 +83,32 @@ def test_a_flag_that_a_stage_makes_is_traced_in_the_next():
         make(run).value_and_grad(X, T)
 
 
+def test_a_flag_that_a_stage_looks_up_is_traced():
+    def run(stage, carried):
+        x, how = carried
+        return stage.layer(x) * {True: 2, False: 1}[how], how
+
+    with pytest.raises(ValueError, match=r"^stages\[0\] needs a value while it is traced"):
+        make(run, embed=lambda x: (x, True)).loss(X, T)
+
+
+@pytest.mark.parametrize("part", ["head", "loss_fn"])
+def test_a_flag_is_traced_behind_the_stages(part):
+    def ends(y, t=None):
+        y, how = y
+        return (y if t is None else (y - t).mean()) * (2 if how else 1)
+
+    what = "its activation" if part == "head" else "the outputs"
+    options = {"loss_fn": lambda y, t: (y - t).mean()} | {part: ends}
+    pipe = make(passed, embed=lambda x: (x, True), **options)
+    for method in (pipe.loss, pipe.value_and_grad):
+        with pytest.raises(ValueError, match="while it is traced") as caught:
+            method(X, T)
+        assert str(caught.value).startswith(
+            f"{part} needs a value while it is traced, and was given bool[] as [1] of {what}: "
+        )
+
+
 def test_numbers_may_be_computed_with():
     def run(stage, carried):
         x, scale, how = carried
@@ -157,3 +183,49 @@ def test_an_error_says_which_part_raised_it(error, part):
         assert type(caught.value) is error
         notes = [note for note in caught.value.__notes__ if note.startswith(f"{part} was given")]
         assert len(notes) == 1
+
+
+def rule(error, where):
+    """The identity, with a derivative that raises."""
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    def fails(*_):
+        raise error("mine")
+
+    f.defvjp(*((fails, fails) if where == "forward" else (lambda x: (x, None), fails)))
+    return f
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("part", "said", "options"),
+    [
+        ("stages[1]", "stages[1]", {"schedule": "1f1b"}),
+        ("stages[1]", "stages[1]", {"schedule": "zb_h1", "remat": None}),
+        ("embed", "embed", {}),
+        ("head", "head, or loss_fn,", {}),
+        ("loss_fn", "loss_fn", {}),
+    ],
+)
+def test_an_error_of_a_derivative_says_which_part_raised_it(part, said, options, where):
+    fails = rule(OwnError, where)
+
+    def run(stage, x):
+        y = stage.layer(x)
+        return fails(y) if part == f"stages[{stage.k}]" else y
+
+    loss_fn = lambda y, t: ((y - t) ** 2).mean()  # noqa: E731
+    embed = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(7))
+    ends = {
+        "embed": {"embed": nnx.Sequential(embed, fails)},
+        "head": {"head": fails},
+        "loss_fn": {"loss_fn": lambda y, t: loss_fn(fails(y), t)},
+    }
+    pipe = make(run, **({"loss_fn": loss_fn} | ends.get(part, {}) | options))
+    pipe.loss(X, T)  # without a derivative
+    with pytest.raises(OwnError, match="mine") as caught:
+        pipe.value_and_grad(X, T)
+    assert [n for n in caught.value.__notes__ if n == f"{said} was being differentiated"]

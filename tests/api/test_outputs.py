@@ -59,6 +59,32 @@ def test_outputs_without_a_batch_axis(shape, where):
     )
 
 
+class Narrow(nnx.Module):
+    """Outputs of all rows, of a width that is b."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(9))
+
+    def __call__(self, y):
+        return self.layer(y).mean(0)
+
+
+BY_CHANCE = {
+    "float32[1,6]": (lambda: lambda y: y.mean(0, keepdims=True), N),
+    "float32[2]": (Narrow, M),
+    "float32[2,6]": (lambda: lambda y: jnp.stack([y.min(0), y.max(0)]), M),
+}
+
+
+@pytest.mark.parametrize("shape", BY_CHANCE)
+def test_a_reduced_axis_may_have_as_many_rows_by_chance(shape):
+    """It is b long, and does not grow with b."""
+    head, count = BY_CHANCE[shape]
+    pipe = Pipeline(linears(), count, mesh=make_mesh(stage=2), head=head())
+    said = refusal(pipe, jnp.ones((N, WIDTH)))
+    assert said.startswith(f"head returned {shape} of a microbatch of {N // count} rows; ")
+
+
 def test_a_loss_may_have_such_outputs():
     x = jax.random.normal(jax.random.key(0), (N, 5, WIDTH))
     mse = lambda y, t: ((swapped(y) - t) ** 2).mean()  # noqa: E731
