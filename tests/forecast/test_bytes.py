@@ -280,7 +280,7 @@ SAVES = "of the options that change no result, {} saves most: {} bytes"
             "1f1b",
             8,
             1_000_000,
-            SAVES.format("num_microbatches=16", "30,932,999") + ", which is still too much",
+            SAVES.format("num_microbatches=16", "28,835,847") + ", which is still too much",
         ),
     ],
 )
