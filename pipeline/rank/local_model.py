@@ -5,7 +5,7 @@ The ways back are over (weights, float leaves of what is given).
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class LocalModel(Forward):
             outputs = self.outputs(weights, combine(y, floats, others), 0)
             loss_fn = self.loss_fn(weights, 0)
             taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
-            return cast("jax.Array", vary(taken.weight, self.axes))
+            return vary(taken.weight, self.axes)
 
         def pulled(primals: Any, ct: jax.Array) -> Any:
             return jax.vjp(self._pure(weigh), *primals)[1](ct)
