@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from bench.pinned import Elsewhere, cores
 from pipeline import Calibration
-from pipeline.calibrate.measure import Calibrator
-from pipeline.forecast.bytes import MemoryPrediction, predict
+from pipeline.insight.calibrate.measure import Calibrator
+from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 
 Calibrators = Mapping[Any, Calibrator]
 

@@ -22,7 +22,7 @@ from bench.waiting import Halves, Waiting
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import Calibration, Pipeline
-from pipeline.calibrate.measure import Calibrator
+from pipeline.insight.calibrate.measure import Calibrator
 
 TOLERANCE = 1e-5
 SMALL = 64  # the width from which an action takes about a millisecond

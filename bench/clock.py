@@ -37,8 +37,8 @@ from jax.sharding import PartitionSpec as P
 import schedules
 from collectives import make_mesh
 from pipeline import CalibrationError, Pipeline
-from pipeline.calibrate.measure import Calibrator
-from pipeline.calibrate.one_rank import operands_of, partial_step
+from pipeline.insight.calibrate.measure import Calibrator
+from pipeline.insight.calibrate.one_rank import operands_of, partial_step
 
 ROUNDS = 5
 NEAR = 0.95, 1.05

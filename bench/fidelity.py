@@ -50,10 +50,10 @@ from flax import nnx
 from collectives import make_mesh
 from examples.gpt import Embed, Head, Sizes, Stage, loss_fn
 from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.calibrate.measure import EXCHANGES, Calibrator, exchanges
-from pipeline.forecast import traffic
-from pipeline.forecast.bytes import MemoryPrediction
-from pipeline.forecast.bytes import predict as predict_bytes
+from pipeline.insight.calibrate.measure import EXCHANGES, Calibrator, exchanges
+from pipeline.insight.forecast import traffic
+from pipeline.insight.forecast.bytes import MemoryPrediction
+from pipeline.insight.forecast.bytes import predict as predict_bytes
 from schedules import ScheduleError, simulate
 
 ROUNDS = 9

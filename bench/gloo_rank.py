@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh, sum_over, vary
 from pipeline import Pipeline, initialize
-from pipeline.calibrate.measure import EXCHANGES, exchanges
+from pipeline.insight.calibrate.measure import EXCHANGES, exchanges
 from pipeline.processes.cluster import PROCESS
 
 # name: schedule, slot pattern

@@ -37,7 +37,7 @@ from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.forecast.bytes import predict
+from pipeline.insight.forecast.bytes import predict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import LlamaConfig, build, loss_fn

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from examples.gpt import Sizes, Stage
 from pipeline import CalibrationError, Pipeline, plan
-from pipeline.calibrate.measure import EXCHANGES, exchanges
+from pipeline.insight.calibrate.measure import EXCHANGES, exchanges
 from pipeline.planner import Chip, ModelSizes, Plans
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import Estimate, estimate

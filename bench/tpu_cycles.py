@@ -32,8 +32,8 @@ import jax  # isort: skip
 import optax  # type: ignore[import-untyped]
 
 from pipeline import make_optimizer
-from pipeline.calibrate.compiled import beside, costs_of, find_slice, machine_of
-from pipeline.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
+from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
+from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from schedules import simulate
 
 GB = 10**9

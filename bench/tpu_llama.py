@@ -29,7 +29,7 @@ from jax.experimental import topologies
 
 from collectives import STAGE, make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.forecast.step_memory import predict_step
+from pipeline.insight.forecast.step_memory import predict_step
 from pipeline.planner import CHIPS
 from pipeline.vocabulary import CrossEntropy
 

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from pipeline import Pipeline
-from pipeline.forecast.bytes import predict
+from pipeline.insight.forecast.bytes import predict
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 4096, 16384, 2048
 GIB = 2**30

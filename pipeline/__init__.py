@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import check_releases, exports
 
 if TYPE_CHECKING:
-    from pipeline.added_losses import add_loss, with_losses
-    from pipeline.calibrate.calibration import Calibration
-    from pipeline.calibrate.conclude import CalibrationError
     from pipeline.config import ParallelConfig
+    from pipeline.core.model.added_losses import add_loss, with_losses
+    from pipeline.core.sharding.report import check_sharding, describe_sharding
     from pipeline.decoding.generate import generate
     from pipeline.decoding.sampling import sample
+    from pipeline.insight.calibrate.calibration import Calibration
+    from pipeline.insight.calibrate.conclude import CalibrationError
     from pipeline.optimizer import make_optimizer, shard_optimizer
     from pipeline.pipeline import Pipeline
     from pipeline.planner.plans import DoesNotFitError, Plans
     from pipeline.planner.search import plan
     from pipeline.processes.batch import local_rows, shard_batch
     from pipeline.processes.start import initialize
-    from pipeline.sharding.report import check_sharding, describe_sharding
     from pipeline.splitting.split import Parts, split
     from pipeline.vocabulary import CrossEntropy
 
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Calibration": "pipeline.calibrate.calibration",
-    "CalibrationError": "pipeline.calibrate.conclude",
+    "Calibration": "pipeline.insight.calibrate.calibration",
+    "CalibrationError": "pipeline.insight.calibrate.conclude",
     "CrossEntropy": "pipeline.vocabulary",
     "DoesNotFitError": "pipeline.planner.plans",
     "ParallelConfig": "pipeline.config",
     "Parts": "pipeline.splitting.split",
     "Pipeline": "pipeline.pipeline",
     "Plans": "pipeline.planner.plans",
-    "add_loss": "pipeline.added_losses",
-    "check_sharding": "pipeline.sharding.report",
-    "describe_sharding": "pipeline.sharding.report",
+    "add_loss": "pipeline.core.model.added_losses",
+    "check_sharding": "pipeline.core.sharding.report",
+    "describe_sharding": "pipeline.core.sharding.report",
     "generate": "pipeline.decoding.generate",
     "initialize": "pipeline.processes.start",
     "local_rows": "pipeline.processes.batch",
@@ -70,7 +70,7 @@ _HOMES = {
     "shard_batch": "pipeline.processes.batch",
     "shard_optimizer": "pipeline.optimizer",
     "split": "pipeline.splitting.split",
-    "with_losses": "pipeline.added_losses",
+    "with_losses": "pipeline.core.model.added_losses",
 }
 _ROOMS = "layers", "processes", "vocabulary"
 

@@ -2,8 +2,9 @@
 
 An optimizer is written for layers: it asks for a weight's norm, for the number of its axes, for its
 name. A pipeline holds S layers in one array, over which all these mean something else. So an
-optimizer here is given the layer view (`pipeline.layerwise.view`), and what it does for S layers is
-found again and run at once, on the ranks that hold them (`pipeline.layerwise.reroll`).
+optimizer here is given the layer view (`pipeline.core.layerwise.view`), and what it does for S
+layers is found again and run at once, on the ranks that hold them
+(`pipeline.core.layerwise.reroll`).
 
 Its state lies over ``stage`` as weights do, and, for ZeRO-1 and FSDP, over ``data`` as gradients
 do: D data shards each keep a D-th of it, make the update of that, and gather the updates.
@@ -24,16 +25,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.base.tree import Tree, is_abstract
 from pipeline.base.variables import metadata
-from pipeline.layerwise.layout import Layout, check_layout
-from pipeline.layerwise.reroll import Rerolled
-from pipeline.layerwise.rows import Cut, Row
-from pipeline.layerwise.state import Lay, StatePlan, key_name, plan_state
-from pipeline.layerwise.view import EndRef, LayerView, Ref, found_in, layer_view
+from pipeline.core.layerwise.layout import Layout, check_layout
+from pipeline.core.layerwise.reroll import Rerolled
+from pipeline.core.layerwise.rows import Cut, Row
+from pipeline.core.layerwise.state import Lay, StatePlan, key_name, plan_state
+from pipeline.core.layerwise.view import EndRef, LayerView, Ref, found_in, layer_view
+from pipeline.core.sharding import meshes
+from pipeline.core.sharding.distribute import distribute
+from pipeline.core.sharding.placement import LAYERS
+from pipeline.core.trained.filters import leaving_frozen, trained_parts
 from pipeline.pipeline import Pipeline
-from pipeline.sharding import meshes
-from pipeline.sharding.distribute import distribute
-from pipeline.sharding.placement import LAYERS
-from pipeline.trained.filters import leaving_frozen, trained_parts
 
 
 def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:

@@ -18,32 +18,23 @@ from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
-from pipeline.calibrate.calibration import Calibration, costs_for, signature_of
-from pipeline.calibrate.compiled import calibrate_for
-from pipeline.calibrate.measure import calibrate
-from pipeline.forecast import traffic
-from pipeline.forecast.ahead import lower_step
-from pipeline.forecast.describe import describe, summary
-from pipeline.forecast.describe_memory import describe_memory
-from pipeline.forecast.limit import warn_of_memory
-from pipeline.forecast.step_memory import describe_step
-from pipeline.kernel import differentiable, runtime
-from pipeline.kernel.jitted import hold
-from pipeline.kernel.nans import watched
-from pipeline.kernel.operands import Operands, check_arrays, make_operands
-from pipeline.layers.weights import check_layers
-from pipeline.layerwise.convert import from_layers, to_layers
-from pipeline.layerwise.layout import Layout, check_layout, mark, types_of
-from pipeline.model.chunks import make_chunks, make_ends, variables_of
-from pipeline.model.ends import Mode
-from pipeline.model.ignored import ignoring, warn_of_attributes
-from pipeline.model.loss import LossFn, check_has_aux
-from pipeline.model.model import Model
-from pipeline.model.randomness import counting
-from pipeline.model.shared_variables import unshared
-from pipeline.model.stage import check_kinds, count_stages, is_stacked, take_stage
-from pipeline.model.trained import Trained
-from pipeline.options.checks import (
+from pipeline.core.kernel import differentiable, runtime
+from pipeline.core.kernel.jitted import hold
+from pipeline.core.kernel.nans import watched
+from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
+from pipeline.core.layerwise.convert import from_layers, to_layers
+from pipeline.core.layerwise.layout import Layout, check_layout, mark, types_of
+from pipeline.core.layerwise.replace import check_changes, refusal, replaced, typed
+from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
+from pipeline.core.model.ends import Mode
+from pipeline.core.model.ignored import ignoring, warn_of_attributes
+from pipeline.core.model.loss import LossFn, check_has_aux
+from pipeline.core.model.model import Model
+from pipeline.core.model.randomness import counting
+from pipeline.core.model.shared_variables import unshared
+from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
+from pipeline.core.model.trained import Trained
+from pipeline.core.options.checks import (
     Bubbles,
     Gather,
     Remat,
@@ -51,20 +42,29 @@ from pipeline.options.checks import (
     check_microbatches,
     check_scale,
 )
-from pipeline.options.choose import warn_of_idle_devices
-from pipeline.options.plan import Plan
-from pipeline.options.resolve import make_plan
+from pipeline.core.options.choose import warn_of_idle_devices
+from pipeline.core.options.plan import Plan
+from pipeline.core.options.resolve import make_plan
+from pipeline.core.sharding import meshes
+from pipeline.core.sharding.fit import warn_of_no_names, warn_of_undivided_weights
+from pipeline.core.sharding.paths import Asked
+from pipeline.core.sharding.placement import Placement, Sharding
+from pipeline.core.trained.copies import Copies
+from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
+from pipeline.core.trained.outside import warn_of_parameters_read_from_outside
+from pipeline.core.trained.state import check_order, check_state, keep_state
+from pipeline.insight.calibrate.calibration import Calibration, costs_for, signature_of
+from pipeline.insight.calibrate.compiled import calibrate_for
+from pipeline.insight.calibrate.measure import calibrate
+from pipeline.insight.forecast import traffic
+from pipeline.insight.forecast.ahead import lower_step
+from pipeline.insight.forecast.describe import describe, summary
+from pipeline.insight.forecast.describe_memory import describe_memory
+from pipeline.insight.forecast.limit import warn_of_memory
+from pipeline.insight.forecast.step_memory import describe_step
+from pipeline.insight.profile import trace
+from pipeline.layers.weights import check_layers
 from pipeline.processes.replicas import check_replicas
-from pipeline.profile import trace
-from pipeline.replace import check_changes, refusal, replaced, typed
-from pipeline.sharding import meshes
-from pipeline.sharding.fit import warn_of_no_names, warn_of_undivided_weights
-from pipeline.sharding.paths import Asked
-from pipeline.sharding.placement import Placement, Sharding
-from pipeline.trained.copies import Copies
-from pipeline.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
-from pipeline.trained.outside import warn_of_parameters_read_from_outside
-from pipeline.trained.state import check_order, check_state, keep_state
 from schedules import Costs, Report, Schedule
 
 
@@ -145,8 +145,8 @@ class Pipeline(nnx.Module):
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk
         v is the stage that rank r runs as its v-th. With V = 1 that is layer order. Where the
-        stages of a chunk differ it is a `pipeline.model.unlike.Overlaid`; `stages()` gives them as
-        they are.
+        stages of a chunk differ it is a `pipeline.core.model.unlike.Overlaid`; `stages()` gives
+        them as they are.
       ends: embed and head, and a loss_fn that is a module, on every rank; a table that all share
         has its rows sharded over ``stage``, and perhaps rows of zeros behind its last word.
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 
 class Placeholder(nnx.Variable[Any]):
-    """Stands for a variable whose value lies elsewhere, in the cells of `pipeline.model.unlike`."""
+    """Placeholder of a variable whose value lies in a cell of `pipeline.core.model.unlike`."""
 
 
 def without_values(stage: nnx.Module) -> nnx.Module:

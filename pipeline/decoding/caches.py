@@ -15,11 +15,11 @@ from flax import nnx
 
 from collectives import STAGE
 from pipeline.base.tree import Tree, zeros
-from pipeline.model.model import Declared, Model, Weights
-from pipeline.model.overlay import Leaf, Spot, View, overlay
-from pipeline.model.stage import Definition, Seat
-from pipeline.model.unlike import Views
-from pipeline.rank.state import RankState
+from pipeline.core.model.model import Declared, Model, Weights
+from pipeline.core.model.overlay import Leaf, Spot, View, overlay
+from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.model.unlike import Views
+from pipeline.core.rank.state import RankState
 
 Cells = tuple[int, ...]  # numbers of leaves
 Begin = Callable[[Tree], Tree]  # other state to that with caches, as it is at first

@@ -8,7 +8,7 @@ V m ticks of all ranks, all M microbatches together.
 
 What a rank has sent is in its neighbour's memory at the next tick: an activation, or, from the last
 stage to the first, b tokens. Caches are refs with a place for each microbatch
-(`pipeline.rank.held`), written by what runs and by nothing else.
+(`pipeline.core.rank.held`), written by what runs and by nothing else.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 
 from collectives import STAGE, exchange, vary
 from pipeline.base.tree import Tree, at
+from pipeline.core.kernel.memory import Pool, at_most_once, unwritten
+from pipeline.core.kernel.vocabulary import look_up, own_logits
+from pipeline.core.rank.local_model import LocalModel
 from pipeline.decoding.sampling import sample_rows, sample_shared
-from pipeline.kernel.memory import Pool, at_most_once, unwritten
-from pipeline.kernel.vocabulary import look_up, own_logits
-from pipeline.rank.local_model import LocalModel
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,20 @@ from jax.sharding import PartitionSpec
 from collectives import DATA, STAGE, vary
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
+from pipeline.core.kernel.jitted import PerPlan
+from pipeline.core.kernel.operands import check_arrays, make_operands
+from pipeline.core.kernel.runtime import rank_state, run_on_ranks
+from pipeline.core.layerwise.replace import typed, with_weights_of
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.core.rank.activations import follow
+from pipeline.core.rank.held import Held
+from pipeline.core.rank.local_model import LocalModel
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding import meshes
 from pipeline.decoding.caches import make_decoder, may_have_caches, start_decoding, takes_many
 from pipeline.decoding.flow import Choice, Flow, Kind, Rows
 from pipeline.decoding.recompute import evaluating, recompute
-from pipeline.kernel.jitted import PerPlan
-from pipeline.kernel.operands import check_arrays, make_operands
-from pipeline.kernel.runtime import rank_state, run_on_ranks
-from pipeline.model.model import Batch, Model, Weights
-from pipeline.options.plan import Plan
-from pipeline.rank.activations import follow
-from pipeline.rank.held import Held
-from pipeline.rank.local_model import LocalModel
-from pipeline.rank.state import RankState
-from pipeline.replace import typed, with_weights_of
-from pipeline.sharding import meshes
 from schedules.core.timetable import loop_placement
 
 Start = Callable[[Any, int, int], None]

@@ -2,7 +2,8 @@
 
 Here live a table of chips, the sizes of models, what a step costs by arithmetic, and the search
 over ways to lay it out. Nothing here traces, compiles or knows a device, and nothing is measured:
-what `pipeline.forecast` reads off a traced step and what a calibration times are truer, and later.
+what `pipeline.insight.forecast` reads off a traced step and what a calibration times are truer, and
+later.
 """
 
 from pipeline.planner.chips import CHIPS, Chip

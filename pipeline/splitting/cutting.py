@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.base.layouts import parse_layout
+from pipeline.splitting.layouts import parse_layout
 from pipeline.splitting.placing import costs_of_calls
 from pipeline.splitting.recording import Group
 from pipeline.splitting.tracing import Trace

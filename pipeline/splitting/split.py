@@ -15,18 +15,18 @@ import jax
 from flax import nnx
 
 from pipeline.base.arguments import is_whole
-from pipeline.base.layouts import Layout
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
+from pipeline.core.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.splitting.alone import find_changed
 from pipeline.splitting.blocks import find_blocks
 from pipeline.splitting.cutting import choose_counts
+from pipeline.splitting.layouts import Layout
 from pipeline.splitting.parts import Blocks, Cut, Part
 from pipeline.splitting.placing import Placed, costs_of_calls
 from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
 from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of, types_of_state
-from pipeline.trained.outside import warn_of_parameters_read_from_outside
 
 
 @dataclass(frozen=True, eq=False)

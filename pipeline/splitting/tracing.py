@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from collectives.compat import discharged
 from pipeline.base.tree import shape_text
 from pipeline.base.variables import kind_text
-from pipeline.jaxpr.evaluate import bind
-from pipeline.jaxpr.primitives import held, makes_ref
+from pipeline.core.jaxpr.evaluate import bind
+from pipeline.core.jaxpr.primitives import held, makes_ref
 from pipeline.splitting.recording import Call, Path, Recorder, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pipeline.model.microbatch import as_arrays
+from pipeline.core.model.microbatch import as_arrays
 from pipeline.vocabulary import CrossEntropy
 
 Tree = Any

@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.base.arguments import is_whole
 from pipeline.base.placeholders import Placeholder
 from pipeline.base.tree import shape_text, times
-from pipeline.model.loss import Weighed
-from pipeline.model.microbatch import as_arrays
+from pipeline.core.model.loss import Weighed
+from pipeline.core.model.microbatch import as_arrays
 
 Tree = Any
 Extras = dict[str, Any] | None

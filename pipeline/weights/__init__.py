@@ -5,7 +5,7 @@ that a device holds. What never does is a model (`pipeline.decoders`) or a step;
 this room but the command line. (Runs of a configuration name `parts` as any function of a user's.)
 """
 
-from pipeline.base.layouts import parse_layout, read_layout, write_layout
+from pipeline.splitting.layouts import parse_layout, read_layout, write_layout
 from pipeline.weights.families import FAMILIES
 from pipeline.weights.family import Family
 from pipeline.weights.inspect import inspect

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from pipeline.base.layouts import Layout, parse_layout, write_layout
 from pipeline.decoders import split_layers
+from pipeline.splitting.layouts import Layout, parse_layout, write_layout
 from pipeline.weights.checkpoint import open_checkpoint
 from pipeline.weights.names import EMBED, HEAD, Entry
 from pipeline.weights.native import describe_checkpoint, is_native

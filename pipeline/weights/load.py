@@ -19,13 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.base.layouts import Layout, parse_layout
+from pipeline.core.layerwise.layout import Mark
+from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
+from pipeline.core.sharding.distribute import distribute
 from pipeline.decoders import build, next_token_loss, split_layers
 from pipeline.decoders.config import as_float
-from pipeline.layerwise.layout import Mark
-from pipeline.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.pipeline import Pipeline
-from pipeline.sharding.distribute import distribute
+from pipeline.splitting.layouts import Layout, parse_layout
 from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of

@@ -21,9 +21,9 @@ import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 
-from pipeline.base.layouts import Layout, parse_layout
 from pipeline.decoders import DecoderConfig, Parts, build, split_layers
 from pipeline.decoders.config import as_float
+from pipeline.splitting.layouts import Layout, parse_layout
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Family

@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pipeline.layerwise.view import EndRef, LayerView, layer_view
+from pipeline.core.layerwise.view import EndRef, LayerView, layer_view
+from pipeline.core.sharding import meshes
 from pipeline.pipeline import Pipeline
-from pipeline.sharding import meshes
 from pipeline.weights.checkpoint import CONFIG
 from pipeline.weights.family import Config, Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written

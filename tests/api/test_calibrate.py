@@ -18,9 +18,9 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.calibrate import measure, one_rank
-from pipeline.calibrate.calibration import FORMAT
-from pipeline.calibrate.conclude import Timed, conclude
+from pipeline.insight.calibrate import measure, one_rank
+from pipeline.insight.calibrate.calibration import FORMAT
+from pipeline.insight.calibrate.conclude import Timed, conclude
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, ScheduleError, simulate
 from tests.support import models

@@ -14,8 +14,8 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.options import resolve
-from pipeline.options.choose import choose_pattern, choose_schedule, exchanges_are_barriers
+from pipeline.core.options import resolve
+from pipeline.core.options.choose import choose_pattern, choose_schedule, exchanges_are_barriers
 from schedules import Costs, ScheduleError, auto, build, simulate
 from tests.support import models
 from tests.support.close import assert_close

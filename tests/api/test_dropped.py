@@ -12,7 +12,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.kernel import jitted
+from pipeline.core.kernel import jitted
 from tests.support import models
 
 X = models.rows(4)

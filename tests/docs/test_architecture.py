@@ -16,7 +16,7 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from tests.docs.test_rooms import PACKAGES, imports, modules, rooms
+from tests.docs.test_rooms import PACKAGES, imports, modules
 from tests.support import models
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ WORDS = {
     "stage",
 }  # of steps, that are no names in a module
 MODULES = modules()
+FOLDERS = {name for name, file in MODULES.items() if file.name == "__init__.py"}
 RIGHT = 35  # where the drawing's second column begins
 
 
@@ -131,22 +132,36 @@ def test_all_questions_are_found() -> None:
     assert len(answers()) == sum(line.startswith("| ") for line in section.splitlines()) - 1 >= 12
 
 
-@pytest.mark.parametrize(("package", "column"), [("schedules", 0), ("pipeline", RIGHT)])
-def test_rooms_stand_above_those_that_they_import_from(package: str, column: int) -> None:
-    drawing = PAGE.partition("```\n")[2].partition("```")[0].splitlines()
+def between(package: str) -> dict[str, set[str]]:
+    """Imports between the folders and files of a package, each with all that is below it."""
+    files = {name: file for name, file in MODULES.items() if name.startswith(f"{package}.")}
+    graph: dict[str, set[str]] = {}
+    for name, wanted in imports(files).items():
+        child = name.removeprefix(f"{package}.").split(".")[0]
+        reached = {one.removeprefix(f"{package}.").split(".")[0] for one in wanted}
+        graph.setdefault(child, set()).update(reached - {child})
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("drawn", "package", "column"),
+    [
+        (0, "schedules", 0),
+        (0, "pipeline", RIGHT),
+        (1, "pipeline.core", 0),
+        (1, "pipeline.insight", RIGHT),
+    ],
+)
+def test_rooms_stand_above_those_that_they_import_from(
+    drawn: int, package: str, column: int
+) -> None:
+    drawing = PAGE.split("```\n")[1 + 2 * drawn].splitlines()
+    end = [n for n, line in enumerate(drawing) if line.startswith(" collectives:")]
     width = RIGHT if column == 0 else None
-    words = [
-        line[column:][:width].split()
-        for line in drawing[: drawing.index(" collectives: jax alone")]
-    ]
+    words = [line[column:][:width].split() for line in drawing[: end[0] if end else None]]
     floor = {found[0].removesuffix(".py"): n for n, found in enumerate(words[1:]) if found}
-    files = {name: file for name, file in MODULES.items() if name.split(".")[0] == package}
-    graph = {
-        name.split(".")[1]: {one.split(".")[1] for one in wanted if "." in one}
-        for name, wanted in rooms(files, imports(files)).items()
-        if name.count(".") == 1
-    }
-    folders = {name for name in graph if files[f"{package}.{name}"].name == "__init__.py"}
+    graph = between(package)
+    folders = {name for name in graph if f"{package}.{name}" in FOLDERS}
     assert folders <= set(floor)
     assert [
         f"{name} imports from {one}, which stands above it"

@@ -19,10 +19,10 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.forecast import traffic
-from pipeline.kernel import runtime
-from pipeline.kernel.ticks import needed, segments
-from pipeline.sharding.placement import DEFERRED
+from pipeline.core.kernel import runtime
+from pipeline.core.kernel.ticks import needed, segments
+from pipeline.core.sharding.placement import DEFERRED
+from pipeline.insight.forecast import traffic
 from schedules.lowering.program import Program
 from tests.support.hlo import Sent
 

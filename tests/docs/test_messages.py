@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.forecast import traffic
+from pipeline.insight.forecast import traffic
 from schedules import build, lower, names
 from tests.docs.test_communication import exchanges, table
 from tests.support.sizes import CHUNKS

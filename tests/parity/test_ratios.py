@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
-from pipeline.kernel import runtime
+from pipeline.core.kernel import runtime
 from pipeline.training.step import Step
 from tests.support.close import assert_close
 

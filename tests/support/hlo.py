@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.forecast.traffic import share
-from pipeline.kernel import scopes
+from pipeline.core.kernel import scopes
+from pipeline.insight.forecast.traffic import share
 from schedules.lowering.program import Program
 
 MEETINGS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -97,7 +97,8 @@ class Sent:
       mesh: where it runs.
 
     Attributes:
-      bytes: [S] by axes and kind of collective, as `pipeline.forecast.traffic.Traffic.sent`.
+      bytes: [S] by axes and kind of collective, as
+        `pipeline.insight.forecast.traffic.Traffic.sent`.
       runs: how often the one of them runs that runs most, on the rank that runs it most.
     """
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pipeline.model.unlike import Overlaid
+from pipeline.core.model.unlike import Overlaid
 
 WIDTH = 8  # of every activation
 WORDS = 11  # of the vocabulary of `Words`

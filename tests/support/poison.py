@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline.kernel import memory, ticks
+from pipeline.core.kernel import memory, ticks
 
 
 @pytest.fixture

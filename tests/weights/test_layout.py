@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.layouts import _WANTED as WANTED
+from pipeline.splitting.layouts import _WANTED as WANTED
 from pipeline.weights import parse_layout, read_layout, write_layout
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.layerwise.leaf import Leaf, replicated
+from pipeline.core.layerwise.leaf import Leaf, replicated
+from pipeline.core.sharding import meshes
 from pipeline.pipeline import Pipeline
-from pipeline.sharding import meshes
 
 GROUP = 2**28  # bytes of leaves that are read at once
 

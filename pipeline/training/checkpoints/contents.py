@@ -22,15 +22,15 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.layerwise.leaf import Leaf
-from pipeline.layerwise.leaves import (
+from pipeline.core.layerwise.leaf import Leaf
+from pipeline.core.layerwise.leaves import (
     optimizer_leaves,
     pipeline_leaves,
     plain_leaves,
     shaped_leaves,
     tree_leaves,
 )
-from pipeline.layerwise.view import Path, layer_view
+from pipeline.core.layerwise.view import Path, layer_view
 from pipeline.optimizer import PipelineOptimizer
 from pipeline.pipeline import Pipeline
 from pipeline.training.checkpoints.together import everyone

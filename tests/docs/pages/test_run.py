@@ -15,7 +15,7 @@ from tests.docs.pages.running import run
 OWN = {
     "README.md": "tests/docs/test_readme.py",
     "CONTRIBUTING.md": "tests/docs/test_contributing.py",
-    "ahead.md": "tests/forecast/test_ahead.py",
+    "ahead.md": "tests/insight/forecast/test_ahead.py",
     "generation.md": "tests/docs/test_pages_run.py",
     "split.md": "tests/splitting/test_docs.py",
     "state.md": "tests/docs/test_pages_run.py",

@@ -1,0 +1,180 @@
+"""What a forward pass leaves for its backward, and what it need not leave.
+
+`jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
+
+* an argument (a weight, a mask) is passed to the backward again;
+* what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
+  a copy of the weights for every microbatch in flight;
+* of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
+  (`pipeline.core.backward.min_cut`); if wanted, what ranks gathered of smaller parts is gathered
+  again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from pipeline.base.masks import Way
+from pipeline.base.precision import GradDtype
+from pipeline.base.tree import Leaves, Tree, combine, partition
+from pipeline.core.backward.accumulate import Pullback, differentiate
+from pipeline.core.backward.min_cut import smallest_cut
+from pipeline.core.jaxpr.evaluate import Var, evaluate, operands, producers
+from pipeline.core.jaxpr.primitives import is_cheap, traits
+
+StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
+
+
+def stage_pullback(
+    f: StageFunction,
+    weights: Leaves,
+    fixed: Tree,
+    side: Tree,
+    x: Tree,
+    *,
+    grad_dtype: GradDtype = None,
+    way: Way | None = None,
+    updates: bool = False,
+    late: bool = False,
+    part: str = "",
+) -> tuple[Tree, Pullback]:
+    """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``.
+
+    With ``updates`` the stage returns a pair, of which only the first is differentiated; ``late``
+    and ``part`` as `differentiate` has them.
+    """
+    floats, others = partition(x)
+    mask, want_x = (way.weights, way.x) if way else (None, True)
+    like: Tree = None
+
+    def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Any]:
+        nonlocal like
+        y = f(w, fixed, side, combine(x, xf if want_x else floats, others))
+        y, after = y if updates else (y, None)
+        like = jax.tree.map(jax.typeof, y)
+        floats_of_y, others_of_y = partition(y)
+        return floats_of_y, (others_of_y, after)
+
+    given = floats if want_x else []
+    y, (y_others, after), pullback = differentiate(
+        g, weights, given, grad_dtype=grad_dtype, trained=mask, late=late, part=part
+    )
+    found = combine(like, y, y_others)
+    return (found, after) if updates else found, pullback
+
+
+class Residuals:
+    """The pullback of a stage as two functions of arrays, `forward` and `backward`.
+
+    Args:
+      f: the stage; ``fixed`` is the same for every microbatch (a stage's state beside its
+        weights), ``side`` is not (extras, dropout keys).
+      weights, fixed, side, x: examples, for their types.
+      grad_dtype: as `pipeline.core.backward.accumulate.as_summed` takes it.
+      way: how far its backward goes; without, all the way.
+      updates: whether f returns a pair, of which only the first is differentiated; `forward` does
+        as f.
+      gathers: whether the backward may gather again, from other ranks, what the forward gathered.
+      part: as `Pullback` has it.
+
+    Attributes:
+      stashed: the types of what must be stashed for one microbatch.
+      gathers: whether the backward does gather something again.
+    """
+
+    def __init__(
+        self,
+        f: StageFunction,
+        weights: Leaves,
+        fixed: Tree,
+        side: Tree,
+        x: Tree,
+        *,
+        grad_dtype: GradDtype = None,
+        way: Way | None = None,
+        updates: bool = False,
+        gathers: bool = False,
+        part: str = "",
+    ) -> None:
+        self._part = part
+
+        def linearized(*arguments: Any) -> Any:
+            options: Any = {"grad_dtype": grad_dtype, "way": way, "updates": updates}
+            y, pullback = stage_pullback(f, *arguments, **options, part=part)
+            residuals, self._treedef = jax.tree.flatten(pullback.vjp)
+            self._by_value = pullback.by_value
+            return y, residuals
+
+        closed, (y, _) = jax.make_jaxpr(linearized, return_shape=True)(weights, fixed, side, x)
+        self._jaxpr = jaxpr = closed.jaxpr
+        self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._y_tree = jax.tree.structure(y)
+        num_y = len(jax.tree.leaves(y))
+        self._y, self._residuals = jaxpr.outvars[:num_y], jaxpr.outvars[num_y:]
+        same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
+        self._again = jaxpr.invars[: len(jax.tree.leaves((weights, fixed, side)))]
+        free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
+        wanted = [v for v in self._residuals if not isinstance(v, Literal) and v not in free]
+        made_by = producers(jaxpr)
+
+        def before(var: Var) -> list[Var] | None:
+            eqn = made_by.get(var)
+            if eqn is None or not (is_cheap(eqn) or (gathers and _gathers(eqn))):
+                return None
+            return [v for v in operands(eqn) if v not in free]
+
+        self._kept = smallest_cut(wanted, before)
+        self.stashed = [v.aval for v in self._kept]
+        again = _between(self._kept, wanted, before) if gathers else ()
+        self.gathers = any(_gathers(made_by[v]) for v in again)
+
+    def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:
+        """The stage's output, and what to stash."""
+        arguments = jax.tree.leaves((weights, fixed, side, x))
+        known = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
+        found = evaluate(self._jaxpr, known, [*self._y, *self._kept], effects=True)
+        return jax.tree.unflatten(self._y_tree, found[: len(self._y)]), found[len(self._y) :]
+
+    def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
+        """The stage's pullback."""
+        arguments = jax.tree.leaves((weights, fixed, side))
+        known = self._constants | dict(zip(self._again, arguments, strict=True))
+        known |= dict(zip(self._kept, stash, strict=True))
+        found = evaluate(self._jaxpr, known, self._residuals)
+        return Pullback(jax.tree.unflatten(self._treedef, found), self._by_value, self._part)
+
+
+def _between(
+    kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
+) -> set[Var]:
+    """What is computed again: all that is wanted and not kept, and what that is made of."""
+    found: set[Var] = set()
+    left = list(wanted)
+    while left:
+        var = left.pop()
+        if var not in found and var not in kept:
+            found.add(var)
+            left += before(var) or []
+    return found
+
+
+def _gathers(eqn: Any) -> bool:
+    """Whether it makes a whole of the parts that ranks hold."""
+    return traits(eqn).hlo == "all-gather"
+
+
+def _determined(jaxpr: Any, given: set[Var]) -> set[Var]:
+    """Every variable that follows from the given ones, by whatever equations.
+
+    Bodies are not looked into: what a scan over layers derives from weights alone counts as
+    depending on all that the scan reads, and may be stashed.
+    """
+    found = set(given)
+    for eqn in jaxpr.eqns:
+        if all(v in found for v in operands(eqn)):
+            found.update(eqn.outvars)
+    return found

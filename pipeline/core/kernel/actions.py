@@ -1,0 +1,252 @@
+"""The actions of a timetable, run by one rank: each reads its operands and leaves its results.
+
+Letters: V chunks, M microbatches, b rows of a microbatch on one data shard. A *row* holds a
+rank's entries of the program's tables for one slot. Whoever runs an action gets its message back
+and sends it.
+
+With ``keep="input"`` a backward starts from the stage's input and runs its forward again, so the
+last stage's forward, whose output only its own backward needs, does nothing. With
+``keep="residuals"`` it starts from what the forward stashed. A backward in two halves does all but
+the gradients of the stage's weights in I, and W reads only what its I left. Embed, head and loss
+are always differentiated within B or I; nothing of theirs is stashed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
+from pipeline.core.kernel.memory import Memory, Step, at_most_once, unwritten
+from pipeline.core.model.loss import logprobs_of
+from pipeline.core.rank.local_model import LocalModel
+from schedules.lowering.program import Op, Slot
+
+Row = Mapping[str, Any]
+
+
+class Actions:
+    """What a rank can do during a step.
+
+    Args:
+      local: the rank's part of the model.
+      step: what is wanted of the step.
+      memory: what actions read and write.
+    """
+
+    def __init__(self, local: LocalModel, step: Step, memory: Memory) -> None:
+        self.local, self.step, self.memory = local, step, memory
+
+    @property
+    def wants_upstream(self) -> bool:
+        """Whether anybody needs the gradient for stage 0's input."""
+        return self.step.want_inputs or self.local.model.trained.embed
+
+    @property
+    def counts(self) -> bool:
+        """Whether forwards count the losses that are added; in training backwards do."""
+        return self.step.take_loss and not self.step.training
+
+    def chunk_refs(self, chunk: int) -> Leaves:
+        """Sums for what the pullback of a stage gives: its weights' gradients, what it adds."""
+        added = self.memory.added.refs if self.local.adds else []
+        return [*self.memory.chunk_grads[chunk].refs, *added]
+
+    @property
+    def ends_refs(self) -> Leaves:
+        """The same for embed and head."""
+        added = self.memory.added.refs if self.local.state.adding_ends else []
+        return [*self.memory.ends_grads.refs, *added]
+
+    def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
+        """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
+        for branch, op in enumerate(slot.ops, start=1):
+            if not self._does_anything(op):
+                continue
+            action = functools.partial(self._run, op, row)
+            with jax.named_scope(op.label):
+                message = at_most_once(row["op"] == branch, action, message)
+        return message
+
+    def _run(self, op: Op, row: Row) -> Tree:
+        return {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_half,
+            "W": self._weight_half,
+        }[op.kind](op, row)
+
+    def no_message(self) -> Tree:
+        """What a rank or an action sends that has nothing to say; nobody reads it."""
+        return unwritten(self.local.wire, self.local.axes)
+
+    def sent(self, y: Tree) -> Tree:
+        """An output in the form of a message."""
+        return y
+
+    def _forward(self, op: Op, row: Row) -> Tree:
+        local, microbatch = self.local, row["microbatch"]
+        if self.step.training and op.last and self.memory.residuals is None and not local.writes:
+            if op.first and local.state.held is not None:
+                self.operand(op, row, now=True)
+            return self.no_message()
+        x = self.operand(op, row, now=True)
+        arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
+        if self.counts and local.adds:
+            y, added = local.stage_counted(local.forward_stage, *arguments)
+            self.memory.added.add([added])
+        elif self.memory.residuals is None:
+            y = local.forward_stage(*arguments)
+        else:
+            y, self.memory.stashes[row["stash"]] = self.memory.residuals.forward(*arguments)
+        if local.writes:
+            y, after = y
+            local.keep(op.chunk, microbatch, after)
+        if op.last and not self.step.training:
+            self._finish(y, microbatch)
+        return self.sent(y)
+
+    def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
+        """A stage's input: from its message, or made from the user's inputs.
+
+        ``now`` where a forward takes it, which leaves the state that embed writes.
+        """
+        if not op.first:
+            return self.memory.buffers[row["operand"]]
+        microbatch = row["microbatch"]
+        inputs = at(self.local.batch.inputs, microbatch)
+        if self.counts and self.local.state.adding_embed:
+            x, added = self.local.embed_counted(inputs, microbatch)
+            self.memory.added.add([added])
+        else:
+            x = self.local.embed(self.local.ends_weights, inputs, microbatch, now=now)
+        if now:
+            self.local.keep_of_embed(inputs, microbatch)
+        return x
+
+    def _finish(self, y: Tree, microbatch: Any) -> None:
+        """The end of an inference: a loss, or outputs."""
+        local = self.local
+        if self.step.take_loss:
+            if local.state.adding_ends:
+                (total, others), added = local.loss_counted(y, microbatch)
+                self.memory.added.add([added])
+            else:
+                total, others = local.loss(local.ends_weights, y, microbatch)
+            self.memory.loss.add([total, *others])
+        else:
+            self.memory.results[microbatch] = self.result(y, microbatch)
+        local.keep_of_head(y, microbatch)
+
+    def result(self, y: Tree, microbatch: Any) -> Tree:
+        """What the user sees of a microbatch."""
+        found = self.local.outputs(self.local.ends_weights, y, microbatch)
+        if not self.step.logprobs:
+            return found
+        return logprobs_of(found, at(self.local.batch.targets, microbatch))
+
+    def _backward(self, op: Op, row: Row) -> Tree:
+        local, microbatch = self.local, row["microbatch"]
+        if self.memory.residuals is None:
+            y, stage = local.stage_pullback(op.chunk, microbatch, self.operand(op, row))
+        else:
+            arguments = local.stage_arguments(op.chunk, microbatch)
+            stage = self.memory.residuals.backward(*arguments, self.memory.stashes[row["stash"]])
+            y = self.own_output(row)
+        dy = self._output_gradient(op, row, y)
+        if not self.goes_on:
+            return self.no_message()
+        dx = stage(dy, self.chunk_refs(op.chunk), want_x=self._wants_x(op))
+        return self._upstream(op, row, dx)
+
+    def _input_half(self, op: Op, row: Row) -> Tree:
+        halves, microbatch = self.memory.halves, row["microbatch"]
+        arguments = self.local.stage_arguments(op.chunk, microbatch)
+        dy: Any
+        if self.memory.residuals is None:
+            stash = self.operand(op, row)
+        else:
+            stash = self.memory.stashes[row["stash"]]
+        if not self.goes_on:  # the last stage's, for what the head has to sum
+            again = self.memory.residuals is None
+            y = self.local.stage(*arguments, stash) if again else self.own_output(row)
+            self._loss_gradient(y, microbatch)
+            return self.no_message()
+        if not op.last:
+            dy = self._arrived(row)
+        elif self.memory.residuals is None:
+            dy = functools.partial(self._loss_gradient, microbatch=microbatch)
+        else:
+            dy = self._loss_gradient(self.own_output(row), microbatch)
+        refs = self.chunk_refs(op.chunk)
+        dx, self.memory.crossings[row["crossing"]] = halves.input_half(
+            *arguments, stash, dy, refs, want_x=self._wants_x(op)
+        )
+        return self._upstream(op, row, dx)
+
+    def _weight_half(self, op: Op, row: Row) -> Tree:
+        arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
+        crossing = self.memory.crossings[row["crossing"]]
+        self.memory.halves.weight_half(*arguments, crossing, self.chunk_refs(op.chunk))
+        return self.no_message()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether anybody needs the gradient for a stage's output."""
+        return self.local.way.is_any
+
+    def _does_anything(self, op: Op) -> bool:
+        """Whether an action has anything to do; a backward of the last stage takes the loss."""
+        if op.kind == "W":
+            return any(self.local.way.weights)
+        return op.kind == "F" or op.last or self._wants_x(op) or any(self.local.way.weights)
+
+    def _wants_x(self, op: Op) -> bool:
+        """Whether anybody needs the gradient for a stage's input."""
+        return self.local.way.x and (not op.first or self.wants_upstream)
+
+    def _arrived(self, row: Row) -> Leaves:
+        """The gradient that the next stage has sent."""
+        floats, _ = partition(self.memory.returned[row["gradient"]])
+        return floats
+
+    def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
+        """Where the gradient for a stage's input goes: into a message, or through embed."""
+        if not op.first:
+            return self.as_message(dx) if self.local.way.x else self.no_message()
+        if self.wants_upstream:
+            _, embed = self.local.embed_pullback(row["microbatch"])
+            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
+            if self.step.want_inputs:
+                self.memory.input_grads[row["microbatch"]] = found
+        return self.no_message()
+
+    def own_output(self, row: Row) -> Tree:
+        """The last stage's output, which lies where others find the gradient that has arrived."""
+        return self.memory.returned[row["gradient"]]
+
+    def _output_gradient(self, op: Op, row: Row, y: Tree) -> Leaves:
+        """The gradient for a stage's output: of the loss, or as the next stage has sent it."""
+        return self._loss_gradient(y, row["microbatch"]) if op.last else self._arrived(row)
+
+    def loss_cotangent(self) -> jax.Array:
+        """What a microbatch's loss is differentiated with."""
+        return vary(jnp.full((), self.step.loss_share), self.local.axes)
+
+    def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
+        """The gradient for the last stage's output; counts the loss itself."""
+        total, others, pullback = self.local.loss_pullback(y, microbatch)
+        self.memory.loss.add([total, *others])
+        self.local.keep_of_head(y, microbatch)
+        return pullback(self.loss_cotangent(), self.ends_refs, want_x=self.goes_on)
+
+    def as_message(self, floats: Leaves) -> Tree:
+        """A gradient in the form of an activation; leaves that carry none are zeros."""
+        types, axes = self.local.activation, self.local.axes
+        _, others = partition(types)
+        return combine(types, floats, blank(others, axes))

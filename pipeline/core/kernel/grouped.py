@@ -1,0 +1,176 @@
+"""A rank's actions where stages are not alike: those of each group, in one memory.
+
+Letters: S ranks. A group's actions are those of a pipeline whose stages are all like the group's;
+what differs is only where they find things. Which group's a rank runs in a slot follows from the
+slot's branch and from the groups of the rank's own stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives import STAGE
+from pipeline.base.masks import chosen
+from pipeline.base.tree import Leaves, Tree
+from pipeline.core.kernel import scopes
+from pipeline.core.kernel.actions import Actions, Row
+from pipeline.core.kernel.masked import run_masked
+from pipeline.core.kernel.memory import Memory, PoolView, Step, TotalView, make_memory
+from pipeline.core.model.overlay import Spot, View
+from pipeline.core.rank.groups import (
+    GroupedModel,
+    SharedHalves,
+    SharedResiduals,
+    StageGroup,
+    WithOutput,
+)
+from pipeline.core.rank.local_model import LocalModel
+from schedules.lowering.program import Op, Program, Slot
+
+
+def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
+    """The actions of a rank, whose stages may be alike or not."""
+    memory = make_memory(local, program, step)
+    if isinstance(local, GroupedModel):
+        return GroupedActions(local, program, step, memory)
+    return Actions(local, step, memory)
+
+
+def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
+    """What runs a slot for a rank: returns its message, or that which is given and nobody reads."""
+    if isinstance(actions, GroupedActions):
+        return actions.run_masked if masked else actions.run_slot
+    return functools.partial(run_masked, actions) if masked else actions.run_slot
+
+
+class GroupedActions(Actions):
+    """The actions of a rank whose stages belong to groups."""
+
+    def __init__(self, local: GroupedModel, program: Program, step: Step, memory: Memory) -> None:
+        super().__init__(local, step, memory)
+        self.groups = [
+            GroupActions(self, program, n, group) for n, group in enumerate(local.groups)
+        ]
+
+    def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
+        """Do the slot's action, group by group; returns its message, or else ``message``."""
+        for one in self.groups:
+            part, here = one.share(slot, row)
+            if part.ops:
+                with jax.named_scope(scopes.of_stages(one.group.stages)):
+                    message = one.run_slot(part, here, message)
+        return message
+
+    def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
+        """The same without conditionals: every rank computes every group."""
+        for one in self.groups:
+            part, here = one.share(slot, row)
+            if part.ops:
+                found, real = run_masked(one, part, here, message), here["op"] != 0
+                message = jax.tree.map(lambda a, b, r=real: jnp.where(r, a, b), found, message)
+        return message
+
+
+class GroupActions(Actions):
+    """The actions of one group, in the memory of the rank's.
+
+    Args:
+      whole: the rank's actions.
+      program: what runs.
+      index: of the group.
+      group: the stages whose actions these are.
+    """
+
+    def __init__(
+        self, whole: GroupedActions, program: Program, index: int, group: StageGroup
+    ) -> None:
+        own, memory = group.local, whole.memory
+        seen: dict[str, Any] = {
+            "buffers": PoolView(memory.buffers, group.x_view, own.activation, own.axes),
+            "returned": PoolView(memory.buffers, group.y_view, own.output, own.axes),
+        }
+        if isinstance(memory.residuals, SharedResiduals):
+            seen["residuals"] = memory.residuals.of[index]
+            view = memory.residuals.views[index]
+            seen["stashes"] = PoolView(memory.stashes, view, None, own.axes)
+        if isinstance(memory.halves, SharedHalves):
+            seen["halves"] = memory.halves.of[index]
+            view = memory.halves.views[index]
+            seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
+        if whole.step.training:
+            seen["chunk_grads"] = _own_totals(memory, group)
+        super().__init__(own, whole.step, dataclasses.replace(memory, **seen))
+        self.group, self._program = group, program
+
+    def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
+        """What of a slot is this group's: its ops, and the row with their branch, or idle."""
+        schedule = self._program.schedule
+        doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
+        for k in self.group.stages:
+            for op in slot.ops:
+                if (op.chunk, op.first, op.last) == (
+                    schedule.chunk_of[k],
+                    *self._program.ends_of(k),
+                ):
+                    doers[op].append(schedule.placement[k])
+        ops = tuple(op for op, ranks in doers.items() if ranks)
+        table = np.zeros((schedule.num_ranks, len(slot.ops) + 1), np.int32)
+        for branch, op in enumerate(ops, start=1):
+            table[doers[op], slot.ops.index(op) + 1] = branch
+        part = Slot(slot.kinds, ops, slot.channels)
+        if not ops:
+            return part, row
+        mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
+        return part, {**row, "op": mine[row["op"]]}
+
+    def _run(self, op: Op, row: Row) -> Tree:
+        total = self.memory.chunk_grads[op.chunk]
+        if op.kind == "F" or not isinstance(total, TotalView):
+            return super()._run(op, row)
+        total.begin()
+        message = super()._run(op, row)
+        total.end(changed=op.kind != "I" or bool(self.memory.halves.whole))
+        return message
+
+    def sent(self, y: Tree) -> Tree:
+        """An output as a message."""
+        return self._message(y, self.group.y_view)
+
+    def as_message(self, floats: Leaves) -> Tree:
+        """A gradient for the input as a message."""
+        return self._message(super().as_message(floats), self.group.x_view)
+
+    def own_output(self, row: Row) -> Tree:
+        """The last stage's own output."""
+        if isinstance(self.memory.residuals, WithOutput):
+            return self.memory.residuals.output(self.memory.stashes[row["stash"]])
+        return super().own_output(row)
+
+    def _message(self, value: Tree, view: View | None) -> Tree:
+        return self.no_message() if view is None else view.fill(self.no_message(), value)
+
+
+def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
+    """A group's sums among those of its chunk: of what is trained in any group."""
+    chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
+    summed = group.local.model.trained.chunks[chunk]
+    if views is None and own == summed:
+        return memory.chunk_grads
+    total = memory.chunk_grads[chunk]
+    place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
+    if views is None:
+        refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
+        mine = [Spot(place[n], None, ref.shape) for n, ref in refs.items()]
+    else:
+        spots = chosen(views.params.spots, own)
+        mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
+    found = list(memory.chunk_grads)
+    found[chunk] = TotalView(total, tuple(mine))
+    return found

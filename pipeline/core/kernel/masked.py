@@ -1,0 +1,222 @@
+"""A slot without any conditional: every rank computes, and what is not real is masked away.
+
+For hardware on which collectives inside a branch are in doubt. The arithmetic of a bubble runs on
+whatever lies in the buffers, so each of its results is dropped by a select, never by a product: a
+NaN times zero is a NaN. Gradients are formed by value and selected before they are added, which
+costs a temporary of their size; embed, head and loss run on every rank.
+
+Where backwards are split, a slot computes the half for the input, then the half for the weights:
+of what the first has just left (B), or of what the rank's I left before (W). Together these are the
+multiplications of one backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pipeline.base.tree import Leaves, Tree, at, blank, partition
+from pipeline.core.kernel.actions import Actions, Row
+from pipeline.core.kernel.memory import Total
+from schedules.lowering.program import Op, Slot
+
+
+class Facts:
+    """What the branch number of a slot says about the action, as traced values."""
+
+    def __init__(self, slot: Slot, row: Row) -> None:
+        self._ops, self._branch = slot.ops, row["op"]
+        self.forward = self._holds(lambda op: op.kind == "F")
+        self.backward = self._holds(lambda op: op.kind != "F")
+        self.for_input = self._holds(lambda op: op.kind in ("B", "I"))
+        self.for_weights = self._holds(lambda op: op.kind in ("B", "W"))
+        self.splits = any(op.kind in ("I", "W") for op in slot.ops)
+        self.leaves = self._holds(lambda op: op.kind == "I")
+        self.both = self._holds(lambda op: op.kind == "B")
+        self.first = self._holds(lambda op: op.first)
+        self.last = self._holds(lambda op: op.last)
+        chunks = {op.chunk for op in slot.ops}
+        self.chunk = self._look_up(lambda op: op.chunk) if len(chunks) > 1 else max(chunks)
+
+    def _holds(self, fact: Callable[[Op], bool]) -> Any:
+        """Whether a fact holds: a Python bool where it is the same for all ops and idleness."""
+        return self._look_up(fact) if any(map(fact, self._ops)) else False
+
+    def _look_up(self, fact: Callable[[Op], int]) -> Any:
+        return jnp.asarray(np.array([0, *map(fact, self._ops)]))[self._branch].astype(
+            jnp.bool_ if isinstance(fact(self._ops[0]), bool) else jnp.int32
+        )
+
+
+def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
+    """Compute every kind of action the slot may hold, keep what is real; returns the message.
+
+    That of a rank which does nothing is whatever it has computed, and never ``message``.
+    """
+    del message
+    facts = Facts(slot, row)
+    writes = actions.local.state.held is not None
+    if facts.backward is False:
+        return _forward(actions, facts, row, _operand(actions, facts, row, now=writes))
+    x = _operand(actions, facts, row)
+    gradient = _backward(actions, facts, row, x)
+    if facts.forward is False:
+        return gradient
+    x = _operand(actions, facts, row, now=True) if writes else x
+    return _select(facts.forward, _forward(actions, facts, row, x), gradient)
+
+
+def _select(condition: Any, yes: Tree, no: Tree) -> Tree:
+    """``yes`` or ``no``, leaf by leaf; no select where the answer is known."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _add(total: Total, condition: Any, values: Leaves) -> None:
+    if condition is not False:
+        total.add(_select(condition, values, [jnp.zeros_like(v) for v in values]))
+
+
+def _add_of_ends(actions: Actions, condition: Any, values: Leaves) -> None:
+    """Gradients of embed or head, and what either adds to the loss."""
+    if actions.local.state.adding_ends:
+        *values, added = values
+        _add(actions.memory.added, condition, [added])
+    _add(actions.memory.ends_grads, condition, values)
+
+
+def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> Tree:
+    """The stage's input on every rank; ``now`` for a forward that writes state."""
+    received, local = actions.memory.buffers[row["operand"]], actions.local
+    if facts.first is False:
+        return received
+    inputs = at(local.batch.inputs, row["microbatch"])
+    if actions.counts and local.state.adding_embed:
+        x, added = local.embed_counted(inputs, row["microbatch"])
+        _add(actions.memory.added, facts.first & facts.forward, [added])
+    else:
+        x = local.embed(local.ends_weights, inputs, row["microbatch"], now=now)
+    if now:
+        local.keep_of_embed(inputs, row["microbatch"], facts.forward & facts.first)
+    return _select(facts.first, x, received)
+
+
+def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+    local, microbatch = actions.local, row["microbatch"]
+    arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
+    if actions.counts and local.adds:
+        y, added = local.stage_counted(local.forward_stage, *arguments)
+        _add(actions.memory.added, facts.forward, [added])
+    elif actions.memory.residuals is None:
+        y = local.forward_stage(*arguments)
+    else:
+        y, stash = actions.memory.residuals.forward(*arguments)
+        trash = actions.memory.stashes.places - 1
+        actions.memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+    if local.writes:
+        y, after = y
+        local.keep(facts.chunk, microbatch, after, facts.forward)
+    if actions.step.training or facts.last is False:
+        return actions.sent(y)
+    real = facts.forward & facts.last
+    if actions.step.take_loss:
+        if local.state.adding_ends:
+            (total, others), added = local.loss_counted(y, microbatch)
+            _add(actions.memory.added, real, [added])
+        else:
+            total, others = local.loss(local.ends_weights, y, microbatch)
+        _add(actions.memory.loss, real, [total, *others])
+    else:
+        found = actions.result(y, microbatch)
+        actions.memory.results[microbatch] = _select(
+            real, found, actions.memory.results[microbatch]
+        )
+    local.keep_of_head(y, microbatch, real)
+    return actions.sent(y)
+
+
+def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
+    dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
+    if actions.local.adds and facts.for_weights is not False:
+        *dw, added = dw
+        _add(actions.memory.added, facts.for_weights, [added])
+    for chunk, total in enumerate(actions.memory.chunk_grads):
+        if facts.for_weights is False:
+            continue
+        if not isinstance(facts.chunk, int):
+            _add(total, facts.for_weights & (facts.chunk == chunk), dw)
+        elif facts.chunk == chunk:
+            _add(total, facts.for_weights, dw)
+    if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
+        real = facts.first & facts.for_input
+        _embed_gradient(actions, real, dx, row["microbatch"])
+    return actions.as_message(dx) if actions.local.way.x else actions.no_message()
+
+
+def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """The gradients for a stage's input and for its weights."""
+    local, microbatch = actions.local, row["microbatch"]
+    if actions.memory.residuals is None:
+        y, stage = local.stage_pullback(facts.chunk, microbatch, x)
+    else:
+        arguments = local.stage_arguments(facts.chunk, microbatch)
+        y = actions.own_output(row)
+        stage = actions.memory.residuals.backward(*arguments, actions.memory.stashes[row["stash"]])
+    dw, dx = stage.values(_output_gradient(actions, facts, row, y))
+    return dx, dw
+
+
+def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
+    """The same, by the two halves of a split backward."""
+    halves = actions.memory.halves
+    arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
+    dx, _ = partition(blank(actions.local.activation, actions.local.axes))
+    dw, crossing = [], None
+    if facts.for_input is not False:
+        dy: Any = functools.partial(_output_gradient, actions, facts, row)
+        if actions.memory.residuals is None:
+            stash = x
+        else:
+            stash, dy = actions.memory.stashes[row["stash"]], dy(actions.own_output(row))
+        dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
+        trash = actions.memory.crossings.places - 1
+        actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing
+    if facts.for_weights is not False:
+        left = actions.memory.crossings[row["crossing"]]
+        left = left if facts.both is False else _select(facts.both, crossing, left)
+        dw = halves.weight_half(*arguments, left, [])
+    return dx, dw
+
+
+def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leaves:
+    """The gradient for a stage's output: from its message or, on the last stage, of the loss."""
+    dy, _ = partition(actions.memory.returned[row["gradient"]])
+    if facts.last is False:
+        return dy
+    return _loss_gradient(actions, facts, y, dy, row["microbatch"])
+
+
+def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
+    total, others, pullback = actions.local.loss_pullback(y, microbatch)
+    real = facts.last & facts.for_input
+    _add(actions.memory.loss, real, [total, *others])
+    actions.local.keep_of_head(y, microbatch, real)
+    dw, found = pullback.values(actions.loss_cotangent())
+    _add_of_ends(actions, real, dw)
+    chosen: Leaves = _select(facts.last, found, dy)
+    return chosen
+
+
+def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
+    _, pullback = actions.local.embed_pullback(microbatch)
+    dw, found = pullback.values(dx)
+    _add_of_ends(actions, real, dw)
+    if actions.step.want_inputs:
+        kept = actions.memory.input_grads[microbatch]
+        actions.memory.input_grads[microbatch] = _select(real, found, kept)

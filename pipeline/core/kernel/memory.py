@@ -1,0 +1,368 @@
+"""A rank's memory in a step: messages, stashes (what F keeps for its backward), gradients, results.
+
+All of it is refs (`jax.new_ref`): actions write in place from inside a branch, and the scan over
+ticks carries nothing. Sizes come from the program, which assigned every place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from collectives import vary
+from collectives.compat import is_on_host, platform, varying_in
+from pipeline.base.masks import Mask, chosen
+from pipeline.base.refs import read, write
+from pipeline.base.tree import (
+    Leaves,
+    Tree,
+    at,
+    blank,
+    is_key,
+    partition,
+    real,
+    shape_text,
+    times,
+    vary_like,
+    zeros,
+)
+from pipeline.core.backward.accumulate import as_summed
+from pipeline.core.kernel import scopes
+from pipeline.core.model.overlay import Part, Spot, View
+from pipeline.core.rank.local_model import LocalModel
+from schedules.lowering.program import Program
+
+SUBLANES = 8  # of a tile of a TPU
+
+
+class Pool:
+    """Equal places for one kind of value.
+
+    Args:
+      types: a tree of shapes and dtypes, one value.
+      places: how many.
+      axes: the mesh axes over which values vary whose types do not say it themselves.
+      name: what `pipeline.insight.forecast.bytes` calls them; it stands in the name stack of their
+        refs.
+      cleared: whether they are zeros before anything is written. If whatever is read was written,
+        they need not be: on a TPU clearing what 8B stashes takes 2% of a step (docs/tpu.md).
+
+    Raises:
+      ValueError: a value lies in host memory.
+    """
+
+    def __init__(
+        self, types: Tree, places: int, axes: tuple[str, ...], name: str, *, cleared: bool = True
+    ) -> None:
+        self.places = places
+        leaves, self._treedef = jax.tree.flatten(types)
+        _check_no_host(leaves, name)
+        make = zeros if cleared else _uncleared
+        with jax.named_scope(name):
+            self.refs = [
+                jax.new_ref(vary(make(t, lead=(places,)), varying_in(t, otherwise=axes)))
+                for t in leaves
+            ]
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
+            if leaf.size:  # jax 0.12 refuses an index into what is empty
+                write(ref, _tiled(leaf), place)
+
+    def __getitem__(self, place: Any) -> Tree:
+        found = [_tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
+        return jax.tree.unflatten(self._treedef, found)
+
+    def all(self) -> Tree:
+        """[places, ...] leaves."""
+        return jax.tree.unflatten(self._treedef, [ref[...] for ref in self.refs])
+
+
+def _check_no_host(types: Leaves, name: str) -> None:
+    """Refuse to keep values of types that lie in host memory."""
+    for t in types:
+        if is_on_host(t):
+            raise ValueError(
+                f"a stage puts {shape_text(t)} into host memory (a jax.checkpoint policy that "
+                f"offloads, as remat= or within the stage, or jax.device_put), and a pipeline "
+                f"keeps {name} in the memory of its devices: take a policy that saves these "
+                f"values, such as jax.checkpoint_policies.save_only_these_names(...), or one that "
+                f"has them computed again"
+            )
+
+
+def unwritten(types: Tree, axes: tuple[str, ...]) -> Tree:
+    """A value of a tree's types, varying as they do and over ``axes``, that nobody reads.
+
+    On a TPU zeros for it in every slot take 2% of a step (8B on v6e, docs/tpu.md).
+    """
+    return vary_like(vary(jax.tree.map(_uncleared, types), axes), types)
+
+
+def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
+    """Memory as it lies, where a platform gives it so; elsewhere zeros."""
+    if platform() != "tpu" or is_key(t):
+        return zeros(t, lead=lead)
+    return jax.lax.empty((*lead, *t.shape), t.dtype)
+
+
+def _tiled(x: jax.Array) -> jax.Array:
+    """The same value, on a TPU in the order of its dims, short ones first; elsewhere as it is.
+
+    A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
+    different ones of a place, the whole pool is copied from one to the other and back in every
+    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (docs/tpu.md). Dims are tiled by
+    8 x 128, and what is shorter is padded: those go before the others.
+    """
+    if platform() != "tpu" or x.ndim < 2 or is_key(x):
+        return x
+    order = sorted(range(x.ndim), key=lambda axis: x.shape[axis] >= SUBLANES)
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
+
+
+class Total:
+    """Scalars or gradients that are added up, in the order they come."""
+
+    def __init__(self, like: Leaves, axes: tuple[str, ...], name: str = "totals") -> None:
+        with jax.named_scope(name):
+            self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
+
+    def add(self, values: Leaves) -> None:
+        """Add one value to each."""
+        for ref, value in zip(self.refs, values, strict=True):
+            ref[...] += value.astype(ref.dtype)
+
+    def all(self) -> Leaves:
+        """The totals."""
+        return [ref[...] for ref in self.refs]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What is wanted of a step, beside what its program says.
+
+    Attributes:
+      training: whether anything goes back.
+      take_loss: whether a forward's results are losses rather than outputs.
+      want_inputs: whether gradients for the inputs' float leaves are kept.
+      logprobs: whether a forward's results are the log-probabilities of targets.
+      masked: whether everything is computed unconditionally: stashes and crossings then need a
+        trash place, and gradients are formed by value.
+      loss_share: what a microbatch's loss is multiplied with, to be differentiated: a number, or
+        an array where losses are scaled.
+    """
+
+    training: bool
+    take_loss: bool
+    want_inputs: bool = False
+    logprobs: bool = False
+    masked: bool = False
+    loss_share: Any = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a rank's actions read and write, and how a stage's backward goes with it.
+
+    Attributes:
+      loss: totals of the loss, of its weight, and of what metrics are made of.
+      added: the total of losses that stages add, if any does.
+      chunk_grads: [V] totals, and ends_grads, totals for embed and head.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves.
+      buffers: messages, by place; returned: the same, read as what a stage returns.
+      stashes, crossings: from F to B or I, and from I to W, by place.
+      results: [M, b, ...] outputs of an inference.
+      residuals: a stage's pullback taken apart, if forwards stash its residuals.
+      halves: a stage's backward in two, if the program splits any.
+    """
+
+    loss: Any
+    added: Any
+    chunk_grads: list[Any]
+    ends_grads: Any
+    input_grads: Any
+    buffers: Any = None
+    returned: Any = None
+    stashes: Any = None
+    crossings: Any = None
+    results: Any = None
+    residuals: Any = None
+    halves: Any = None
+
+
+def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
+    """What a step adds up, whatever runs it."""
+    axes, model = local.axes, local.model
+    measured = list(map(zeros, local.metrics[0])) if step.take_loss else []
+    loss = Total([jnp.zeros(()), jnp.zeros(()), *measured], axes)
+
+    def sums(weights: Leaves, mask: Mask) -> Total:
+        own = chosen(weights, mask)
+        return Total(as_summed(own, model.grad_dtype) if step.training else [], axes)
+
+    chunk_grads = [
+        sums(weights, mask)
+        for weights, mask in zip(local.state.chunks, model.trained.chunks, strict=True)
+    ]
+    ends_grads = sums(local.ends_weights, model.trained.ends)
+    floats, _ = partition(at(local.batch.inputs, 0))
+    kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
+    added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
+    return Memory(loss, added, chunk_grads, ends_grads, kept)
+
+
+def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
+    """All memory of the actions of a program; one without backward is an inference."""
+    num_microbatches = program.schedule.num_microbatches
+    sums, axes = make_sums(local, step, num_microbatches), local.axes
+    residuals: Any = None
+    if step.training and program.keep == "residuals":
+        residuals = local.residuals()
+    buffers = Pool(local.wire, program.num_buffers + 1, axes, "messages")
+    stashed = residuals.stashed if residuals else []
+    cleared = step.masked  # whose actions all read, whatever is there
+    places = program.num_stashes + step.masked
+    stashes = Pool(stashed, places, axes, "stashes", cleared=cleared)
+    halves: Any = None
+    if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
+        halves = local.split_backward(residuals, in_place=not step.masked)
+    crossing, places = halves.crossing if halves else [], program.num_crossings + step.masked
+    crossings = Pool(crossing, places, axes, "crossings", cleared=cleared)
+    outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
+    return dataclasses.replace(
+        sums,
+        buffers=buffers,
+        returned=buffers,
+        stashes=stashes,
+        crossings=crossings,
+        results=Pool(outputs, num_microbatches, axes, "kept"),
+        residuals=residuals,
+        halves=halves,
+    )
+
+
+def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
+    if logprobs:
+        targets = at(local.batch.targets, 0)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
+    y = blank(local.output, local.axes)
+    return jax.eval_shape(lambda: local.outputs(local.ends_weights, y, 0))  # seen by check_outputs
+
+
+def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
+    """Multiply what each ref holds by a scalar.
+
+    In a loop of at most one trip, whose results lie where its operands did: a product beside them
+    would be a second copy of every gradient.
+    """
+
+    def body(wanted: jax.Array) -> jax.Array:
+        for ref in refs:
+            ref[...] = times(ref[...], factor)
+        return jnp.zeros_like(wanted)
+
+    jax.lax.while_loop(lambda wanted: wanted, body, factor != 1)
+
+
+class PoolView:
+    """A pool whose places values of several kinds share, as one kind sees it.
+
+    Args:
+      pool: the shared pool.
+      view: how a value lies in a place; None where none ever does, and what is read is a value
+        that nobody uses.
+      types: a tree of types, one value.
+      axes: the mesh axes over which values vary.
+    """
+
+    def __init__(self, pool: Pool, view: View | None, types: Tree, axes: tuple[str, ...]) -> None:
+        self.places = pool.places
+        self._pool, self._view, self._types, self._axes = pool, view, types, axes
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        spots = self._view.spots if self._view else ()
+        for spot, leaf in zip(spots, jax.tree.leaves(value), strict=True):
+            Part(self._pool.refs[spot.cell], spot, place)[...] = leaf
+
+    def __getitem__(self, place: Any) -> Tree:
+        if self._view is None:
+            return blank(self._types, self._axes)
+        found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
+        return jax.tree.unflatten(self._view.treedef, found)
+
+
+class TotalView:
+    """Totals of one stage's gradients, within those that several share.
+
+    Gradients are added in place where they have a ref of their own. Those that are a part of one
+    are summed beside it first, from `begin` to `end`.
+    """
+
+    def __init__(self, total: Total, spots: tuple[Spot, ...]) -> None:
+        self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
+        self._own = [spot.part is None for spot in spots]
+        self._refs = [total.refs[spot.cell] for spot in spots]
+        self.refs: Leaves = []
+
+    def begin(self) -> None:
+        """Make `refs` for the gradients of one action."""
+        self.refs = [
+            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
+            for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
+        ]
+
+    def end(self, *, changed: bool) -> None:
+        """Add what was summed, if anything."""
+        for ref, part, own in zip(self.refs, self._parts, self._own, strict=True):
+            if changed and not own:
+                part[...] += ref[...]
+        self.refs = []
+
+    def add(self, values: Leaves) -> None:
+        """Add one value to each."""
+        for part, value in zip(self._parts, values, strict=True):
+            part[...] += value
+
+
+# --- loops that write in place what a conditional would copy ---
+
+
+def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tree:
+    """The action's result if it is wanted, else ``otherwise``."""
+    return updated(wanted, lambda _: action(), otherwise)
+
+
+def updated(wanted: Any, update: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """What the update makes of the value if it is wanted, else the value; in its place.
+
+    A loop of at most one trip and not `lax.cond`: the update writes to gradients and stashes in
+    place, XLA aliases what goes in and out of a loop, and for a conditional it copies all of it,
+    also in the branch that does nothing (measured on CPU at d = 256: two copies of every gradient
+    per tick, 1.8 times the temporary memory; with the loop, none). An update that reads the value
+    should do so through its argument: of a value that it has from elsewhere there is a copy.
+    """
+
+    def body(carry: tuple[Any, Tree]) -> tuple[Any, Tree]:
+        return jnp.zeros_like(carry[0]), update(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, value))[1]
+
+
+def run_once(action: Callable[[], Tree], like: Tree) -> Tree:
+    """The action's result, by a loop that XLA cannot see runs once.
+
+    Inlined into its surroundings, what it reads of a buffer and what comes after it writes there
+    are in no order, and XLA copies the buffer (for stashes, 80 MiB of 194).
+
+    Args:
+      action: anything that works on refs.
+      like: a value of the type of its result.
+    """
+    with jax.named_scope(scopes.ONCE):
+        return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)

@@ -1,0 +1,284 @@
+"""Losses that arise within a stage: balance of experts, z-losses, penalties.
+
+Letters: M microbatches, D data shards.
+
+What a stage adds need not travel with its activation to the last stage, and its gradient not back.
+`add_loss` returns what it is given, and leaves the value's cotangent in the backward pass where it
+stands (as Megatron-LM's and DeepSeek's auxiliary losses do). So it costs no message, works within
+`nnx.scan`, `nnx.remat`, `jax.jit`, `jax.vmap` and `jax.lax.cond`, and is the same for every
+schedule.
+
+What the values sum up to comes out the same way: as the gradient for a *probe*, a zero on which
+nothing depends and whose cotangent is the value. Whoever differentiates a stage adds it up with
+the gradients of weights, once for each microbatch, however often forward passes are repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from collectives import vary
+from collectives.compat import varying_in
+from pipeline.base.tree import (
+    Leaves,
+    Tree,
+    combine,
+    is_array,
+    is_float,
+    partition,
+    real,
+    shape_text,
+    times,
+)
+from pipeline.core.jaxpr.forwarded import forwarded
+
+T = TypeVar("T")
+
+
+def add_loss(x: T, value: Any) -> T:
+    """Add a loss where it arises; returns ``x``, to be used in its place.
+
+    ``x = add_loss(x, value)`` in a stage, embed or head of a pipeline adds the value's mean over
+    microbatches and data shards to the loss: to the value that `Pipeline.value_and_grad` and
+    `Pipeline.loss` return, and to its gradients. A loss of (sum, weight) is divided by its weight
+    first: the mean over M * D calls is added to Σ sum / Σ weight. Each call of `add_loss` adds its
+    own value, so of layers in a scan, or of examples under `jax.vmap`, it is the sum.
+
+    Without a pipeline a call of the stage under `jax.grad` has the gradients of loss + value, if
+    what is differentiated is the loss itself, once, and nothing multiplied with it; the loss does
+    not contain the value. `with_losses` returns values to do anything with.
+
+    Args:
+      x: a tree of arrays with a float in it, on which the loss depends.
+      value: a float scalar, of this microbatch.
+
+    Raises:
+      ValueError: no float in ``x``, or a value that is no float scalar; in a pipeline also one that
+        differs between the ranks of a further mesh axis, or a place that adds to no loss.
+    """
+    leaves, treedef = jax.tree.flatten(x)
+    index = next((n for n, leaf in enumerate(leaves) if is_array(leaf) and is_float(leaf)), None)
+    if index is None:
+        given = jax.tree.map(lambda leaf: shape_text(leaf) if is_array(leaf) else repr(leaf), x)
+        raise ValueError(
+            f"add_loss was given x={given}; x is an array of floats, or a tree with one, that the "
+            f"loss depends on: what comes back takes its place, x = add_loss(x, value)"
+        )
+    is_scalar = isinstance(value, float) or (is_array(value) and value.shape == ())
+    if not is_scalar or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        given = shape_text(value) if is_array(value) else repr(value)
+        raise ValueError(
+            f"add_loss was given value={given}; a loss is a float scalar, that of the microbatch: "
+            f"reduce it, for example with .mean()"
+        )
+    adding = _CONTEXT.value or Adding()
+    adding.is_used = True
+    value = jnp.asarray(value)
+    if adding.probe is None:
+        share, probe = jnp.ones((), value.dtype), jnp.zeros((), real())
+    else:
+        share, probe = adding.share, adding.probe
+        if others := sorted(set(varying_in(value)) - set(varying_in(probe))):
+            raise ValueError(
+                f"add_loss was given a value that differs between the ranks of axis "
+                f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
+                f"sharded over it: reduce it (jax.lax.psum) before it is added"
+            )
+        value = vary(value, varying_in(probe))
+    leaves[index] = _inject(leaves[index], value, share, probe)
+    found: T = jax.tree.unflatten(treedef, leaves)
+    return found
+
+
+@jax.custom_vjp
+def _inject(x: jax.Array, value: jax.Array, share: jax.Array, probe: jax.Array) -> jax.Array:
+    """``x``; in the backward pass value's cotangent is share, and probe's is value."""
+    del value, share, probe
+    return x
+
+
+def _inject_forward(x: Any, value: Any, share: Any, probe: Any) -> Any:
+    return x, (value, share, probe)
+
+
+def _inject_backward(kept: Any, ct: Any) -> Any:
+    value, share, probe = kept
+    # A number that a stage adds is a literal in what JAX traces, and comes back as one.
+    added = jax.lax.convert_element_type(value, probe.dtype)
+    return ct, share.astype(value.dtype), jnp.zeros_like(share), added
+
+
+_inject.defvjp(_inject_forward, _inject_backward)
+
+
+@dataclass(eq=False)
+class Adding:
+    """What `add_loss` does in a part of a model while it is traced.
+
+    Attributes:
+      share: the cotangent of values.
+      probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
+      is_used: whether any loss was added.
+    """
+
+    share: Any = None
+    probe: Any = None
+    is_used: bool = False
+
+
+# What JAX has traced is not taken for what the same function does in another context: an inner
+# `jit` would keep share and probe of the first.
+_CONTEXT: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def adding_losses(adding: Adding) -> Iterator[Adding]:
+    """A context in which `add_loss` does so."""
+    try:
+        with _CONTEXT(adding):
+            yield adding
+    finally:
+        adding.share = adding.probe = None  # JAX remembers contexts, and a tracer its trace
+
+
+def counted(call: Callable[[jax.Array], Tree], probe: jax.Array) -> tuple[Tree, jax.Array]:
+    """What ``call(probe)`` returns, and the sum of what is added in it, without other gradients.
+
+    Args:
+      call: of a zero, that of an `Adding`.
+      probe: a zero.
+    """
+    like: Tree = None
+
+    def floats_of(probe: jax.Array) -> tuple[Leaves, Leaves]:
+        nonlocal like
+        like = call(probe)
+        return partition(like)
+
+    floats, pullback, others = jax.vjp(floats_of, probe, has_aux=True)
+    (added,) = pullback([vary(jnp.zeros_like(x), varying_in(x)) for x in floats])
+    return combine(like, floats, others), added
+
+
+def with_losses(f: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
+    """``f``, which also returns the sum of what `add_loss` adds within it, a float32 scalar.
+
+    ``y, added = with_losses(f)(*arguments)`` for models without a pipeline. Both may be
+    differentiated, multiplied and averaged as one likes, also in loops.
+
+    Args:
+      f: of trees of arrays, positional. An nnx module is such a tree if it draws no random
+        numbers and writes no state; or give the state of `nnx.split`, and return what is left of
+        it.
+
+    Raises:
+      ValueError: ``f`` writes to a module among its arguments.
+    """
+
+    def call(*arguments: Any) -> tuple[Any, jax.Array]:
+        floats, others = partition(arguments)
+
+        def run(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+            given = combine(arguments, floats, others)
+            before = jax.tree.leaves(given)
+            with adding_losses(Adding(jnp.ones((), real()), probe)):
+                found = f(*given)
+            after = jax.tree.leaves(given)
+            if [*map(id, after)] != [*map(id, before)]:
+                _check_nothing_is_written(f, arguments)
+            return found
+
+        return _with_losses(*_closed(run, floats, others))
+
+    return call
+
+
+def _check_nothing_is_written(f: Callable[..., Any], arguments: Tree) -> None:
+    """Refuse what a module among the arguments keeps: the caller's module never sees it.
+
+    `nnx.remat` and `nnx.scan` hand back new values for all variables, most of them the same.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+
+    names: list[str] = []
+
+    def left(*leaves: Any) -> list[Any]:
+        given = jax.tree.unflatten(treedef, leaves)
+        with adding_losses(Adding(jnp.ones((), real()), jnp.zeros((), real()))):
+            f(*given)
+        found = jax.tree_util.tree_leaves_with_path(given)
+        names[:] = [jax.tree_util.keystr(path) for path, _ in found]
+        return [x for _, x in found]
+
+    kept = forwarded(jax.make_jaxpr(left)(*leaves).jaxpr)
+    for n, name in enumerate(names):
+        if kept[n] != n:
+            raise ValueError(
+                f"with_losses(f), and f writes to arguments{name}, which the caller's module never "
+                f"sees; let f take the state of nnx.split and return what nnx.state then has"
+            )
+
+
+def _closed(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
+    """``run`` as a function that reads nothing from elsewhere, and its operands.
+
+    Arrays that a traced function closes over become operands: JAX's custom derivatives take none
+    from elsewhere, and one that the body of a loop made is missing when the program runs again.
+    """
+    probe = jnp.zeros((), real())
+    closed, like = jax.make_jaxpr(run, return_shape=True)(floats, others, probe)
+    more, rest = partition(closed.consts)
+    number, count = len(floats), len(others)
+
+    def call(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+        consts = combine(closed.consts, floats[number:], others[count:])
+        whole = jaxpr_as_fun(closed.replace(consts=consts))
+        found = whole(*floats[:number], *others[:count], probe)
+        return jax.tree.unflatten(jax.tree.structure(like), found)
+
+    return call, [*floats, *more], [*others, *rest]
+
+
+def _with_losses(run: Callable[..., Any], floats: Leaves, others: Leaves) -> Any:
+    # The probe is an operand, as what `run` reads is: see `_closed`.
+    @jax.custom_vjp
+    def both(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+        return counted(lambda probe: run(floats, others, probe), probe)
+
+    def forward(floats: Leaves, others: Leaves, probe: jax.Array) -> Any:
+        like: Tree = None
+
+        def parts(floats: Leaves, probe: jax.Array) -> tuple[Leaves, Leaves]:
+            nonlocal like
+            like = run(floats, others, probe)
+            return partition(like)
+
+        y, pullback, y_others = jax.vjp(parts, floats, probe, has_aux=True)
+        _, added = pullback(list(map(jnp.zeros_like, y)))
+        return (combine(like, y, y_others), added), pullback
+
+    def backward(pullback: Any, ct: Any) -> Any:
+        # The pullback is affine: of values, the gradient is there whatever it is given. So it is
+        # given dy / d and its result is multiplied with d, the cotangent of what was added.
+        (dy, _), d = partition(ct[0]), ct[1]
+
+        def scaled() -> Leaves:
+            found, _ = pullback([times(x, 1 / d) for x in dy])
+            return [times(x, d) for x in found]
+
+        def without() -> Leaves:
+            found, _ = pullback(dy)
+            of_values, _ = pullback(list(map(jnp.zeros_like, dy)))
+            return [a - b for a, b in zip(found, of_values, strict=True)]
+
+        return jax.lax.cond(d == 0, without, scaled), None, None
+
+    both.defvjp(forward, backward)
+    return both(floats, others, jnp.zeros((), real()))

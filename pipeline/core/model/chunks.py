@@ -1,0 +1,190 @@
+"""The state of a pipeline, laid out: chunks of stages over ranks, embed and head beside them.
+
+Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
+axis of length S sharded over ``stage``, and further axes where `pipeline.core.sharding.placement`
+says so. Where the stages of a chunk are not alike, it is laid out by `pipeline.core.model.unlike`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from collectives import STAGE
+from pipeline.base.tree import is_key, row_of
+from pipeline.base.variables import metadata, raw, remade
+from pipeline.core.model.difference import difference
+from pipeline.core.model.ends import find_tables
+from pipeline.core.model.randomness import RankStreams, with_streams_of
+from pipeline.core.model.stage import Ends, is_stacked
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.sharding.distribute import constrained
+from pipeline.core.sharding.paths import ModelPath, of_stage
+from pipeline.core.sharding.placement import Placement, spreads
+from pipeline.core.sharding.zero import StateLayout
+from schedules.clocks.shared import Shared
+
+
+def make_chunks(
+    stages: Any, placement: Placement, stages_of: Sequence[Sequence[int]]
+) -> list[nnx.Module]:
+    """The V chunks of K stages, with every leaf placed on the rank that runs it.
+
+    Equal stages of a chunk are one module of stacked leaves, others are `Overlaid`.
+
+    Args:
+      stages: a list of K modules, or one stacked module.
+      placement: the mesh with its ``stage`` axis, and what else is sharded.
+      stages_of: [S] lists of the V stages on each rank.
+    """
+    if is_stacked(stages):
+        graphdef, state = nnx.split(stages)
+        flat = nnx.to_flat_state(state)
+        return [
+            _stacked(
+                graphdef, [[_row(v, k) for v in flat] for k in held], held, placement, stacked=True
+            )
+            for held in zip(*stages_of, strict=True)
+        ]
+    return [_chunk(stages, held, placement) for held in zip(*stages_of, strict=True)]
+
+
+def _chunk(stages: Sequence[nnx.Module], held: Sequence[int], placement: Placement) -> nnx.Module:
+    """One chunk: the stages that each rank holds of it."""
+    first, *others = held
+    for k in others:
+        if found := difference(stages[first], stages[k]):
+            why = f"stages[{k}] differs from stages[{first}] {found}"
+            chunk = Overlaid([stages[k] for k in held], held, placement, why)
+            return with_streams_of(RankStreams, chunk)
+    graphdef, _ = nnx.split(stages[first])
+    return _stacked(
+        graphdef, [list(nnx.to_flat_state(nnx.state(stages[k]))) for k in held], held, placement
+    )
+
+
+def variables_of(stages: Any, ends: Ends) -> Iterator[tuple[ModelPath, Any]]:
+    """Paths in the plain model, and variables, of stages (a list, or one stack) and of ends."""
+    if is_stacked(stages):
+        flat = nnx.to_flat_state(nnx.state(stages))
+        count = len(jax.tree.leaves(flat)[0])
+        rows: Any = ((k, _row(item, k)) for k in range(count) for item in flat)
+    else:
+        rows = ((k, v) for k, one in enumerate(stages) for v in nnx.to_flat_state(nnx.state(one)))
+    for k, (path, variable) in rows:
+        if isinstance(variable, nnx.Variable):
+            yield of_stage(k, path), variable
+    for path, variable in nnx.to_flat_state(nnx.state(ends)):
+        if isinstance(variable, nnx.Variable):
+            yield ModelPath(path), variable
+
+
+def _row(item: tuple[Any, Any], k: int) -> tuple[Any, Any]:
+    """A stage's part of a stacked variable, whose names of dims may speak of the stack's too."""
+    path, variable = item
+    row = jax.tree.map(lambda leaf: row_of(leaf, k), variable)
+    said, dims = dict(metadata(row)), len(getattr(raw(row), "shape", ()))
+    names = said.get("out_sharding")
+    if isinstance(names, tuple | list | PartitionSpec) and len(names) == dims + 1:
+        row = remade(row, raw(row), said | {"out_sharding": (*names,)[1:]})
+    return path, row
+
+
+def _stacked(
+    graphdef: Any,
+    rows: list[list[Any]],
+    held: Sequence[int],
+    placement: Placement,
+    *,
+    stacked: bool = False,
+) -> nnx.Module:
+    """One module with leaves [S, ...], from (path, variable) of the S stages that it holds."""
+    flat = []
+    for column in zip(*rows, strict=True):
+        (path, first), lead = column[0], (STAGE,)
+        placement.check_alike(
+            [(of_stage(k, path), row) for k, (_, row) in zip(held, column, strict=True)]
+        )
+        spread = placement.spread(of_stage(held[0], path), first, lead=lead, stacked=stacked)
+        sharding = NamedSharding(placement.mesh, spread.stored)
+        leaves = zip(*(jax.tree.leaves(variable) for _, variable in column), strict=True)
+        stacks = [stack_rows(list(leaf), sharding) for leaf in leaves]
+        value = raw(jax.tree.unflatten(jax.tree.structure(first), stacks))
+        flat.append((path, placement.label(first, value, spread, lead)))
+    return with_streams_of(RankStreams, nnx.merge(graphdef, nnx.from_flat_state(flat)))
+
+
+def make_ends(ends: Ends, placement: Placement, shared: Shared = ()) -> Ends:
+    """Embed, head and loss on every device of the mesh; the user's modules stay as they are.
+
+    Of tables that ranks share each has a part. If they cannot share the words equally, there are
+    rows of zeros behind the last: no word is theirs, so they never win and have no gradient.
+    """
+    graphdef, state = nnx.split(ends)
+    parts = find_tables(nnx.state(ends, nnx.Param), ends, shared)
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        if path in parts.paths:
+            table = _filled_up(variable, placement.mesh.shape[STAGE])
+            spread = placement.spread_rows(table)
+            value = placement.put(table.get_raw_value(), spread)
+            flat.append((path, placement.label(table, value, spread, ())))
+            continue
+        spread = placement.spread(ModelPath(path), variable)
+        placed = jax.tree.map(functools.partial(placement.put, spread=spread), variable)
+        flat.append((path, placement.label(variable, raw(placed), spread, ())))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _filled_up(table: Any, parts: int) -> Any:
+    """A table with rows of zeros behind its last, so that they can be shared."""
+    value = table.get_raw_value()
+    missing = -value.shape[0] % parts
+    if not missing:
+        return table
+    if isinstance(value, jax.ShapeDtypeStruct):
+        shape = (value.shape[0] + missing, *value.shape[1:])
+        return table.replace(jax.ShapeDtypeStruct(shape, value.dtype))
+    return table.replace(jax.numpy.pad(value, ((0, missing), (0, 0))))
+
+
+def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
+    """Where all leaves of a pipeline lie."""
+
+    def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
+        parts: Any = nnx.split(module, nnx.Param, ...)
+        _, params, rest = parts
+        return spreads(params, lead), spreads(rest, lead)
+
+    params, rests = zip(*(of(chunk, (STAGE,)) for chunk in chunks), strict=True)
+    ends_params, ends_rest = of(ends, ())
+    return StateLayout(params, ends_params, rests, ends_rest)
+
+
+def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
+    """[S, ...] from one leaf of each rank's stage; no device holds more than its own rows."""
+    shape = (len(leaves), *leaves[0].shape)
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaves[0].dtype, sharding=sharding)
+    if is_key(leaves[0]):
+        return _stack_keys(leaves, sharding)
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # made under jit
+        return constrained(jax.numpy.stack(leaves), sharding)
+
+    def rows(index: Any) -> Any:
+        return np.stack([np.asarray(leaf)[index[1:]] for leaf in leaves[index[0]]])
+
+    return jax.make_array_from_callback(shape, sharding, rows)
+
+
+def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
+    """The same for typed keys, which no callback can make and no process send to another."""
+    data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

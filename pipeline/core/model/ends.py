@@ -1,0 +1,173 @@
+"""Embed and head in a pipeline: each on one rank, or their tables on all.
+
+Letters: S ranks, N words, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.base.tree import Tree, is_float, shape_text
+from pipeline.core.model.stage import Ends
+from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, VocabularyHead
+from schedules.clocks.shared import Shared
+
+Mode = Literal["ends", "stage"]
+_REMEDY = {  # for what does more than the class that ranks can share
+    "embed": "let the first stage do the rest",
+    "head": "do the rest in its norm= or its features()",
+    "loss_fn": "give CrossEntropy() itself, with weights in the targets",
+}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which leaves of the ends' parameters are sharded by vocabulary over the ranks.
+
+    Attributes:
+      embed: the index of the embedding's table, -1 if it is not shared; head: of the head's.
+      embed_words, head_words: N of each.
+      embed_parts, head_parts: whether ranks of ``tensor`` have positions of their own.
+      paths: where they are in `Ends`.
+    """
+
+    embed: int = -1
+    head: int = -1
+    embed_words: int = 0
+    head_words: int = 0
+    embed_parts: bool = False
+    head_parts: bool = False
+    paths: tuple[Any, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are any."""
+        return max(self.embed, self.head) >= 0
+
+    def __contains__(self, index: int) -> bool:
+        return index in (self.embed, self.head)
+
+
+def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
+    """The tables of embed and head that ranks share, whatever other tables these hold."""
+    flat = nnx.to_flat_state(params)
+    # Where they are tied, the one table is listed with the embedding.
+    path_of = {id(node): path for path, node in nnx.iter_graph(ends)}
+    place_of = {path: n for n, (path, _) in enumerate(flat)}
+    found = {part: place_of[path_of[id(getattr(ends, part).table)]] for part in shared}
+    paths = tuple(flat[n][0] for n in sorted(set(found.values())))
+    about: dict[str, Any] = dict(found)
+    for part in shared:
+        end = getattr(ends, part)
+        about |= {f"{part}_words": end.words, f"{part}_parts": end.sequence_parallel}
+    return Tables(**about, paths=paths)
+
+
+def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
+    """Which ends all ranks share.
+
+    Raises:
+      ValueError: an unknown mode, or ends that cannot be split by vocabulary.
+    """
+    if mode not in ("ends", "stage"):
+        raise ValueError(
+            f"vocabulary={mode!r}: must be 'ends', embed on the first rank and head on the last, "
+            f"or 'stage', both split by vocabulary over all ranks"
+        )
+    if mode == "ends":
+        return ()
+    kinds = {"embed": VocabularyEmbedding, "head": VocabularyHead}
+    ends = {"embed": embed, "head": head}
+    shared = tuple(name for name, kind in kinds.items() if isinstance(ends[name], kind))
+    if not shared:
+        given = " and ".join(f"{name} of type {type(end).__name__}" for name, end in ends.items())
+        raise ValueError(
+            f"vocabulary='stage' with {given}: ranks can share a "
+            f"pipeline.vocabulary.VocabularyEmbedding and a VocabularyHead; give at least one of "
+            f"them, or vocabulary='ends'"
+        )
+    if "head" in shared and loss_fn is not None and not isinstance(loss_fn, CrossEntropy):
+        what = f"of type {type(loss_fn).__name__}"
+        given = what if isinstance(loss_fn, nnx.Module) else repr(loss_fn)
+        raise ValueError(
+            f"vocabulary='stage' with loss_fn={given}: no rank has all logits of a row, so "
+            f"the loss is one that can be summed over ranks; give "
+            f"loss_fn=pipeline.vocabulary.CrossEntropy(), with weights in the targets for what "
+            f"does not count, or vocabulary='ends'"
+        )
+    own: list[tuple[str, Any, type[Any]]] = [(name, ends[name], kinds[name]) for name in shared]
+    if "head" in shared and loss_fn is not None:
+        own.append(("loss_fn", loss_fn, CrossEntropy))
+    for name, end, kind in own:
+        if type(end).__call__ is not kind.__call__:
+            raise ValueError(
+                f"vocabulary='stage': {name} of type {type(end).__name__} has a __call__ of its "
+                f"own, and ranks that share the words compute what {kind.__name__} does; "
+                f"{_REMEDY[name]}, or use vocabulary='ends'"
+            )
+    if isinstance(loss_fn, nnx.Module) and any(_shares(loss_fn, ends[name]) for name in shared):
+        raise ValueError(
+            f"vocabulary='stage': loss_fn of type {type(loss_fn).__name__} uses the table that all "
+            f"ranks share, of which none has all rows; give it a table of its own, or "
+            f"vocabulary='ends'"
+        )
+    for name, other in (("embed", head), ("head", embed)):
+        if name not in shared and isinstance(ends[name], nnx.Module) and _shares(ends[name], other):
+            raise ValueError(
+                f"vocabulary='stage': {name} of type {type(ends[name]).__name__} uses the table "
+                f"that all ranks share; make it a pipeline.vocabulary.{kinds[name].__name__} too, "
+                f"or give vocabulary='ends'"
+            )
+    return shared
+
+
+def _shares(module: nnx.Module, other: Any) -> bool:
+    """Whether a module holds the table of another."""
+    held = (variable for _, variable in nnx.iter_graph(module) if isinstance(variable, Table))
+    return any(variable is other.table for variable in held)
+
+
+def check_activations(activations: Sequence[Tree]) -> None:
+    """Check that what all ranks embed, and what they do the head of, are messages.
+
+    Raises:
+      ValueError: they are not.
+    """
+    first, *others = (
+        ", ".join(map(shape_text, jax.tree.leaves(activation))) for activation in activations
+    )
+    (leaf, *more) = jax.tree.leaves(activations[0])
+    if more or not is_float(leaf):
+        raise ValueError(
+            f"vocabulary='stage' with activations of {first}: all ranks embed words and do the "
+            f"head of one array of floats; let stages take and return one, or use "
+            f"vocabulary='ends'"
+        )
+    for k, other in enumerate(others):
+        if other != first:
+            raise ValueError(
+                f"vocabulary='stage': stages[0] takes {first}, stages[{k}] returns {other} (per "
+                f"microbatch and data shard); with it all activations have one type: change the "
+                f"stages, or use vocabulary='ends'"
+            )
+
+
+def check_words(inputs: Tree) -> None:
+    """Check that all ranks can look inputs up.
+
+    Raises:
+      ValueError: they are not one array of integers.
+    """
+    leaves = jax.tree.leaves(inputs)
+    if len(leaves) != 1 or not jnp.issubdtype(leaves[0].dtype, jnp.integer):
+        raise ValueError(
+            f"inputs have leaves of {', '.join(str(x.dtype) for x in leaves)}: with "
+            f"vocabulary='stage' they are one array of integers, the words to embed; pass the rest "
+            f"as extras"
+        )

@@ -1,0 +1,118 @@
+"""Attributes of stages that make no difference to what they compute, such as a layer's number.
+
+Stages share their code if they are alike in all that is no array. A user may say which attributes
+are not to count: within the pipeline all stages then have the value of the first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.alike import alike
+from pipeline.core.model.difference import difference, differences
+from pipeline.core.model.stage import define, is_stacked
+
+
+@dataclass(frozen=True, eq=False)
+class Ignored:
+    """What stages had in ignored attributes.
+
+    Attributes:
+      own: [K] for each stage, path of a module, name and value.
+    """
+
+    own: tuple[tuple[tuple[Any, str, Any], ...], ...]
+
+    def give_back(self, stage: nnx.Module, k: int) -> nnx.Module:
+        """The stage with its own values, in place."""
+        return _with_values(stage, self.own[k]) if self.own else stage
+
+
+def ignoring(stages: Any, names: Any) -> tuple[Any, Ignored]:
+    """Stages that are equal in all attributes of these names; those given are not changed.
+
+    Raises:
+      ValueError: no sequence of names, a name that no stage has, or one of an array.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"ignore={names!r}: must be a tuple of names of attributes, such as ('layer_index',)"
+        )
+    if is_stacked(stages) or not names:
+        return stages, Ignored(())
+    own = tuple(tuple(_held(stage, k, names)) for k, stage in enumerate(stages))
+    first: dict[Any, Any] = {}
+    for path, name, value in (item for items in own for item in items):
+        first.setdefault((path, name), value)
+    for name in names:
+        if name not in {name for _, name in first}:
+            found = [difference(stages[0], stage) for stage in stages[1:]]
+            also = [f"stages[{k}] differs from stages[0] {f}" for k, f in enumerate(found, 1) if f]
+            raise ValueError(
+                f"ignore={tuple(names)!r}: no stage has an attribute {name!r}; "
+                f"{also[0] if also else 'all stages are alike without it'}"
+            )
+    changed = []
+    for stage, items in zip(stages, own, strict=True):
+        new = [(path, name, first[path, name]) for path, name, _ in items]
+        if not all(map(alike, items, new)):
+            stage = _with_values(nnx.merge(*nnx.split(stage)), new)  # noqa: PLW2901
+        changed.append(stage)
+    return changed, Ignored(own)
+
+
+def _held(stage: nnx.Module, k: int, names: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
+    """Path, name and value of a stage's attributes of these names."""
+    for path, node in nnx.iter_graph(stage):
+        if not isinstance(node, nnx.Module):
+            continue
+        for name in names:
+            if name not in vars(node):
+                continue
+            value = vars(node)[name]
+            if isinstance(value, (nnx.Module, nnx.Variable)) or _has_arrays(value):
+                where = ".".join([f"stages[{k}]", *map(str, path), name])
+                raise ValueError(
+                    f"ignore={tuple(names)!r}: {where} is of type {type(value).__name__}; only "
+                    f"what holds no array can be ignored: leave out {name!r}"
+                )
+            yield path, name, value
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+
+
+def _with_values(stage: nnx.Module, values: Sequence[tuple[Any, str, Any]]) -> nnx.Module:
+    nodes = dict(nnx.iter_graph(stage))
+    for path, name, value in values:
+        setattr(nodes[path], name, value)
+    return stage
+
+
+def warn_of_attributes(stages: Any) -> None:
+    """Say so if stages of equal arrays all differ from each other, which is seldom meant."""
+    if is_stacked(stages) or len(stages) < _FEW:
+        return
+    if len({define(stage, "")[0] for stage in stages}) < len(stages):
+        return
+    found = [list(differences(stages[0], stage)) for stage in stages[1:]]
+    names = [name for ways in found for name, _ in ways]
+    if None in names:
+        return
+    ways = " and ".join(text for _, text in found[0])
+    warnings.warn(
+        f"stages[1] differs from stages[0] only in {ways}, and so do all {len(stages)} stages from "
+        f"each other: each is traced and compiled by itself; if what a stage computes does not "
+        f"depend on it, use Pipeline(..., ignore={tuple(dict.fromkeys(names))!r})",
+        stacklevel=3,
+    )
+
+
+_FEW = 3  # of two stages that differ both may be meant

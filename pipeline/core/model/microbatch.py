@@ -1,0 +1,182 @@
+"""What enters a step: checked, and with one leading axis everywhere.
+
+Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import DATA
+from pipeline.base.tree import Tree, shape_text
+from pipeline.core.model.model import Batch
+from pipeline.core.sharding.distribute import distribute
+
+
+def make_batch(
+    inputs: Tree, targets: Tree, extras: Any, *, num_microbatches: int, data_size: int
+) -> Batch:
+    """Arrays of a step, [N, ...] on every leaf.
+
+    Raises:
+      ValueError: a leaf without the batch axis, leaves that disagree about N, or an N that M
+        microbatches on D data shards cannot share equally.
+    """
+    if extras is None:
+        extras = {}
+    if not isinstance(extras, dict):
+        raise ValueError(
+            f"extras is of type {type(extras).__name__}; give a dict from the stage's keyword to "
+            f"a tree of arrays with the batch as their leading axis, such as "
+            f"extras=dict(mask=mask)"
+        )
+    given = as_arrays(inputs, targets, extras)
+    batch = Batch(*map(_on_devices, _NAMES, given))
+    leaves = [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name in _NAMES
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
+    ]
+    if not jax.tree.leaves(batch.inputs):
+        raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
+    for name, leaf in leaves:
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{name} is a scalar; every leaf has the batch as its leading axis: give it the "
+                f"shape (N, ...), or let the stage hold it{_advice(name, given, 'asarray')}"
+            )
+    first_name, first = leaves[0]
+    rows = first.shape[0]
+    for name, leaf in leaves:
+        if leaf.shape[0] != rows:
+            raise ValueError(
+                f"{name} has {leaf.shape[0]} rows, {first_name} has {rows}; every leaf of inputs, "
+                f"targets and extras has the same leading axis: the batch"
+                f"{_advice(name, given, 'stack') or _advice(first_name, given, 'stack')}"
+            )
+    _warn_of_square_masks(batch, rows)
+    _check_rows(rows, num_microbatches, data_size)
+    return batch
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """Move what lies elsewhere to the mesh, its rows over ``data``.
+
+    A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
+    """
+    rows = PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec()
+    sharding = NamedSharding(mesh, rows)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            return leaf
+        here = leaf.sharding.device_set == sharding.device_set
+        return leaf if here else distribute(leaf, sharding)
+
+    return jax.tree.map(move, batch)
+
+
+_NAMES = ("inputs", "targets", "extras")
+
+
+_TAKEN = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
+
+
+def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
+    """Trees of a batch (inputs, targets, extras) with arrays of other libraries as numpy's.
+
+    Raises:
+      ValueError: one cannot be read as numpy's.
+    """
+
+    def one(name: str, path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, _TAKEN) or not hasattr(leaf, "__array__"):
+            return leaf
+        try:
+            return np.asarray(leaf)
+        except Exception as error:  # of another library
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of {leaf.dtype} "
+                f"that numpy.asarray cannot read ({error}); give an array that it can"
+            ) from error
+
+    def taken(name: str, tree: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(functools.partial(one, name), tree)
+
+    return tuple(map(taken, _NAMES, trees))
+
+
+def _on_devices(name: str, tree: Tree) -> Tree:
+    """The tree with every leaf as an array of JAX."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf  # `Pipeline.lower` runs nothing
+        try:
+            return jnp.asarray(leaf)
+        except TypeError:
+            of = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}{of}; every "
+                f"leaf is an array of numbers with the batch as its leading axis: leave out what "
+                f"is not"
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _advice(name: str, given: tuple[Tree, ...], how: str) -> str:
+    """Advice on a leaf of that name: an extra without a batch axis, or an element of a list."""
+    outer = name.partition("[")[0]
+    if outer == "extras":
+        return (
+            "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, cannot be an "
+            "extra as it is: broadcast it, jnp.broadcast_to(x, (N, *x.shape)), or let the stage "
+            "make or hold it"
+        )
+    if not isinstance(given[_NAMES.index(outer)], list):
+        return ""
+    return f"; to JAX a list is a tree of {outer}: make it one array, numpy.{how}({outer})"
+
+
+def _warn_of_square_masks(batch: Batch, rows: int) -> None:
+    """Warn of an extra that may be a [T, T] mask where T is N: it is cut by rows all the same."""
+    lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch.inputs) if leaf.ndim > 1}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch.extras):
+        is_mask = jnp.issubdtype(leaf.dtype, jnp.bool_) or jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_mask and leaf.shape == (rows, rows) and rows in lengths:
+            warnings.warn(
+                f"extras{jax.tree_util.keystr(path)} is {shape_text(leaf)} and inputs have as many "
+                f"positions as rows, {rows}: its leading axis is taken to be the batch; a mask [T, "
+                f"T] over positions must be broadcast, jnp.broadcast_to(mask, ({rows}, {rows}, "
+                f"{rows})), or made by the stage",
+                stacklevel=2,
+            )
+
+
+def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:
+    if rows % data_size:
+        raise ValueError(
+            f"the batch has {rows} rows, which the mesh's data axis of {data_size} shards cannot "
+            f"share equally; {_nearest(rows, data_size)}, or use another data axis"
+        )
+    unit = num_microbatches * data_size
+    if rows == 0 or rows % unit:
+        shards = f" on each of {data_size} data shards" if data_size > 1 else ""
+        raise ValueError(
+            f"the batch has {rows} rows, which num_microbatches={num_microbatches}{shards} cannot "
+            f"share equally; {_nearest(rows, unit)}, or use another num_microbatches"
+        )
+
+
+def _nearest(rows: int, unit: int) -> str:
+    below = rows // unit * unit
+    sizes = [n for n in (below, below + unit) if n > 0]
+    return f"use a batch of {' or '.join(map(str, sizes))} rows"

@@ -1,0 +1,134 @@
+"""What the kernel is given: the static half of a model, its state, and a batch.
+
+Letters: K stages, V chunks per rank, M microbatches, b rows of a microbatch on one data shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from pipeline.base.masks import chosen
+from pipeline.base.precision import GradDtype
+from pipeline.base.tree import Tree
+from pipeline.core.model.ends import Tables
+from pipeline.core.model.loss import Loss
+from pipeline.core.model.stage import Definition, Seat
+from pipeline.core.model.trained import Trained
+from pipeline.core.sharding.zero import StateLayout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state of a pipeline as the kernel sees it.
+
+    Attributes:
+      chunks: [V] trees, the `nnx.Param` state of each chunk.
+      ends: the `nnx.Param` state of embed and head, and of a loss that is a module.
+      chunks_rest, ends_rest: all other state of the same modules.
+    """
+
+    chunks: Tree
+    ends: Tree
+    chunks_rest: Tree
+    ends_rest: Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
+
+    inputs: Tree
+    targets: Tree
+    extras: Tree
+
+
+for _record in (Weights, Batch):
+    jax.tree_util.register_dataclass(_record)
+
+
+Cells = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The state that may be written.
+
+    Attributes:
+      stages: [K] the paths in each stage.
+      ends: the paths in embed, head and loss, as one module.
+      chunk_cells: [V] which leaves of each chunk's other state hold any of it.
+      ends_cells: likewise of the ends'.
+    """
+
+    stages: tuple[frozenset[Any], ...] = ()
+    ends: frozenset[Any] = frozenset()
+    chunk_cells: tuple[Cells, ...] = ()
+    ends_cells: Cells = ()
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether there is any."""
+        return bool(self.ends or any(self.stages))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of the user's model.
+
+    Attributes:
+      stages: [K] where each stage is, in layer order; ends: definition of `Ends`.
+      has_embed, has_head: whether the ends do anything.
+      loss_fn: (outputs, targets) of one microbatch to a mean or (sum, weight), or that the ends
+        hold one; where it is None no loss is ever taken.
+      policy: a `jax.checkpoint` policy for the stages, or None. gathers_again: whether a backward
+      gathers again, from other ranks, what its forward gathered. compute_dtype: to which parameters
+      and activations are cast before they are used, or None. grad_dtype: in which gradients are
+      summed, as `pipeline.core.backward.accumulate.as_summed` takes it. layout: where the leaves of
+      its state lie. trained: which of its parameters have gradients. tables: those of embed and
+      head that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are
+      wanted; None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`.
+      declared: the state that stages and ends may write. stack: as of
+        `pipeline.core.options.plan.Traces`.
+    """
+
+    stages: tuple[Seat, ...]
+    ends: Definition
+    has_embed: bool
+    has_head: bool
+    loss_fn: Loss | None = field(hash=False)  # an object may be called that has no hash
+    layout: StateLayout
+    trained: Trained
+    policy: Any = field(default=None, hash=False)
+    gathers_again: bool = False
+    grad_dtype: GradDtype = None
+    compute_dtype: Any = None
+    tables: Tables = field(default_factory=Tables)
+    has_aux: bool | None = False
+    weighed: bool = False
+    declared: Declared = field(default_factory=Declared)
+    stack: int = 0
+
+    @property
+    def gradient_specs(self) -> list[PartitionSpec]:
+        """Where the gradients of what is trained lie, in their order."""
+        parts = *self.layout.chunks, self.layout.ends
+        masks = *self.trained.chunks, self.trained.ends
+        return [
+            spread.gradient
+            for part, mask in zip(parts, masks, strict=True)
+            for spread in chosen(part, mask)
+        ]
+
+    @property
+    def state_specs(self) -> tuple[list[list[PartitionSpec]], list[PartitionSpec]]:
+        """Where the leaves lie in which declared state is: of each chunk's, and of the ends'."""
+        layout, declared = self.layout, self.declared
+        chunks = [
+            [spreads[n].stored for n in cells]
+            for spreads, cells in zip(layout.chunks_rest, declared.chunk_cells, strict=False)
+        ]
+        return chunks, [layout.ends_rest[n].stored for n in declared.ends_cells]

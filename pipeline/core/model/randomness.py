@@ -1,0 +1,144 @@
+"""Dropout keys that do not depend on the schedule.
+
+A stage runs in whatever order a timetable says, twice if its forward is recomputed. So its keys
+are not advanced by use: within a call, the key of every random stream is folded with the call's
+count, the microbatch and the data shard. Each stage has streams of its own, which makes the
+layer part of the key.
+
+Ranks of a further axis (``tensor``) may all hold the same activation, and must then drop the same
+of it. Where each holds its own part (sequence parallelism) they must not: what a stage is given
+says which it is. A stream with the metadata ``alike`` has one key for all ranks of such axes
+(`pipeline.layers.Dropout`, which finds by itself what part of a mask is its rank's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import DATA
+from collectives.compat import varying_in
+from pipeline.base.tree import Tree, is_float
+
+
+def split_streams(rest: Tree) -> tuple[Tree, Tree]:
+    """The random streams in a module's non-parameter state, and everything else in it."""
+    flat = dict(nnx.to_flat_state(rest))
+
+    def is_stream(path: Any, variable: Any) -> bool:
+        # A key that counts no uses is a constant.
+        pair = ((*path[:-1], name) for name in ("key", "count"))
+        return isinstance(variable, nnx.RngState) and all(name in flat for name in pair)
+
+    streams, others = nnx.filter_state(rest, is_stream, ...)
+    return streams, others
+
+
+class RankStreams(nnx.RngStream):
+    """The streams of S stages in one, with [S] keys; of one stage, with one key, as flax has it."""
+
+    def __call__(self) -> jax.Array:
+        """Draw a key, or one for each stage."""
+        keys = self._keys()
+        if not keys.shape:
+            return super().__call__()
+        drawn = _folded(keys, [self.count.get_value()])
+        self.count.set_value(self.count.get_value() + 1)
+        return drawn
+
+    def fork(self, *, split: Any = None) -> nnx.RngStream:
+        """Make a stream of what is drawn, as `nnx.fork_rngs` does.
+
+        Raises:
+          ValueError: ``split``, of streams that have a key for each stage.
+        """
+        if split is not None and self._keys().shape:
+            raise ValueError(
+                f"fork(split={split!r}) of a pipeline's random streams, which have a key for each "
+                f"stage: call nnx.fork_rngs(pipe) without split, or split the streams of the "
+                f"stages before Pipeline(...)"
+            )
+        return super().fork() if split is None else super().fork(split=split)
+
+    def _keys(self) -> Any:
+        keys = self.key.get_raw_value()
+        if keys is None:  # it lies in `pipeline.core.model.unlike`'s cells
+            raise ValueError(
+                "the random streams of stages that are not alike share storage, in which "
+                "nnx.fork_rngs cannot reach them: fork those of the stages before Pipeline(...)"
+            )
+        return keys
+
+
+def with_streams_of(kind: type[nnx.RngStream], module: Any) -> Any:
+    """The module, whose random streams are of this type now."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.RngStream) and type(node) in (nnx.RngStream, RankStreams):
+            object.__setattr__(node, "__class__", kind)  # flax would take it for an attribute
+    return module
+
+
+ALIKE = "alike"
+
+
+def own_axes(types: Tree, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes, beside those given, of which each rank holds its own part of a value."""
+    floats = [set(varying_in(leaf)) for leaf in jax.tree.leaves(types) if is_float(leaf)]
+    return tuple(sorted(set.intersection(*floats) - set(axes))) if floats else ()
+
+
+def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, ...] = ()) -> Tree:
+    """Streams for one microbatch: fresh keys, counts at zero.
+
+    Args:
+      streams: a module's.
+      microbatch: its index.
+      axes: the mesh axes over which everything varies.
+      own: further axes whose ranks have keys of their own.
+    """
+    flat = dict(nnx.to_flat_state(streams))
+    folded = []
+    for path, variable in flat.items():
+        value = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            numbers = [flat[(*path[:-1], "count")].get_value(), microbatch]
+            data = (DATA,) if DATA in axes else ()
+            apart = (*data, *(() if variable.get_metadata(ALIKE, None) else own))
+            value = _folded(value, [*numbers, *map(jax.lax.axis_index, apart)])
+        else:
+            value = jnp.zeros_like(value)
+        folded.append((path, variable.replace(value)))
+    return nnx.from_flat_state(folded)
+
+
+def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
+    """A key, or keys of any shape (of layers that a scan runs), with numbers folded in."""
+    for number in numbers:
+        fold_in = jax.random.fold_in
+        for _ in keys.shape:
+            fold_in = jax.vmap(fold_in)
+        keys = fold_in(keys, jnp.broadcast_to(number, keys.shape))
+    return keys
+
+
+@contextlib.contextmanager
+def counting(module: nnx.Module) -> Iterator[None]:
+    """Count one call of the pipeline in every random stream, so that the next draws anew.
+
+    A call that fails does not count: what is mended and called again draws what it would have.
+    """
+    counts = [variable for _, variable in nnx.to_flat_state(nnx.state(module, nnx.RngCount))]
+    before = [variable.get_value() for variable in counts]
+    for variable, value in zip(counts, before, strict=True):
+        variable.set_value(value + 1)
+    try:
+        yield
+    except BaseException:
+        for variable, value in zip(counts, before, strict=True):
+            variable.set_value(value)
+        raise

@@ -1,0 +1,83 @@
+"""Stages that hold the same variable.
+
+Every stage lies on a rank of its own, so what two of them share is there twice. For constants that
+is no harm. A random stream that stages take turns with, as in a plain model they do, would give all
+of them the same masks: each gets a stream of its own. Weights would quietly stop to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.variables import raw
+from pipeline.core.model.stage import Ends, is_stacked
+
+Owners = Mapping[int, str]  # id of a variable to where it was found first
+
+
+def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
+    """The same modules, sharing no random stream; those given are not changed.
+
+    Raises:
+      ValueError: a weight of one stage is also one of another, or of what is no stage.
+    """
+    if is_stacked(stages):
+        return stages, Ends(embed, head, loss_fn)
+    owners: dict[int, str] = {}
+    found: list[Any] = []
+    for k, stage in enumerate(stages):
+        found.append(_with_own_streams(stage, owners, k))
+        owners |= _held(stage, f"stages[{k}]", owners)
+    _held(embed, "embed", owners)
+    _held(head, "head", owners)
+    _held(loss_fn, "loss_fn", owners)
+    return found, _with_own_streams(Ends(embed, head, loss_fn), owners, len(found))  # may share
+
+
+def _held(module: Any, name: str, owners: Owners) -> dict[int, str]:
+    """Its variables, none of which is a weight of somebody before it."""
+    found = {}
+    for path, variable in nnx.iter_graph(module) if isinstance(module, nnx.Module) else ():
+        if not isinstance(variable, nnx.Variable):
+            continue
+        where = ".".join([name, *map(str, path)])
+        is_weight = isinstance(variable, nnx.Param) and not _is_abstract(variable)
+        if is_weight and id(variable) in owners:
+            raise ValueError(
+                f"{where} is the same {type(variable).__name__} as {owners[id(variable)]}: each "
+                f"would have a value, a gradient and an update of its own, on its own rank; give "
+                f"every stage weights of its own (nnx.clone), or tie embed= and head=, which may "
+                f"share"
+            )
+        found[id(variable)] = where
+    return found
+
+
+def _is_abstract(variable: Any) -> bool:
+    return isinstance(raw(variable), jax.ShapeDtypeStruct)
+
+
+def _with_own_streams(module: Any, owners: Owners, number: int) -> Any:
+    """The module, with a key of its own for each that somebody before it has."""
+    graph = list(nnx.iter_graph(module)) if isinstance(module, nnx.Module) else []
+    shared = {
+        path
+        for path, variable in graph
+        if isinstance(variable, nnx.RngKey) and id(variable) in owners
+    }
+    if not shared or any(_is_abstract(v) for _, v in graph if isinstance(v, nnx.RngKey)):
+        return module
+    graphdef, state = nnx.split(module)
+    flat = [
+        (path, _folded(variable, number) if path in shared else variable)
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat), copy=True)
+
+
+def _folded(key: Any, number: int) -> Any:
+    return key.replace(jax.random.fold_in(key.get_value(), number))

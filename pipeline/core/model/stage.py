@@ -1,0 +1,333 @@
+"""Between NNX modules and arrays: where stages are, and how one is called in the kernel.
+
+Letters: S ranks, K stages, V = K // S chunks. A chunk is one module whose leaves have a leading
+axis of length S sharded over ``stage``: index r is the stage that rank r holds as its chunk v.
+Where the stages of a chunk are not alike, it is laid out by `pipeline.core.model.unlike`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pipeline.base.alike import alike, digest
+from pipeline.base.placeholders import with_arrays
+from pipeline.base.stacks import check_stack
+from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
+from pipeline.base.variables import kind_text, raw
+from pipeline.core.jaxpr.forwarded import forwarded
+from pipeline.core.model.randomness import with_streams_of
+from pipeline.core.model.unlike import Overlaid, Views
+from pipeline.core.sharding.placement import as_before
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """The static half of a module; `call` gives it back its arrays.
+
+    Equal are those that are `alike`, and all have a hash: a module may hold what has none.
+
+    Attributes:
+      graphdef: of the module.
+      label: what messages call it.
+      state: the paths of variables that it may write, as the user has declared.
+      looked_at: calls that were seen to write nothing, by method and types.
+    """
+
+    graphdef: Any
+    label: str
+    state: frozenset[Any] = frozenset()
+    looked_at: set[Any] = field(default_factory=set, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Definition):
+            return NotImplemented
+        known = (self.label, self._hash, self.state) == (other.label, other._hash, other.state)
+        return known and alike(self.graphdef, other.graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return digest(self.graphdef)
+
+    def call(self, method: Callable[..., Any], params: Tree, rest: Tree, *given: Any) -> Any:
+        """Merge the module and apply ``method`` to it, and to what is given.
+
+        What it writes to the state that was declared is dropped.
+
+        Raises:
+          ValueError: the module wrote to other state of its own, or made some.
+        """
+        return self.update(method, params, rest, *given)[0]
+
+    def update(
+        self,
+        method: Callable[..., Any],
+        params: Tree,
+        rest: Tree,
+        *given: Any,
+        paths: Sequence[Any] = (),
+    ) -> tuple[Any, list[list[Any]]]:
+        """The same, and what lies at some of the declared paths afterwards: leaves of each.
+
+        Raises:
+          ValueError: as `call`; or a variable has other shapes or dtypes than before.
+        """
+        module = self._merged(params, rest)
+        result = method(module, *given)
+        after = nnx.state(module)
+        self._check_nothing_is_written(method, params, rest, given, after)
+        had, now = _flat(rest), dict(nnx.to_flat_state(after)) if paths else {}
+        for path in paths:
+            before, found = (raw(one[path]) for one in (had, now))
+            if signature(jax.tree.map(_bare, before)) != signature(jax.tree.map(_bare, found)):
+                raise ValueError(
+                    f"{self.label} writes {_text(found)} to its {kind_text(had[path])} "
+                    f"{'.'.join(map(str, path))}, which was {_text(before)}: declared state keeps "
+                    f"its shape and dtype; cast what is written"
+                )
+        return result, [jax.tree.leaves(now[path]) for path in paths]
+
+    def _merged(self, params: Tree, rest: Tree) -> Any:
+        return with_arrays(nnx.merge(self.graphdef, params, rest, copy=True))
+
+    def _check_nothing_is_written(
+        self, method: Callable[..., Any], params: Tree, rest: Tree, given: Any, after: Tree
+    ) -> None:
+        had, now = _flat(params, rest), dict(nnx.to_flat_state(after))
+        changed = [
+            path
+            for path, variable in had.items()
+            if not isinstance(variable, nnx.RngState)
+            and path not in self.state
+            and (path not in now or not _same(now[path], variable))
+        ]
+        if changed and all(path in now for path in changed):
+            key = method, signature((params, rest, given))
+            if key not in self.looked_at:
+                changed = self._computed(changed, method, params, rest, given)
+            if key in self.looked_at or not changed:
+                self.looked_at.add(key)
+                changed = []
+        for path in changed:
+            variable = had[path]
+            remedy = (
+                "declare it, as by Pipeline(..., state=nnx.BatchStat), use a stateless layer "
+                "(LayerNorm for BatchNorm), or freeze it"
+            )
+            if isinstance(variable, nnx.Param):
+                remedy = _COMPUTED
+            raise ValueError(
+                f"{self.label} writes to its {kind_text(variable)} "
+                f"{'.'.join(map(str, path))}: {_NOT_KEPT}; {remedy}"
+            )
+        for path, variable in now.items():
+            if path not in had:
+                raise ValueError(
+                    f"{self.label} makes the {kind_text(variable)} {'.'.join(map(str, path))} when "
+                    f"it is called: {_NOT_KEPT}; let it return what is needed as a part of its "
+                    f"activation, or leave it out"
+                )
+
+    def _computed(
+        self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, given: Any
+    ) -> list[Any]:
+        """Those of the variables at these paths that a call computes anew, found by a trace.
+
+        `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
+        of them the same.
+        """
+        found: dict[Any, Any] = {}
+
+        def values(params: Tree, rest: Tree, given: Any) -> list[Any]:
+            module = self._merged(params, rest)
+            method(module, *given)
+            now = dict(nnx.to_flat_state(nnx.state(module)))
+            leaves = {path: jax.tree.leaves(now[path]) for path in paths}
+            found.update({path: [None] * len(of) for path, of in leaves.items()})
+            return list(leaves.values())
+
+        sources = iter(forwarded(jax.make_jaxpr(values)(params, rest, given).jaxpr))
+        found = {path: [next(sources) for _ in of] for path, of in found.items()}
+        treedef: Any = jax.tree.structure((params, rest))
+        numbers = _flat(*jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+        return [path for path in paths if found[path] != jax.tree.leaves(numbers[path])]
+
+
+def _flat(*parts: Tree) -> dict[Any, Any]:
+    """Path to variable."""
+    return {path: variable for part in parts for path, variable in nnx.to_flat_state(part)}
+
+
+_COMPUTED = (
+    "a parameter changes by its gradient alone, so compute what is needed of it in the call and "
+    "leave it as it is. nnx.WeightNorm and nnx.SpectralNorm write to the layer that they wrap: use "
+    "a layer of your own that computes with w = kernel / jnp.linalg.norm(kernel, axis=0)"
+)
+_NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
+
+
+def _bare(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(shape_text, jax.tree.leaves(value))) or "nothing"
+
+
+def _same(now: Any, before: Any) -> bool:
+    leaves = [jax.tree.leaves(variable) for variable in (now, before)]
+    return len(leaves[0]) == len(leaves[1]) and all(map(operator.is_, *leaves))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stage is, and what it is there.
+
+    Attributes:
+      definition: its static half.
+      rank, chunk: its place.
+      views: where its values lie in the chunk's state; None where they are that state.
+    """
+
+    definition: Definition
+    rank: int
+    chunk: int
+    views: Views | None
+
+
+def seats(
+    chunks: Sequence[nnx.Module],
+    definitions: Sequence[Definition],
+    stages_of: Sequence[Sequence[int]],
+    state: Sequence[frozenset[Any]] = (),
+) -> tuple[Seat, ...]:
+    """[K] the seats of all stages, in layer order.
+
+    Args:
+      chunks: the V chunks.
+      definitions: [V] theirs; those of stages that are not alike are their own.
+      stages_of: [S] lists of the V stages on each rank.
+      state: [K] paths of what each may write, if any may.
+    """
+    found: dict[int, Seat] = {}
+    for rank, stages in enumerate(stages_of):
+        for v, k in enumerate(stages):
+            chunk, definition, views = chunks[v], definitions[v], None
+            if isinstance(chunk, Overlaid):
+                definition, _, _ = define(chunk.stages[rank], definition.label)
+                views = chunk.views[rank]
+            if state and state[k]:
+                definition = replace(definition, state=state[k])
+            found[k] = Seat(definition, rank, v, views)
+    return tuple(found[k] for k in range(len(found)))
+
+
+def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
+    """Split a module into its definition, its `nnx.Param` state and all other state."""
+    parts: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, params, rest = parts
+    return Definition(graphdef, label), as_before(params), as_before(rest)
+
+
+class Ends(nnx.Module):
+    """What lies outside the stages: embed before the first, head and loss after the last."""
+
+    def __init__(self, embed: Any, head: Any, loss_fn: Any = None) -> None:
+        self.embed = embed
+        self.head = head
+        if isinstance(loss_fn, nnx.Module):  # other losses have no state
+            self.loss_fn = loss_fn
+
+
+def check_kinds(stages: Any, **ends: Any) -> None:
+    """Check that a model is made of arrays or of types, and not of both.
+
+    Raises:
+      ValueError: some part is of types, and some of arrays.
+    """
+    parts = {"stages": stages, **ends}
+    if isinstance(stages, Sequence):
+        parts |= {f"stages[{k}]": stage for k, stage in enumerate(stages)}
+    found = {
+        name: is_abstract(nnx.state(part))
+        for name, part in parts.items()
+        if isinstance(part, nnx.Module) and jax.tree.leaves(nnx.state(part))
+    }
+    if len(set(found.values())) > 1:
+        of_types, of_arrays = (
+            next(name for name, kind in found.items() if kind is wanted) for wanted in (True, False)
+        )
+        raise ValueError(
+            f"{of_types} is made of types (jax.ShapeDtypeStruct), {of_arrays} of arrays; make all "
+            f"parts of a model by nnx.eval_shape, to describe and to compile, or none, to train"
+        )
+
+
+def count_stages(stages: Any) -> int:
+    """K: the length of a list of stages, or of the leading axis of a stacked module."""
+    if is_stacked(stages):
+        check_stack(stages)
+        return _stacked_length(stages)
+    if isinstance(stages, _LISTS) and len(stages):
+        for index, stage in enumerate(stages):
+            if not isinstance(stage, nnx.Module):
+                raise ValueError(
+                    f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
+                    f"nnx.Module (wrap a function in one whose __call__ is the function)"
+                )
+        return len(stages)
+    raise ValueError(
+        f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
+        f"leading axis of length K"
+    )
+
+
+_LISTS = (list, tuple, nnx.List)  # the last is a module too
+
+
+def is_stacked(stages: Any) -> bool:
+    """Whether stages are one module with a leading axis, and no list of modules."""
+    return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
+
+
+def _stacked_length(stages: nnx.Module) -> int:
+    """The length of the leading axis that all leaves of a module share."""
+    shapes = {
+        ".".join(map(str, path)) + jax.tree_util.keystr(within): leaf.shape
+        for path, variable in nnx.to_flat_state(nnx.state(stages))
+        for within, leaf in jax.tree_util.tree_leaves_with_path(raw(variable))
+    }
+    if not shapes:
+        raise ValueError(
+            "stages is one module without any arrays, so its number of stages is unknown; "
+            "give a list of K modules"
+        )
+    lengths = {path: shape[0] if shape else "no axis" for path, shape in shapes.items()}
+    (first_path, first), *others = lengths.items()
+    for path, length in [(first_path, first), *others]:
+        if length in ("no axis", 0) or length != first:
+            also = f", {path} has {length}" if path != first_path else ""
+            raise ValueError(
+                f"stages is one stacked module, whose leaves all have a leading axis of length K; "
+                f"{first_path} has {first}{also}; stack every leaf, give a list of K modules, or "
+                f"let pipeline.split(model, K, inputs) cut one model"
+            )
+    return int(first)
+
+
+def take_stage(chunk: nnx.Module, rank: int) -> nnx.Module:
+    """The stage that a rank holds in a chunk, whole."""
+    if isinstance(chunk, Overlaid):
+        return with_streams_of(nnx.RngStream, chunk.stage(rank))
+    graphdef, state = nnx.split(chunk)
+    stage = nnx.merge(graphdef, jax.tree.map(lambda x: row_of(x, rank), as_before(state)))
+    return with_streams_of(nnx.RngStream, stage)

@@ -1,0 +1,253 @@
+"""Stages that are not alike, held as one chunk.
+
+Letters: S ranks, V chunks. Equal stages are stacked leaf by leaf and keep their module. What S
+stages of different structure have in common is only that each lies on one rank, so their variables
+are laid over each other (`pipeline.core.model.overlay`) in cells [S, ...] sharded over ``stage``,
+as large as the largest of them:
+
+* ``named`` has a column for each variable that all ranks can afford, under its own path: for lists
+  of equal layers of uneven length that is every variable, and names, shapes and masks survive;
+* ``packed`` has the rest in flat cells, matrices apart from vectors, so that a rule such as weight
+  decay for matrices only can still be told by path. Padding is zero and so is its gradient.
+
+A module's static half cannot be laid over another's: ``stages`` keeps each stage without its
+values, so that ``pipe.eval()`` and the like still reach it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from collectives import STAGE
+from pipeline.base.placeholders import with_arrays, without_values
+from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
+from pipeline.base.variables import filled, metadata, raw
+from pipeline.core.model.overlay import Cell, Leaf, Spot, View, overlay
+from pipeline.core.sharding.distribute import constrained
+from pipeline.core.sharding.paths import ModelPath, of_stage
+from pipeline.core.sharding.placement import DEFERRED, Placement, axes_in, unnamed
+
+Path = tuple[Any, ...]
+Held = tuple[Any, Spot]  # a variable, and where its value lies in a cell
+
+
+class Group(nnx.Module):
+    """A part of a path."""
+
+
+@dataclass(frozen=True)
+class Views:
+    """Where a stage's values lie, among the leaves of its chunk's state.
+
+    Attributes:
+      params: its `nnx.Param` state, within that of the chunk.
+      rest: all its other state, likewise.
+    """
+
+    params: View
+    rest: View
+
+
+class Overlaid(nnx.Module):
+    """S stages, one per rank, in shared cells.
+
+    Args:
+      stages: [S] modules.
+      numbers: [S] which stages they are.
+      placement: the mesh, and what is sharded over ``data``.
+      why: in what the stages differ.
+
+    Attributes:
+      named: columns, by path; packed: flat cells.
+      stages: [S] modules without values.
+      views: [S] where their values are.
+      about: one line: what they differ in, and what their layout costs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nnx.Module],
+        numbers: Sequence[int],
+        placement: Placement,
+        why: str,
+    ) -> None:
+        self.named, self.packed = Group(), Group()
+        self.stages = nnx.List([without_values(stage) for stage in stages])
+        flats = [dict(filled(nnx.state(stage))) for stage in stages]
+        lists = [
+            [_leaf(of_stage(k, path), variable, placement, why) for path, variable in flat.items()]
+            for k, flat in zip(numbers, flats, strict=True)
+        ]
+        cells, spots = overlay(lists)
+        _check_sharded(lists, cells, spots, why)
+        held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
+        for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
+            for variable, spot in zip(flat.values(), found, strict=True):
+                held[spot.cell][rank].append((variable, spot))
+        paths = [
+            _put(self, _cell_path(cell), _cell_variable(cell, ranks, placement))
+            for cell, ranks in zip(cells, held, strict=True)
+        ]
+        places = [dict(zip(f, found, strict=True)) for f, found in zip(flats, spots, strict=True)]
+        self.views = nnx.static(tuple(map(self._views, stages, places, [paths] * len(stages))))
+        self.about = f"{why}; {_sizes(self, stages)}"
+
+    def _views(self, stage: nnx.Module, places: dict[Path, Spot], paths: list[Path]) -> Views:
+        halves = zip(_halve(stage), _halve(self), strict=True)
+        return Views(*(_view(half, places, own, paths) for half, own in halves))
+
+    def stage(self, rank: int) -> nnx.Module:
+        """A rank's stage, whole."""
+        views, (graphdef, _) = self.views[rank], nnx.split(self.stages[rank])
+
+        def halves(params: list[Any], rest: list[Any]) -> Any:
+            rows = [[leaf[rank] for leaf in half] for half in (params, rest)]
+            return views.params.tree(rows[0]), views.rest.tree(rows[1])
+
+        held = [jax.tree.leaves(half) for half in _halve(self)]
+        found = jax.eval_shape(halves, *held) if is_abstract(held) else halves(*held)
+        return with_arrays(nnx.merge(graphdef, *found))
+
+
+def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Leaf:
+    """Say what a variable may share: a column by its path, a flat cell by its type."""
+    if not hasattr(raw(variable), "shape"):
+        raise ValueError(
+            f"{path.text} is a {type(variable).__name__} of "
+            f"{type(raw(variable)).__name__}, but {why}: stages that are not alike share their "
+            f"storage array by array; give each array a variable of its own, or make the stages "
+            f"of a chunk alike"
+        )
+    kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.Variable
+    deferred = metadata(variable).get(DEFERRED)
+    is_matrix = kind is nnx.Param and len(variable.shape) > 1
+    _, _, *own = path
+    name = (*map(str, own),)
+    axes = placement.names_of(path, variable)
+    return Leaf((kind, variable.dtype, is_matrix, deferred, axes), name, variable.shape)
+
+
+def _check_sharded(
+    lists: Sequence[Sequence[Leaf]],
+    cells: Sequence[Cell],
+    spots: Sequence[Sequence[Spot]],
+    why: str,
+) -> None:
+    """Check that what is sharded over further axes lies in cells that can be."""
+    pairs = [
+        pair
+        for leaves, found in zip(lists, spots, strict=True)
+        for pair in zip(leaves, found, strict=True)
+    ]
+    for leaf, spot in pairs:
+        group: Any = leaf.group
+        axes = group[-1]
+        if axes and (cells[spot.cell].name is None or (spot.part and axes[0])):
+            over = dict.fromkeys(axis for entry in axes for axis in axes_in(entry))
+            raise ValueError(
+                f"{'.'.join(map(str, leaf.name))} is sharded over {' and '.join(map(repr, over))}, "
+                f"but {why}: stages that are not alike share their storage, in which a sharded "
+                f"weight needs a place under its own name and of its own length, and no rank "
+                f"stores more than the largest stage has; let such stages differ in the number of "
+                f"equal layers only, make the stages of a chunk alike (what only the first or the "
+                f"last one has belongs to embed= or head=), or leave these weights whole"
+            )
+
+
+def _cell_path(cell: Cell) -> Path:
+    if cell.name is not None:
+        return "named", *cell.name
+    kind, dtype, is_matrix, *_ = cell.group
+    what = ("matrices" if is_matrix else "vectors") if kind is nnx.Param else kind.__name__
+    return "packed", re.sub("[^A-Za-z0-9]+", "_", f"{what}_{dtype.name}").strip("_")
+
+
+def _put(module: Any, path: Path, variable: nnx.Variable[Any]) -> Path:
+    """Make the variable an attribute; its path, which differs if that is taken."""
+    *groups, name = path
+    for part in groups:
+        if part not in vars(module):
+            setattr(module, part, Group())
+        module = getattr(module, part)
+    while name in vars(module):  # flat cells of two types of one name
+        name += "_"
+    setattr(module, name, variable)
+    return *groups, name
+
+
+def _halve(module: nnx.Module) -> tuple[Tree, Tree]:
+    """Its `nnx.Param` state, and all its other state."""
+    split: Any = nnx.split(module, nnx.Param, ...)
+    return split[1], split[2]
+
+
+def _view(half: Tree, places: dict[Path, Spot], own: Tree, paths: list[Path]) -> View:
+    """A stage's state within its chunk's, whose cells lie at ``paths``."""
+    order = {path: index for index, (path, _) in enumerate(filled(own))}
+    spots = (places[path] for path, _ in filled(half))
+    moved = (Spot(order[paths[s.cell]], s.part, s.shape) for s in spots)
+    return View(jax.tree.structure(half), tuple(moved))
+
+
+def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) -> Any:
+    """[S, ...] from what each rank holds in a cell; no device holds more than its own part."""
+    like = next(variable for held in ranks for variable, _ in held)
+    first = raw(like)
+    if not isinstance(like, nnx.Variable):  # a plain array
+        like = nnx.Variable(first)
+    shape = len(ranks), *cell.shape
+    types = unnamed(like.replace(jax.ShapeDtypeStruct(cell.shape, first.dtype)))
+    spread = placement.spread_as(cell.group[-1], types, (STAGE,))
+    label = functools.partial(placement.label, types, spread=spread, lead=(STAGE,))
+    sharding = NamedSharding(placement.mesh, spread.stored)
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return label(jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding))
+    if any(isinstance(raw(variable), jax.core.Tracer) for held in ranks for variable, _ in held):
+        filled = jax.numpy.stack([_filled(cell, first, held) for held in ranks])
+        return label(constrained(filled, sharding))  # made under jit
+    plain: Any = jax.random.key_data if is_key(first) else np.asarray
+    tail = plain(first).shape[first.ndim :]  # what a typed key is made of
+
+    def rows(index: Any) -> Any:
+        mine = ranks[index[0]]
+        out = np.zeros((len(mine), *cell.shape, *tail), plain(first).dtype)
+        for row, held in enumerate(mine):
+            for variable, spot in held:
+                part = (row,) if spot.part is None else (row, slice(*spot.part))
+                out[part] = np.reshape(plain(raw(variable)), out[part].shape)
+        return out[(slice(None), *index[1:])]
+
+    values = jax.make_array_from_callback((*shape, *tail), sharding, rows)
+    if is_key(first):
+        values = jax.random.wrap_key_data(values, impl=jax.random.key_impl(first))
+    return label(values)
+
+
+def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
+    """What one rank has in a cell."""
+    found = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
+    for variable, spot in held:
+        found = spot.fill(found, raw(variable))
+    return found
+
+
+def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
+    """What its layout costs."""
+    params, _ = _halve(chunk)
+    flat = nnx.to_flat_state(params)
+    packed = sum(path[0] == "packed" for path, _ in flat)
+    stored = sum(map(nbytes, jax.tree.leaves(params))) // len(stages)
+    largest = max(sum(map(nbytes, jax.tree.leaves(_halve(stage)[0]))) for stage in stages)
+    return (
+        f"{len(flat) - packed} arrays of parameters keep their names, the rest is packed into "
+        f"{packed}; a rank stores {stored:,} bytes of them, the largest stage has {largest:,}"
+    )

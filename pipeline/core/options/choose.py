@@ -1,0 +1,279 @@
+"""Which mesh and which schedule a pipeline runs, when the user leaves either open.
+
+Letters: S ranks, K stages, M microbatches.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from collectives import STAGE, check_mesh, make_mesh
+from pipeline.core.options.checks import Bubbles
+from pipeline.core.sharding.fit import outside
+from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
+from schedules.build import options, stages_per_rank
+from schedules.clocks.shared import Shared
+from schedules.clocks.ticks import check_pattern
+from schedules.core.action import Action, Kind
+from schedules.core.arguments import need
+from schedules.families.constructions.sizes import StagesPerRankError
+from schedules.schedule import from_orders
+
+
+def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
+    """The user's mesh, checked; or as many devices as K stages can share equally.
+
+    A schedule that is defined for one number of stages per rank has as many ranks as that needs.
+
+    Raises:
+      ValueError: no ``stage`` axis, or K is not a multiple of its size.
+    """
+    if mesh is None:
+        if isinstance(schedule, Schedule):
+            return make_mesh(stage=schedule.num_ranks)
+        return make_mesh(stage=_default_ranks(num_stages, len(jax.devices()), schedule))
+    check_mesh(mesh)
+    ranks = mesh.shape[STAGE]
+    if num_stages % ranks:
+        near = [k for k in (num_stages // ranks * ranks, -(-num_stages // ranks) * ranks) if k]
+        raise ValueError(
+            f"stages has {num_stages} stages, which the mesh's {ranks} ranks on axis 'stage' "
+            f"cannot share equally; use {' or '.join(map(str, near))} stages, or a stage axis "
+            f"whose size divides {num_stages}; stages need not be alike, so one may hold more "
+            f"layers than another"
+        )
+    return mesh
+
+
+def _default_ranks(num_stages: int, devices: int, schedule: Any) -> int:
+    """S of the default mesh."""
+    each = stages_per_rank(schedule) if isinstance(schedule, str) else None
+    if each is not None and num_stages % each == 0 and num_stages // each <= devices:
+        return num_stages // each
+    return max(s for s in range(1, devices + 1) if num_stages % s == 0)
+
+
+def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
+    """Warn of a default mesh that leaves half of the devices idle, or more.
+
+    Fewer stages than devices are no reason: then each stage has a device of its own.
+
+    Args:
+      schedule: as the user gave it; a timetable has its own number of ranks.
+      mesh: the default mesh.
+      num_stages: K.
+    """
+    devices, ranks = len(jax.devices()), mesh.shape[STAGE]
+    if isinstance(schedule, Schedule) or _is_path(schedule):
+        return
+    if ranks >= num_stages or 2 * ranks > devices:
+        return
+    most = 2 * max(num_stages, devices)
+    ideal = [k for k in range(1, most + 1) if _default_ranks(k, devices, schedule) == devices]
+    below = [k for k in ideal if k < num_stages][-1:]
+    above = [k for k in ideal if k > num_stages][:1]
+    counts = " or ".join(map(str, below + above))
+    warnings.warn(
+        f"{num_stages} stages are shared equally by {ranks} of the {devices} devices, and the "
+        f"other {devices - ranks} stay idle: every rank holds {num_stages // ranks} stages. "
+        f"{counts} stages would use all {devices} (stages need not be alike, so one may hold more "
+        f"layers than another); or give mesh=make_mesh(stage={ranks}, data={devices // ranks}), "
+        f"whose devices share the rows of a batch, or mesh=make_mesh(stage={ranks}) if this is "
+        f"meant",
+        stacklevel=outside(),
+    )
+
+
+def read(schedule: Any) -> tuple[Any, str]:
+    """What was asked for, read if it is the path of a timetable; and where a timetable is from."""
+    if _is_path(schedule):
+        return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
+    return schedule, "given as a Schedule"
+
+
+def exchanges_are_barriers(mesh: Mesh) -> bool:
+    """Whether an exchange makes all ranks meet, and not only those that it joins.
+
+    Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
+    their partners and receive from them.
+    """
+    homes = {(device.platform, device.process_index) for device in mesh.devices.flat}
+    return len(homes) == 1 and {platform for platform, _ in homes} == {"cpu"}
+
+
+def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool) -> Bubbles:
+    """Whether idle slots are branched around, with some axes left to the compiler.
+
+    It may add exchanges to what a branch does. Where all devices meet in each, those whose ranks
+    take another branch would be waited for without end, so there is none.
+    """
+    return "masked" if auto_axes and not partners else bubbles
+
+
+def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
+    """The slots of a tick, None for the fastest.
+
+    Raises:
+      ScheduleError: no such pattern.
+    """
+    if pattern is None:
+        # Without conditionals a slot computes every kind it may hold: keep F and B apart.
+        return "paired" if bubbles == "masked" else None
+    check_pattern(pattern)
+    return pattern
+
+
+def choose_schedule(
+    schedule: Any,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    partners: bool = False,
+    delayed: bool = False,
+    pattern: str | None = None,
+    costs: Costs | None = None,
+    shared: Shared = (),
+    origin: str = "given as a Schedule",
+) -> tuple[Schedule, str]:
+    """The schedule to run, and why.
+
+    Args:
+      schedule: what the user asked for, or None; no path any more (`read`).
+      num_ranks: S.
+      num_stages: K.
+      num_microbatches: M.
+      partners: exchanges keep only those ranks that they join, not all.
+      delayed: they run beside the work of the slot after their own.
+      pattern: the slots of a tick, or None for the fastest.
+      costs: durations, for the default and for what is made to measure.
+      shared: which of embed and head all ranks share.
+      origin: why, if a timetable is given.
+
+    Raises:
+      ScheduleError: unknown name, illegal timetable, or one made for other sizes; or
+        ``delayed`` is no bool.
+    """
+    need("delayed", delayed, bool, "give True or False")
+    sizes: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "num_microbatches": num_microbatches,
+        "num_stages": num_stages,
+    }
+    if schedule is None and num_ranks == 1:
+        alone = straight(num_stages, num_microbatches)
+        return alone, "the default on one rank: a microbatch goes through all stages and back"
+    clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
+    if schedule is None:
+        return _default(sizes, costs, clock | {"shared": shared})
+    if isinstance(schedule, Schedule):
+        return _fitting(check(schedule), sizes), origin
+    if isinstance(schedule, str) and schedule == "auto":
+        if costs is not None and shared:  # what all do together is no part of any stage
+            costs = replace(costs, embed=0.0, head=0.0)
+        found = auto(**sizes, costs=costs, clock="lockstep", **clock)
+        return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
+    if isinstance(schedule, str):
+        measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
+        try:
+            return build(schedule, **sizes, **measure), "asked for by name"
+        except StagesPerRankError as error:
+            raise ScheduleError(f"{error}; {_other_mesh(num_stages, error.count)}") from None
+    raise ScheduleError(
+        f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
+        f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
+    )
+
+
+def _other_mesh(num_stages: int, each: int) -> str:
+    """How K stages get the ranks that a schedule with so many stages per rank needs."""
+    text, ranks = "num_ranks is the size of the mesh's axis 'stage'", num_stages // each
+    if num_stages % each:
+        return f"{text}, and {num_stages} stages are no multiple of {each}"
+    if ranks > (devices := len(jax.devices())):
+        return f"{text}, and there are {devices} devices"
+    return f"{text}: with mesh=make_mesh(stage={ranks}) these {num_stages} stages fit"
+
+
+def is_straight(schedule: Schedule) -> bool:
+    """Whether one rank finishes each microbatch, in ascending order, before the next."""
+    if schedule.num_ranks > 1:
+        return False
+    return schedule.orders == straight(schedule.num_stages, schedule.num_microbatches).orders
+
+
+def straight(num_stages: int, num_microbatches: int) -> Schedule:
+    """All stages forward, then all backward, for one microbatch after the other."""
+    ways: tuple[tuple[Kind, range], ...]
+    ways = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
+    order = [
+        Action(stage, kind, microbatch)
+        for microbatch in range(num_microbatches)
+        for kind, stages in ways
+        for stage in stages
+    ]
+    return from_orders([order], name="accumulation")
+
+
+def _default(
+    sizes: dict[str, Any],
+    costs: Costs | None,
+    clock: dict[str, Any],
+    barriers: str = "eager_1f1b",
+    joined: str = "1f1b",
+) -> tuple[Schedule, str]:
+    """What runs when nothing is asked for: one choice for barriers, one for partners."""
+    eager, frugal = build(barriers, **sizes), build(joined, **sizes)
+    slots = [clock]
+    if not clock["partners"] and clock["pattern"] is None:
+        # In those that all ranks share: two ranks are partners wherever they are, and the frugal
+        # one no slower there in partner ticks; but the default is not to depend on their number.
+        slots = [clock | {"pattern": name} for name in ("single", "paired")]
+    spans = [
+        min(simulate(one, costs, "lockstep", **of_tick).makespan for of_tick in slots)
+        for one in (frugal, eager)
+    ]
+    if not clock["partners"]:
+        if spans[1] <= spans[0]:
+            why = "its paired ticks lose nothing where every exchange is a barrier"
+            return eager, f"the default: {why}"
+        return frugal, f"the default: faster than {eager.name}, though every exchange is a barrier"
+    where = "where an exchange keeps only those ranks that it joins"
+    if spans[0] <= spans[1]:
+        return frugal, f"the default: no slower than {eager.name} {where}, and holds less"
+    return eager, f"the default: faster than {frugal.name} in ticks of this kind, also {where}"
+
+
+def _is_path(schedule: Any) -> bool:
+    if not isinstance(schedule, str):
+        return isinstance(schedule, os.PathLike)
+    return schedule not in names() and (
+        schedule.endswith(".csv") or os.sep in schedule or "/" in schedule
+    )
+
+
+def _fitting(schedule: Schedule, sizes: dict[str, int]) -> Schedule:
+    """The schedule, if it was made for these sizes."""
+    wrong = [
+        f"{name}={getattr(schedule, name)} against the pipeline's {want}"
+        for name, want in sizes.items()
+        if getattr(schedule, name) != want
+    ]
+    if wrong:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} does not fit: {', '.join(wrong)}; build it for the "
+            f"pipeline's sizes, or change stages, num_microbatches or mesh"
+        )
+    if schedule.is_forward:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no backward action; a pipeline trains, so give a "
+            f"timetable with B, or I and W, for every stage and microbatch"
+        )
+    return schedule

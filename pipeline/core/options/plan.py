@@ -1,0 +1,226 @@
+"""Everything about a pipeline that is not an array."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypedDict
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives import DATA, STAGE
+from pipeline.base.arguments import DataParallel
+from pipeline.base.precision import GradDtype
+from pipeline.core.model.loss import Loss
+from pipeline.core.options.checks import Bubbles, Gather, Remat
+from pipeline.core.options.choose import is_straight
+from pipeline.core.options.costs import own_costs
+from schedules import Costs
+from schedules.clocks.shared import Shared
+from schedules.lowering.lower import lower
+from schedules.lowering.program import Keep, Program
+from schedules.schedule import Schedule
+
+
+class Sends(TypedDict):
+    """Options of `schedules.lower` about messages, as `Plan` has them."""
+
+    partners: bool
+    delayed: bool
+
+
+@dataclass(eq=False)
+class Traces:
+    """What is known of a plan once its steps were traced, and what was compiled of them.
+
+    Attributes:
+      unsplit: parts of a stage's backward that could not be split.
+      straight: whether a step was one loop over microbatches; None if none was traced.
+      last: model, weights and batch of the last step, as types.
+      warned: types of steps whose memory was looked at, and parameters that nobody reads.
+      filtered: what filters were found to train.
+      written: by model, the leaves of declared state that a step was seen to write.
+      plans: by M, those of calls that have another.
+      jitted: functions jitted for the plan, and what was seen in their traces.
+      made: the variables of the pipeline's stages as it was made, as types, by path.
+      copies: modules of which the pipeline has copies (`pipeline.core.trained.copies`).
+      pipelines: the ids of those that need them (`pipeline.core.kernel.jitted`).
+      stack: K, of stages that were given as one module of which nothing shows that it is a stack.
+    """
+
+    unsplit: tuple[str, ...] = ()
+    straight: bool | None = None
+    last: tuple[Any, Any, Any] | None = None
+    warned: set[Any] = field(default_factory=set)
+    filtered: dict[Any, Any] = field(default_factory=dict)
+    written: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[int, Any] = field(default_factory=dict)
+    jitted: dict[Any, Any] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
+    copies: Any = None
+    pipelines: set[int] = field(default_factory=set)
+    stack: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The options of a pipeline, resolved. Compared by identity, as a compilation key.
+
+    Attributes:
+      mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
+      home: the same with the axis types that state has.
+      schedule: the timetable that runs.
+      loss_fn: the user's, or that it is a module; or None.
+      remat: "stage" keeps a stage's input, None its residuals, "gathered" these but for what ranks
+        gathered, a policy what it says.
+      bubbles: "skip" branches around idle slots, "masked" computes through them.
+      why: one line on how the schedule was chosen.
+      pattern: the slots of a tick, or None for the fastest.
+      partners: exchanges keep only those ranks that they join, not all.
+      delayed: messages to other ranks travel beside the work of the slot after their own.
+      compute_dtype: to which parameters and activations are cast, or None.
+      grad_dtype: in which gradients are summed: None, "weights" or a dtype.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
+      auto_axes: mesh axes left to the compiler.
+      shared: which of embed and head all ranks share.
+      memory_limit: bytes that a device may hold, or None for what its runtime says.
+      wrt: a filter, what is trained.
+      state: a filter, what stages may write; or None. after_step: what is done with it once a step.
+      given_costs: how long actions take, as it was given; None for what follows from the program.
+      costs_from: where it is from, in a few words.
+      signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
+      options: those of the pipeline, as the user gave them.
+      traces: what was found when its steps were traced; all else is never written.
+    """
+
+    mesh: Mesh
+    home: Mesh
+    schedule: Schedule
+    loss_fn: Loss | None
+    remat: Remat
+    bubbles: Bubbles
+    why: str
+    pattern: str | None = None
+    partners: bool = False
+    delayed: bool = False
+    grad_dtype: GradDtype = None
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    auto_axes: tuple[str, ...] = ()
+    compute_dtype: Any = None
+    shared: Shared = ()
+    memory_limit: int | None = None
+    wrt: Any = nnx.Param
+    state: Any = None
+    after_step: Any = None
+    given_costs: Costs | None = None
+    costs_from: str = ""
+    signature: Any = None
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    traces: Traces = field(default_factory=Traces, init=False, repr=False)
+
+    def forget(self) -> None:
+        """Drop what can be made again: tables, and what was jitted."""
+        self.traces.jitted.clear()
+        for name in ("training", "forward"):
+            vars(self).pop(name, None)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: a copy of a pipeline runs what is compiled already."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline cannot be pickled: it lies on devices of this process; pickle what it is "
+            "made of, (pipe.stages(), pipe.embed, pipe.head), and give that to Pipeline(...) with "
+            "the same options where it is loaded; nnx.clone and copy.deepcopy copy it here"
+        )
+
+    @property
+    def keep(self) -> Keep:
+        """What a forward pass leaves for its backward."""
+        return "input" if self.remat == "stage" else "residuals"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether idle slots are computed through, without any conditional."""
+        return self.bubbles == "masked"
+
+    @property
+    def num_chunks(self) -> int:
+        """V."""
+        return self.schedule.num_stages // self.schedule.num_ranks
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which all of a rank's values are made to vary."""
+        return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes that the kernel deals with itself."""
+        return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
+
+    @property
+    def tracks_varying(self) -> bool:
+        """Whether the kernel's types say over which mesh axes a value varies (``check_vma``).
+
+        Only where a stage may hold collectives of its own, over a further axis (``tensor``), do
+        gradients follow from such types. Elsewhere they would only get in the way of what stages
+        are made of: a fresh carry of a scan, a Pallas kernel, a derivative that mixes them.
+        """
+        return bool(self.manual_axes - {DATA, STAGE})
+
+    @property
+    def data_size(self) -> int:
+        """How many shards the batch is split into before microbatches."""
+        return int(self.mesh.shape.get(DATA, 1))
+
+    @property
+    def sends(self) -> Sends:
+        """What `lower` and `simulate` are told of messages."""
+        return {"partners": self.partners, "delayed": self.delayed}
+
+    @property
+    def costs(self) -> Costs:
+        """How long actions take: as given, or of this program in units of a forward pass."""
+        if self.given_costs is not None:
+            return self.given_costs
+        return own_costs(self.schedule.num_stages, self.remat)
+
+    @property
+    def clock(self) -> dict[str, Any]:
+        """What `simulate` is told of this program in lockstep."""
+        sizes = {"costs": self.costs, "pattern": self.pattern, "shared": self.shared}
+        return {"clock": "lockstep", **sizes, **self.sends}
+
+    @functools.cached_property
+    def is_straight(self) -> bool:
+        """Whether a step is one loop over microbatches, with no need of a table.
+
+        Where stages are alike; others take their turns in the ticks of a table. What is to be
+        gathered again needs one too: in one piece of code the compiler keeps what it likes.
+        """
+        chosen = self.keep == "residuals" and self.remat != "gathered"
+        return chosen and is_straight(self.schedule)
+
+    @functools.cached_property
+    def training(self) -> Program:
+        """The lowered timetable."""
+        return lower(
+            self.schedule,
+            keep=self.keep,
+            pattern=self.pattern,
+            costs=self.costs,
+            shared=self.shared,
+            **self.sends,
+        )
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """Its forward actions alone, for which a slot of one kind is the best pattern."""
+        return lower(self.schedule.forward(), shared=self.shared, **self.sends)

@@ -1,0 +1,51 @@
+"""What a stage does beside computing, which has to happen once for each microbatch.
+
+A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
+writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on
+the same data, and must not be made on none.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from collectives.compat import has_check, may_not_repeat
+from pipeline.base.tree import blank
+from pipeline.core.rank.groups import GroupedModel
+from pipeline.core.rank.local_model import LocalModel
+
+
+def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
+    """Refuse a stage with side effects where it runs more often than its microbatches say.
+
+    Args:
+      local: a rank's part of the model.
+      again: whether a backward runs a stage's forward again.
+      masked: whether a stage runs in bubbles too.
+
+    Raises:
+      ValueError: it calls back to the host, or checks what bubbles hold.
+    """
+    if not (again or masked):
+        return
+    kinds = [g.local for g in local.groups] if isinstance(local, GroupedModel) else [local]
+    for one in kinds:
+        arguments = *one.stage_arguments(one.home, 0), blank(one.activation, one.axes)
+        effects = jax.make_jaxpr(one.stage)(*arguments).effects
+        if masked and has_check(effects):
+            raise ValueError(
+                'a stage has a check (checkify.check), and with bubbles="masked" it also runs in '
+                "bubbles, on no data: the check would fail of what no microbatch holds; use "
+                'bubbles="skip" (and no auto_axes on virtual CPU devices, where they mask bubbles)'
+            )
+        if may_not_repeat(effects):
+            what = 'with remat="stage" a backward runs its forward again'
+            remedy = "remat=None"
+            if masked:
+                what = 'with bubbles="masked" it also runs in bubbles, on no data'
+                remedy = 'bubbles="skip" and remat=None'
+            raise ValueError(
+                f"a stage has a side effect (io_callback), and {what}: it would happen more often "
+                f"than once per microbatch; use {remedy}, or jax.debug.callback for what may be "
+                f"repeated"
+            )

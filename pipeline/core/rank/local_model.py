@@ -1,0 +1,222 @@
+"""A rank's part of the model with its ways back: what of it is differentiated, and how.
+
+The ways back are over (weights, float leaves of what is given).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from pipeline.base.masks import Way
+from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
+from pipeline.core.backward.accumulate import Pullback, differentiate
+from pipeline.core.backward.residuals import Residuals, stage_pullback
+from pipeline.core.backward.split_backward import Linearize, SplitBackward
+from pipeline.core.jaxpr.dead_code import lean
+from pipeline.core.jaxpr.reachability import needed_inputs
+from pipeline.core.jaxpr.reader import read_block
+from pipeline.core.jaxpr.steps import run_block
+from pipeline.core.model.added_losses import Adding, adding_losses
+from pipeline.core.model.loss import take_loss
+from pipeline.core.model.stage import Seat
+from pipeline.core.rank.forward import Forward
+from pipeline.core.rank.messages import noted
+from pipeline.core.rank.state import RankState
+
+
+class LocalModel(Forward):
+    """The stages of one kind on a rank, with their pullbacks and those of embed, head and loss.
+
+    Args:
+      state: what the rank holds.
+      seat: that of a stage of this kind.
+      x: a tree of types, such a stage's input.
+      y: the type of its output.
+      way: how far its backward goes.
+      wire: a tree of types, a message; where all stages are alike, that is x.
+      adds: whether such a stage adds losses.
+
+    Attributes:
+      trained: for the leaves of its parameters, whether they are trained; in ``way`` a probe for
+        the losses that it adds comes behind them.
+    """
+
+    def __init__(
+        self,
+        state: RankState,
+        seat: Seat,
+        x: Tree,
+        y: Tree,
+        way: Way,
+        wire: Tree,
+        *,
+        adds: bool = False,
+    ) -> None:
+        super().__init__(state, seat, x, y, adds=adds)
+        self.trained, self.wire = way.weights, wire
+        self.way = Way((*way.weights, True), way.x) if adds else way
+
+    def loss_is_mean(self) -> tuple[bool, Any, bool, bool]:
+        """Whether every microbatch's loss has weight 1; found by a trace.
+
+        Also returns the jaxpr of embed, head and loss, a function of their weights; and whether
+        embed adds losses, and whether the head does.
+
+        Raises:
+          ValueError: the loss itself does.
+        """
+        found = []
+
+        def probe(weights: Leaves) -> Any:
+            loss_fn = self.loss_fn(weights, 0)
+            y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+            with adding_losses(Adding()) as of_head:
+                outputs = self.outputs(weights, y, 0)
+            with adding_losses(Adding()) as of_loss, noted("loss_fn", (outputs, targets)):
+                taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+            if of_loss.is_used:
+                raise ValueError(
+                    "loss_fn called add_loss, which is for what has no other way to the loss; add "
+                    "the value to what loss_fn returns"
+                )
+            with adding_losses(Adding()) as of_embed:
+                embedded = self.embed(weights, at(self.batch.inputs, 0), 0)
+            found.extend([taken.is_mean, of_embed.is_used, of_head.is_used])
+            return embedded, taken.total, taken.weight
+
+        body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
+        is_mean, embed_adds, head_adds = found
+        return is_mean, body, embed_adds, head_adds
+
+    def weight_has_gradient(self) -> bool:
+        """Whether the weight of a loss (sum, weight) has a gradient; found by a trace.
+
+        That of a count, or of what follows from targets alone, has none.
+        """
+        y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+        floats, others = partition(y)
+        primals = self.ends_weights, floats
+
+        def weigh(weights: Leaves, floats: Leaves) -> jax.Array:
+            outputs = self.outputs(weights, combine(y, floats, others), 0)
+            loss_fn = self.loss_fn(weights, 0)
+            taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+            return vary(taken.weight, self.axes)
+
+        def pulled(primals: Any, ct: jax.Array) -> Any:
+            return jax.vjp(self._pure(weigh), *primals)[1](ct)
+
+        ct = vary(jnp.zeros((), real()), self.axes)
+        closed = jax.make_jaxpr(pulled)(primals, ct)
+        wanted = [True] * len(closed.jaxpr.outvars)
+        return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses of a data shard, where it follows from the targets alone."""
+        targets, y = self.batch.targets, blank(self.output, self.axes)
+
+        def weigh(y: Tree, of_one: Tree) -> jax.Array:
+            outputs = self.outputs(self.ends_weights, y, 0)
+            loss_fn = self.loss_fn(self.ends_weights, 0)
+            taken = take_loss(loss_fn, outputs, of_one, has_aux=self.model.has_aux)
+            return jax.lax.stop_gradient(taken.weight)
+
+        block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
+        given = jax.tree.leaves(y)
+        if any(needed_inputs(block, [True], (), adds=False)[: len(given)]):
+            return None
+
+        def add(total: jax.Array, of_one: Tree) -> tuple[jax.Array, None]:
+            return total + run_block(block, [*given, *jax.tree.leaves(of_one)])[0], None
+
+        return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
+
+    def embed_pullback(self, microbatch: Any) -> tuple[Tree, Pullback]:
+        """Stage 0's input; over the ends' weights and the inputs."""
+        inputs = at(self.batch.inputs, microbatch)
+        floats, others = partition(inputs)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
+            return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
+
+        x, x_others, pullback = self._differentiate_ends(f, floats, "embed")
+        return combine(self.activation, x, x_others), pullback
+
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves, Pullback]:
+        """The loss, as of `loss`; over the ends' weights and the last stage's output."""
+        floats, others = partition(y)
+
+        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, Leaves]:
+            return self.loss(weights, combine(y, leaves, others), microbatch)
+
+        part = "head, or loss_fn," if self.model.has_head else "loss_fn"
+        return self._differentiate_ends(f, floats, part)
+
+    def _differentiate_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Any, Any, Pullback]:
+        probes = self.probes(adds=self.state.adding_ends)
+        return differentiate(
+            f,
+            [*self.ends_weights, *probes],
+            floats,
+            grad_dtype=self.model.grad_dtype,
+            trained=(*self.model.trained.ends, *(True for _ in probes)),
+            part=part,
+        )
+
+    def stage_pullback(
+        self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
+    ) -> tuple[Tree, Pullback]:
+        """A stage's output; over its weights and its input; ``late`` as `differentiate` has it."""
+        return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
+
+    def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Tree, Pullback]:
+        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
+        return stage_pullback(self.stage, *arguments, **options, late=late, part=self._part)
+
+    @property
+    def _part(self) -> str:
+        """The name of the first stage of this kind."""
+        k = next(k for k, seat in enumerate(self.model.stages) if seat is self._seat)
+        return f"stages[{k}]"
+
+    def residuals(self) -> Any:
+        """A stage's pullback taken apart into a forward and a backward function."""
+        arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
+        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
+        options |= {"updates": self.writes, "gathers": self.model.gathers_again}
+        options |= {"part": self._part}
+        return Residuals(self.forward_stage, *arguments, **options)
+
+    @property
+    def forward_stage(self) -> Any:
+        """What a forward calls: a stage, with the state behind it where it writes any."""
+        return self.stage_and_own_state if self.writes else self.stage
+
+    def stage_and_own_state(
+        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
+    ) -> tuple[Tree, list[Leaves]]:
+        """A stage's output, and the state behind it."""
+        return self.stage_and_state(weights, fixed, side, x, self.state_paths)
+
+    def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
+        """A stage's backward in two halves, from residuals or from the stage's input."""
+        x = blank(self.activation, self.axes)
+        y = x if self.output is self.activation else blank(self.output, self.axes)
+        (dy, _), home = partition(y), self.home
+        linearize: Linearize = self._linearize
+        stash = x
+        if residuals is not None:
+            linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
+            stash = blank(residuals.stashed, self.axes)
+        arguments = *self.stage_arguments(home, 0), stash, dy
+        return SplitBackward(
+            linearize,
+            *arguments,
+            in_place=in_place,
+            grad_dtype=self.model.grad_dtype,
+            way=self.way,
+        )

@@ -1,0 +1,132 @@
+"""What one rank holds of a model: its chunks' state, that of the ends, its shard of the batch.
+
+Letters: V chunks per rank, M microbatches, b rows of a microbatch on one data shard. What runs
+lives inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
+pipeline uses, so that no gradient is reduced before the end of the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from collectives import vary
+from pipeline.base.tree import Index, Leaves, Tree, pick, signature, vary_like
+from pipeline.core.jaxpr.primitives import barrier
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.model.randomness import split_streams
+from pipeline.core.model.stage import Seat
+from pipeline.core.sharding.zero import gather
+
+
+class Lazy(Sequence[Any]):
+    """A list whose elements are made when somebody asks, which is inside their branch."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(index)
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """A rank's arrays, and what is known of the axes over which they vary.
+
+    Attributes:
+      model: the static half.
+      weights: this rank's state, without the leading axis of chunks.
+      batch: this data shard's microbatches.
+      axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
+        which is sharded over them, and what follows from it.
+      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
+      embeds_own: axes of which each rank has its own part of what embed gives.
+      widest: a tree of types that vary as all activations do, None if ``axes`` say it.
+      checks: whether a stage has checks of `checkify`.
+      has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
+      adding_stages: [K] whether a stage adds losses (`add_loss`).
+      adding_ends: whether embed or head does, and adding_embed: whether embed.
+      added_share: what an added loss is multiplied with, to be differentiated.
+      mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
+      held: the declared state while it is written (`pipeline.core.rank.held`), None if nothing is.
+    """
+
+    model: Model
+    weights: Weights
+    batch: Batch
+    axes: tuple[str, ...]
+    gathers: bool = False
+    embeds_own: tuple[str, ...] = ()
+    widest: Tree = None
+    checks: bool = False
+    has_refs: bool = False
+    adding_stages: tuple[bool, ...] = ()
+    adding_ends: bool = False
+    adding_embed: bool = False
+    added_share: Any = 1.0
+    mean: Any = None
+    held: Any = None
+
+    @property
+    def num_chunks(self) -> int:
+        """V."""
+        return len(self.weights.chunks)
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything but ``loss_fn`` adds to the loss."""
+        return self.adding_ends or any(self.adding_stages)
+
+    @functools.cached_property
+    def shards(self) -> list[Leaves]:
+        """[V] the leaves of each chunk's parameters, as they are stored."""
+        return [jax.tree.leaves(params) for params in self.weights.chunks]
+
+    @functools.cached_property
+    def chunks(self) -> Sequence[Leaves]:
+        """[V] the same, whole."""
+        if not self.gathers:
+            return self.shards
+        return Lazy(self.num_chunks, lambda chunk: self.gathered(chunk, 0))
+
+    @functools.cached_property
+    def streams(self) -> list[tuple[Tree, Tree]]:
+        """[V] the random streams in each chunk's other state, and what else is in it."""
+        return [split_streams(rest) for rest in self.weights.chunks_rest]
+
+    @functools.cached_property
+    def ends(self) -> Leaves:
+        """The leaves of the parameters of embed and head."""
+        return jax.tree.leaves(self.weights.ends)
+
+    @functools.cached_property
+    def ends_streams(self) -> tuple[Tree, Tree]:
+        """The random streams in their other state, and what else is in it."""
+        return split_streams(self.weights.ends_rest)
+
+    def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
+        """A chunk's parameters, whole."""
+        shards = pick(self.shards, chunk)
+        if not isinstance(microbatch, int):
+            # The same in every tick, but not to be gathered once and kept.
+            ties = [vary_like(microbatch, shard) for shard in shards]
+            shards = [barrier(shard, tie)[0] for shard, tie in zip(shards, ties, strict=True)]
+        spreads = self.model.layout.chunks[chunk if isinstance(chunk, int) else 0]
+        return gather(shards, spreads, lead=1)
+
+    def varied(self, x: Tree) -> Tree:
+        """What passes between stages: all of it varies as any of it does."""
+        x = vary(x, self.axes)
+        return x if self.widest is None else vary_like(x, self.widest)
+
+    def code(self, seat: Seat) -> Any:
+        """What stages that are one computation have in common, but for their activations."""
+        states = self.weights.chunks[seat.chunk], self.weights.chunks_rest[seat.chunk]
+        return seat.definition, seat.views or signature(states)

@@ -1,0 +1,108 @@
+"""What makes no difference to a step, and was meant to: found in its trace, and warned of.
+
+Parameters that a part of a model holds and does not read are trained by nobody. Their gradients are
+zeros. Adapters that were put on a whole model may be so: they act where that model is called, and
+in a pipeline it never is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from collectives.compat import live
+from pipeline.core.rank.forward import Forward
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding.fit import outside
+
+_SHOWN = 4  # paths in a warning
+
+
+def warn_of_parameters_that_nobody_reads(
+    state: RankState, bodies: Sequence[Any], ends_body: Any, warned: set[Any]
+) -> None:
+    """Warn of parameters that make no difference to outputs and loss.
+
+    Args:
+      state: what a rank holds.
+      bodies: [K] the jaxpr of each stage, a function of its weights.
+      ends_body: the jaxpr of embed, head and loss, a function of their weights.
+      warned: of what was warned already, to which this is added.
+    """
+    texts = [*_unread_in_stages(state, bodies), *_unread_in_ends(state, ends_body)]
+    key = "unread", *texts
+    if not texts or key in warned:
+        return
+    warned.add(key)
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    warnings.warn(
+        f"parameters are read by no part of the model, so nobody trains them: "
+        f"{', '.join(texts[:_SHOWN])}{more}; what acts only where a whole model is called "
+        f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
+        stacklevel=outside(),
+    )
+
+
+def warn_of_nothing_to_gather(residuals: Any, warned: set[Any]) -> None:
+    """Warn where ``remat="gathered"`` is ``remat=None``.
+
+    Args:
+      residuals: of the stages (`pipeline.core.backward.residuals.Residuals`).
+      warned: as above.
+    """
+    key = "gathered"
+    if residuals.gathers or key in warned:
+        return
+    warned.add(key)
+    warnings.warn(
+        "remat='gathered' gathers nothing again: of what a stage's backward reads, nothing is the "
+        "result of an all-gather outside of its loops, so residuals are kept as with remat=None; "
+        "for sequence parallel layers in a mesh with tensor ranks call blocks in a Python loop, "
+        "not in a scan; otherwise give remat=None",
+        stacklevel=outside(),
+    )
+
+
+def _unread_in_stages(state: RankState, bodies: Sequence[Any]) -> list[str]:
+    """Paths that stages have and none of them reads."""
+    had: dict[str, list[int]] = {}
+    read: set[str] = set()
+    used: dict[int, list[bool]] = {}  # stages that are alike have one jaxpr
+    for k, (seat, body) in enumerate(zip(state.model.stages, bodies, strict=True)):
+        if id(body) not in used:
+            used[id(body)] = _used(body)
+        for path, is_read in _paths(Forward(state, seat).params_tree, used[id(body)]):
+            had.setdefault(path, []).append(k)
+            read |= {path} if is_read else set()
+    return [
+        f"stages[{ks[0]}].{path}" + (f" (so in {len(ks)} stages)" if len(ks) > 1 else "")
+        for path, ks in had.items()
+        if path not in read
+    ]
+
+
+def _unread_in_ends(state: RankState, body: Any) -> list[str]:
+    # Tables that all ranks share are read by other code.
+    used = [yes or n in state.model.tables for n, yes in enumerate(_used(body))]
+    return [
+        path
+        for path, is_read in _paths(jax.tree.structure(state.weights.ends), used)
+        if not is_read
+    ]
+
+
+def _used(body: Any) -> list[bool]:
+    """Which inputs of a jaxpr lead to its results."""
+    _, used = live(body, keep_inputs=False)
+    return used
+
+
+def _paths(treedef: Any, used: list[bool]) -> Iterator[tuple[str, bool]]:
+    """The path of each variable of a state, and whether any of its leaves is used."""
+    for path, variable in nnx.to_flat_state(jax.tree.unflatten(treedef, used)):
+        if leaves := jax.tree.leaves(variable):
+            yield ".".join(map(str, path)), any(leaves)

@@ -1,0 +1,287 @@
+"""Over which mesh axes each array of a pipeline's state is sharded.
+
+Letters: S ranks, D data shards. A stage's variable names the axes of its dims in flax's own way,
+as metadata ``out_sharding=(None, "tensor")`` (`nnx.with_partitioning`). In a pipeline it is one
+axis longer, and its metadata says so: ``("stage", None, "tensor")``, with the mesh. The stage's own
+names are kept beside it, and come back wherever the stage is whole again: inside the kernel and in
+`Pipeline.stages`.
+
+With ``data_parallel="fsdp"`` the first dim that D shards can share is sharded over ``data`` too,
+and with "zero1" that of the gradient and of the optimizer's state, of which the metadata
+``optimizer_sharding`` speaks.
+
+A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
+scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
+The metadata ``gradient_over="tensor"`` says so; the sum is then taken once a step, where the
+backward would take it once a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import DATA, STAGE
+from pipeline.base.arguments import DataParallel
+from pipeline.base.tree import Tree
+from pipeline.base.variables import metadata, raw, remade, with_value
+from pipeline.core.sharding.distribute import distribute
+from pipeline.core.sharding.paths import ModelPath
+
+Names = tuple[Any, ...]  # for each dim: None, an axis, or several
+Sharding = Callable[[Any, Any], Sequence[Any] | None]  # (path, variable) -> Names
+
+_OWN = "own_sharding"  # metadata: what a variable said of its sharding before it was placed
+# Metadata: axes over which the gradient is summed once a step.
+DEFERRED = "gradient_over"
+# Metadata: in which order a pipeline's stacks hold layers (`pipeline.core.layerwise.layout`).
+LAYERS = "layers"
+_KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where one array lies.
+
+    Attributes:
+      stored: the array.
+      gradient: its gradient, and what an optimizer keeps of it.
+      deferred: axes whose ranks each have a part of its gradient until the step ends.
+    """
+
+    stored: PartitionSpec
+    gradient: PartitionSpec
+    deferred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a pipeline's state is laid out.
+
+    Attributes:
+      mesh: the mesh.
+      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
+      sharding: (path, variable) to the axes of its dims, or None for what its metadata says.
+      auto_axes: axes left to the compiler.
+    """
+
+    mesh: Mesh
+    data_parallel: DataParallel = "replicated"
+    sharding: Sharding | None = None
+    auto_axes: tuple[str, ...] = ()
+
+    def spread(
+        self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
+    ) -> Spread:
+        """Where a variable goes.
+
+        Args:
+          path: its path in the plain model.
+          variable: of one stage, or of embed and head.
+          lead: the axes of dims that the pipeline puts before its own.
+          stacked: it was taken out of one with those dims, whose names may speak of them.
+
+        Raises:
+          ValueError: names that are the pipeline's, too many, or a dim they do not divide.
+        """
+        shape = _shape(variable)
+        names = self._names(path, variable, shape, len(lead) if stacked else 0)
+        return self.spread_as(names, variable, lead)
+
+    def check_alike(self, column: Sequence[tuple[ModelPath, Any]]) -> None:
+        """Check that stages which share an array are sharded alike.
+
+        Args:
+          column: the path of each stage's variable, and the variable.
+
+        Raises:
+          ValueError: ``sharding`` makes a difference between them.
+        """
+        if self.sharding is None or not isinstance(column[0][1], nnx.Variable):
+            return
+        said = [self.sharding(path, variable) for path, variable in column]
+        other = next((n for n, names in enumerate(said) if names != said[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"sharding returns {said[0]!r} for {column[0][0]!r} and {said[other]!r} for "
+                f"{column[other][0]!r}: stages that are alike share one array, so let it return "
+                f"the same names for all of them"
+            )
+
+    def spread_rows(self, variable: Any) -> Spread:
+        """Where a table goes whose rows the ranks share."""
+        return self.spread_as((STAGE,), variable, ())
+
+    def names_of(self, path: ModelPath, variable: Any) -> Names:
+        """The axes of a stage's variable's dims, but for the pipeline's own; () if it has none."""
+        names = self._names(path, variable, _shape(variable), 0)
+        return names if any(map(axes_in, names)) else ()
+
+    def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
+        """Where a variable goes whose dims have these names."""
+        sharded = names
+        if isinstance(variable, nnx.Param):
+            sharded = self._over_data(_shape(variable), names)
+        stored = sharded if self.data_parallel == "fsdp" else names
+        return Spread(_spec(lead, stored), _spec(lead, sharded))
+
+    def put(self, value: Any, spread: Spread) -> Any:
+        """An array, or its type, where it belongs."""
+        sharding = NamedSharding(self.mesh, spread.stored)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        return distribute(value, sharding, compare=False)  # the pipeline compares all at once
+
+    def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
+        """Give the variable a value that lies there, and metadata that say so.
+
+        flax reads them in `nnx.get_partition_spec`. Streams of random numbers stay as they are:
+        what a call leaves of them is counted by the pipeline.
+        """
+        said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
+        is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
+        if is_plain and (not lead or isinstance(variable, nnx.RngState)):
+            return with_value(variable, value)
+        own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
+        if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
+            own += tuple((key, said[key]) for key in ("eager_sharding",) if key in said)
+            said["eager_sharding"] = False
+        said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
+        if spread.gradient != spread.stored:
+            said["optimizer_sharding"] = tuple(spread.gradient)
+        return remade(variable, value, said)
+
+    def _names(
+        self, whole: ModelPath, variable: Any, shape: tuple[int, ...], stacked: int
+    ) -> Names:
+        """The mesh axes of a variable's own dims, checked."""
+        if not isinstance(variable, nnx.Variable):
+            return ()
+        said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
+        where = "sharding" if said is not None else "its metadata out_sharding"
+        names = tuple(said) if said is not None else own_names(variable)
+        if stacked and len(names) == len(shape) + stacked:
+            names = names[stacked:]
+        if len(names) > len(shape):
+            raise ValueError(
+                f"{path} has {len(shape)} dims, but {where} names the axes of {len(names)}: "
+                f"{names!r}; give one name, or None, for each dim of a stage's own array"
+            )
+        names = tuple(self._present(entry) for entry in names)
+        for dim, entry in enumerate(names):
+            over = axes_in(entry)
+            for axis in (STAGE, DATA):
+                if axis in over:
+                    raise ValueError(
+                        f"{path}: {where} shards dim {dim} over {axis!r}, which is the pipeline's "
+                        f"own axis: stages are laid over 'stage' already, and for weights sharded "
+                        f"over 'data' use data_parallel='fsdp'"
+                    )
+            size = self._size(over)
+            if shape[dim] % size:
+                raise ValueError(
+                    f"{path}: {where} shards dim {dim} over {' x '.join(map(repr, over))}, but its "
+                    f"{shape[dim]} entries cannot be shared by {size} devices; use a multiple of "
+                    f"{size}, another mesh, or no sharding for this dim"
+                )
+        return names
+
+    def _present(self, entry: Any) -> Any:
+        """Those of a dim's axes that the mesh has."""
+        found = tuple(axis for axis in axes_in(entry) if axis in self.mesh.axis_names)
+        return found if len(found) > 1 else found[0] if found else None
+
+    def _over_data(self, shape: tuple[int, ...], names: Names) -> Names:
+        """The names with ``data`` at the first dim that has room for it, if any has."""
+        shards = self.mesh.shape.get(DATA, 1)
+        if self.data_parallel == "replicated" or shards == 1:
+            return names
+        names = names + (None,) * (len(shape) - len(names))
+        # A dim that is sharded already only if no other will do, and never one of the compiler's.
+        for wanted in (True, False):
+            for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
+                over = axes_in(entry)
+                room = size and size % (self._size(over) * shards) == 0
+                if (not over) is wanted and room and not set(over) & set(self.auto_axes):
+                    new = (*over, DATA) if over else DATA
+                    return (*names[:dim], new, *names[dim + 1 :])
+        return names
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def own_names(variable: Any) -> Names:
+    """What a variable's metadata says of its dims, by the rules for logical names in force."""
+    said = metadata(variable).get("out_sharding")
+    said = getattr(said, "sharding", said)  # of a `Format`
+    if isinstance(said, NamedSharding):
+        return tuple(said.spec)
+    return tuple(nnx.spmd.get_var_pspec(variable) or ()) if said else ()
+
+
+def unnamed(variable: Any) -> Any:
+    """The variable without any word about its sharding."""
+    said = {k: v for k, v in metadata(variable).items() if k not in _KEYS}
+    return remade(variable, raw(variable), said)
+
+
+def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
+    """Where a variable of a pipeline lies, by its metadata."""
+    said = metadata(variable)
+    deferred = axes_in(said.get(DEFERRED))
+    if _OWN not in said:
+        return Spread(PartitionSpec(*lead), PartitionSpec(*lead), deferred)
+    stored = said["out_sharding"]
+    gradient = said.get("optimizer_sharding", stored)
+    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), deferred)
+
+
+def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
+    """Where the leaves of a state lie."""
+    return tuple(
+        spread_of(variable, lead)
+        for _, variable in nnx.to_flat_state(state)
+        for _ in jax.tree.leaves(variable)
+    )
+
+
+def as_before(state: Tree) -> Tree:
+    """The state with the metadata its variables had before they were placed."""
+    flat = nnx.to_flat_state(state)
+    if not any({_OWN, LAYERS} & metadata(variable).keys() for _, variable in flat):
+        return state
+    return nnx.from_flat_state([(path, _as_before(variable)) for path, variable in flat])
+
+
+def _as_before(variable: Any) -> Any:
+    said = dict(metadata(variable))
+    had = said.pop(LAYERS, None) is not None
+    if _OWN not in said:
+        return remade(variable, raw(variable), said) if had else variable
+    own = said.pop(_OWN)
+    kept = {key: value for key, value in said.items() if key not in _KEYS}
+    return remade(variable, raw(variable), kept | dict(own))
+
+
+def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
+    """A spec as JAX returns it: it ends where no more dims are sharded."""
+    last = max((dim for dim, entry in enumerate(names) if entry is not None), default=-1)
+    return PartitionSpec(*lead, *names[: last + 1])
+
+
+def axes_in(entry: Any) -> tuple[str, ...]:
+    """The axes over which one dim is sharded."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(getattr(raw(variable), "shape", ()))

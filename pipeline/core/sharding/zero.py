@@ -1,0 +1,177 @@
+"""ZeRO and FSDP: weights gathered, gradients summed over ``data`` or scattered; kernel specs.
+
+Letters: D data shards. With ZeRO-1 a gradient leaves the kernel as a reduce-scatter, D times
+smaller than as an all-reduce, and the optimizer's state lies as it does; with FSDP the weights do
+too, and are gathered before they are used (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models", SC 2020). An array none of whose dims D shards can share stays
+whole on every shard, and its gradient is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from collectives import DATA, STAGE, vary
+from collectives.compat import platform, varying_in
+from collectives.tensor import is_manual
+from pipeline.base.tree import Leaves, Tree, is_float
+from pipeline.core.sharding.placement import Spread
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the leaves of all state lie.
+
+    Attributes:
+      chunks: [V] for the leaves of each chunk's parameters; ends: for those of embed and head.
+      chunks_rest, ends_rest: for the leaves of all other state.
+    """
+
+    chunks: tuple[tuple[Spread, ...], ...]
+    ends: tuple[Spread, ...]
+    chunks_rest: tuple[tuple[Spread, ...], ...]
+    ends_rest: tuple[Spread, ...]
+
+
+def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
+    """What a shard_map over some of the axes is told of an array."""
+
+    def kept(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            found = tuple(axis for axis in entry if axis in manual)
+            return found if len(found) > 1 else found[0] if found else None
+        return entry if entry in manual else None
+
+    return PartitionSpec(*map(kept, spec))
+
+
+def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
+    """Whole leaves out of a data shard's.
+
+    Args:
+      leaves: local arrays.
+      spreads: where each lies.
+      lead: how many of the dims that the specs speak of the arrays lack.
+    """
+
+    def one(leaf: Any, spread: Spread) -> Any:
+        dim = data_dim(spread.stored)
+        if dim is None:
+            return leaf
+        return jax.lax.all_gather(leaf, DATA, axis=dim - lead, tiled=True)
+
+    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def total_over(tree: Tree, axes: tuple[str, ...]) -> Tree:
+    """The sum over axes of whose ranks each has an addend of its own, as in the kernel all have.
+
+    Not `collectives.sum_over`, which asks the types what varies: most kernels keep no such types
+    (`pipeline.core.options.plan.Plan.tracks_varying`).
+    """
+    axes = several(axes, tree)
+    if not axes or not jax.tree.leaves(tree):
+        return tree
+    wide = jax.tree.map(_as_cpu_can_add, tree)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), jax.lax.psum(wide, axes), tree)
+
+
+def several(axes: tuple[str, ...], tree: Tree) -> tuple[str, ...]:
+    """The axes over which there is something to reduce: of several ranks, or told by the types.
+
+    Beside axes that are left to the compiler, XLA cannot partition a reduction over axes of one
+    rank each ("Cross-partition allreduce must be in (partial) manual partitioning mode", jaxlib
+    0.10.2 to 0.12).
+    """
+    if any(varying_in(leaf) for leaf in jax.tree.leaves(tree)):
+        return axes
+    return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+
+
+def _as_cpu_can_add(x: Any) -> Any:
+    """An addend of a reduction that XLA can compile.
+
+    For CPUs, beside axes that are left to the compiler, XLA aborts the process at a sum of floats
+    of 16 bits ("Invalid binary instruction opcode copy", jaxlib 0.10.2 to 0.12). It would add them
+    in float32, and so does this.
+    """
+    narrow = is_float(x) and x.dtype.itemsize == 2
+    beside = jax.sharding.get_abstract_mesh().auto_axes
+    return x.astype(jnp.float32) if narrow and beside and platform() == "cpu" else x
+
+
+def reduce_gradients(
+    leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
+) -> Leaves:
+    """Sums over some axes, of those that are sharded over ``data`` only this shard's part.
+
+    Arguments as in `gather`; ``axes`` are those over which to sum, beside those over which a
+    gradient's reduction was deferred.
+    """
+    dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
+    parts = [
+        g if dim is None else _scattered(g, dim - lead) for g, dim in zip(leaves, dims, strict=True)
+    ]
+    # Of a table that ranks share, each keeps the gradient of its part.
+    rows = [_dim_over(STAGE, spread.gradient) is not None for spread in spreads]
+    over = [
+        tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
+        + _deferred(spread)
+        for dim, own, spread in zip(dims, rows, spreads, strict=True)
+    ]
+    found = list(parts)
+    for group in dict.fromkeys(over):
+        members = [n for n, one in enumerate(over) if one == group]
+        for n, total in zip(members, total_over([parts[n] for n in members], group), strict=True):
+            found[n] = total
+    return found
+
+
+def defer_reduction(tree: Tree, spreads: Sequence[Spread]) -> Tree:
+    """Weights that are not the same to the backward on all ranks of some axes, though they are.
+
+    So it leaves each rank its part of their gradient, for `reduce_gradients` to add up.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        treedef, [vary(x, _deferred(spread)) for x, spread in zip(leaves, spreads, strict=True)]
+    )
+
+
+def _deferred(spread: Spread) -> tuple[str, ...]:
+    return tuple(filter(is_manual, spread.deferred))
+
+
+def _scattered(gradient: Any, dim: int) -> Any:
+    wide = _as_cpu_can_add(gradient)
+    total = jax.lax.psum_scatter(wide, DATA, scatter_dimension=dim, tiled=True)
+    return total.astype(gradient.dtype)
+
+
+def data_dim(spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over ``data``, if any is."""
+    return _dim_over(DATA, spec)
+
+
+def _dim_over(axis: str, spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over an axis, perhaps among others."""
+    for dim, entry in enumerate(spec):
+        if entry == axis or (isinstance(entry, tuple) and axis in entry):
+            return dim
+    return None
+
+
+def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """Tell the compiler where arrays lie, for the axes that are left to it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    found = [
+        jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, jax.tree.leaves(specs), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, found)

@@ -1,0 +1,291 @@
+"""What each action of a pipeline takes, in the kernel that runs it.
+
+A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) holds the stages that differ, each
+once, and runs its program as any other does. It is timed with its first microbatch alone, with one
+kind of action of one stage for all microbatches, and with all of the stages that a rank of the
+pipeline holds, in turn. What an action takes is what it adds to the first; those of a rank in turn
+take longer than one by one where a stage finds its weights in a cache that the next would have
+filled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collectives import STAGE, exchange, vary
+from collectives.sizes import is_size
+from pipeline.base.tree import Tree, shape_text
+from pipeline.core.sharding import meshes
+from pipeline.insight.calibrate.calibration import Calibration
+from pipeline.insight.calibrate.conclude import Key, Timed, Took, conclude, spread_of
+from pipeline.insight.calibrate.one_rank import (
+    Chain,
+    Runs,
+    entries,
+    find_chain,
+    one_rank,
+    operands_of,
+    partial_step,
+    rows_of,
+)
+from schedules import Costs
+
+EXCHANGES = 100  # that are timed at once
+FIRST = "first"  # names the step of the first microbatch alone
+MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
+
+
+def calibrate(
+    pipe: Any,
+    make: Callable[..., Any],
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    *,
+    rounds: int,
+    repeats: int,
+    split: bool,
+    message: Callable[[], int],
+) -> Calibration:
+    """Measure the actions of a pipeline of arrays, whose class is ``make``.
+
+    ``message()`` is how many bytes a message between its stages has. Other arguments are those of
+    `pipeline.Pipeline.calibrate`.
+
+    Raises:
+      ValueError: arguments that do not fit, or a pipeline whose actions cannot be timed one by one.
+      CalibrationError: the times are noise, or they contradict each other.
+    """
+    _check(pipe, rounds=rounds, repeats=repeats)
+    batch = inputs, targets, extras
+    measured = Calibrator(pipe, make, *batch, repeats=repeats, split=split, message=message)
+    for _ in range(rounds):
+        measured.turn()
+    return measured.conclude()
+
+
+class Calibrator:
+    """A calibration, round by round, for those who do something else between rounds.
+
+    Args are those of `calibrate`, and
+
+    * in_flight: microbatches that are on their way at a time; by default as in the pipeline, as far
+      as memory for a few of them goes.
+    * held: stages of each rank; by default as in the pipeline.
+
+    Attributes:
+      operands: of the step whose time beside its actions is the overhead, its plan first: what
+        `pipeline.insight.forecast.bytes.predict` takes.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        make: Callable[..., Any],
+        inputs: Tree,
+        targets: Tree,
+        extras: Any,
+        *,
+        repeats: int,
+        split: bool,
+        message: Callable[[], int],
+        in_flight: int | None = None,
+        held: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        plan = pipe.plan
+        if in_flight is None:
+            program = plan.training
+            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
+        self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
+        ranks = [
+            tuple(sorted({self._chain.stands_for(k) for k in stages}))
+            for stages in held or plan.schedule.stages_of
+        ]
+        self._programs = ("FB", "FIW") if split else ("FB",)
+        rows = functools.partial(rows_of, plan=plan, num_microbatches=repeats + 1)
+        self._batch = jax.tree.map(rows, (inputs, targets, extras))
+        steps: dict[Any, Callable[[], Any]] = {}
+        for kinds in self._programs:
+            with warnings.catch_warnings():  # whoever made the pipeline has seen them
+                warnings.simplefilter("ignore")
+                one = one_rank(pipe, make, self._chain, kinds, repeats + 1, in_flight)
+            program, operands = one.plan.training, operands_of(one, *self._batch)
+            if kinds == self._programs[0]:
+                self.operands = one.plan, *operands
+            run = partial_step(one.plan, operands)
+            which: dict[Any, Runs] = {FIRST: entries(program)}
+            which |= {(stages, kinds): entries(program, stages, kinds) for stages in ranks}
+            for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
+                which |= {(n, kind): entries(program, [n], kind) for kind in kinds}
+            for key, runs in which.items():
+                steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
+        if plan.schedule.num_ranks > 1:
+            steps["exchanges", None] = exchanges(plan.mesh, message())
+        self._steps, self._shuffle = steps, random.Random(0).shuffle  # noqa: S311  no secret
+        for step in steps.values():
+            seconds(step)
+        self._taken: dict[Any, list[float]] = {key: [] for key in steps}
+
+    def turn(self) -> None:
+        """A round: run each step once.
+
+        Whatever slows the machine for a while slows all alike. No two rounds have the same order:
+        what a step finds in caches is not always the same other step's. But those of a program run
+        behind each other, after one that does not count: none pays for the memory that a step of
+        another program gives back.
+        """
+        for program in dict.fromkeys(program for program, _ in self._steps):
+            order = [key for key in self._steps if key[0] == program]
+            self._shuffle(order)
+            seconds(self._steps[order[0]])
+            for key in order:
+                self._taken[key].append(seconds(self._steps[key]))
+
+    def conclude(self, rounds: int | None = None) -> Calibration:
+        """What follows from all rounds, or from so many, the last.
+
+        Raises:
+          CalibrationError: the times are noise, or they contradict each other.
+        """
+        pipe, chain, repeats = self._pipe, self._chain, self._repeats
+        last = {key: times[-(rounds or len(times)) :] for key, times in self._taken.items()}
+        timed = []
+        for program in self._programs:
+            of = {key: times for (kinds, key), times in last.items() if kinds == program}
+            first = of.pop(FIRST)
+            turns = {key[0]: of.pop(key) for key in list(of) if isinstance(key[0], tuple)}
+            timed.append(_weighted(Timed(first, turns, of, repeats), chain))
+        names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
+        found = conclude(timed, names, _idle(chain, pipe.plan.remat))
+        each = sum(found[key].median for key in timed[0].of)
+        overhead = max(0.0, spread_of(timed[0].first).median - each)
+        exchanged = [t / EXCHANGES for t in last.get(("exchanges", None), [0.0])]
+        count = len(timed[0].first)
+        took = spread_of(exchanged)
+        return _calibration(pipe, chain, found, took, overhead, self._batch, count, repeats)
+
+
+def _check(pipe: Any, **counts: Any) -> None:
+    for name, count in counts.items():
+        if not is_size(count):
+            raise ValueError(f"{name}={count!r}: must be an integer > 0")
+    devices = pipe.plan.mesh.devices.flat
+    if len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            "calibrate() measures within one process, and this pipeline's mesh spans several: "
+            "calibrate the same stages in a process of its own, on one device of this kind, write "
+            "the result with to_json(path) and give Pipeline(costs=Calibration.from_json(path)) "
+            "to all"
+        )
+    if meshes.mesh_in_force() is not None:
+        raise ValueError(
+            "calibrate() makes pipelines on a mesh of one rank, and another mesh is in force; call "
+            "it outside of jax.set_mesh"
+        )
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """One run of a step, until its results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(step())
+    return time.perf_counter() - start
+
+
+def _weighted(one: Timed, chain: Chain) -> Timed:
+    """The same with the times of stages that were not timed because they are as others."""
+    twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
+    of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
+    return Timed(one.first, one.turns, of, one.repeats)
+
+
+def _idle(chain: Chain, remat: Any) -> set[Key]:
+    """Actions that compute nothing."""
+    idle = {(n, kind) for n, of in enumerate(chain.kinds) if of in chain.idle for kind in "BIW"}
+    if remat == "stage":  # its own backward runs it
+        idle.add((len(chain.stages) - 1, "F"))
+    return idle
+
+
+def exchanges(mesh: Mesh, size: int) -> Callable[[], jax.Array]:
+    """A hundred exchanges of so many bytes, each between neighbours that wait for it, in pairs."""
+    ranks = mesh.shape[STAGE]
+    edges = [(r + d, r + 1 - d) for r in range(0, ranks - 1, 2) for d in (0, 1)]
+
+    def body() -> jax.Array:
+        def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return exchange(x, edges, STAGE), None
+
+        x = vary(jnp.zeros(max(1, size // 4), jnp.float32), STAGE)
+        return jax.lax.scan(one, x, length=EXCHANGES)[0][:1]
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(STAGE)))
+
+
+def _calibration(
+    pipe: Any,
+    chain: Chain,
+    found: Mapping[Key, Took],
+    exchanged: Took,
+    overhead: float,
+    batch: Tree,
+    rounds: int,
+    repeats: int,
+) -> Calibration:
+    """The costs of every stage of the model."""
+    plan, kinds = pipe.plan, [kind for kind in "FBIW" if (0, kind) in found]
+    stages = [chain.stands_for(k) for k in range(plan.schedule.num_stages)]
+    of = {kind: [max(0.0, found[n, kind].median) for n in stages] for kind in kinds}
+    spread = {kind.lower(): tuple(found[n, kind].spread for n in stages) for kind in kinds}
+    ends = {"head": 0.0, "embed": 0.0}
+    inner = chain.inner()
+    if inner is not None and "head" in plan.shared:
+        ends["head"] = max(0.0, of["B"][-1] - found[inner, "B"].median)
+    first = next((n for n, k in enumerate(chain.kinds) if k[0] == chain.kinds[0][0] and n), None)
+    if first is not None and "embed" in plan.shared:
+        ends["embed"] = max(0.0, of["F"][0] - found[first, "F"].median)
+    for kind in kinds:
+        if kind in "FBI":
+            of[kind][0] = max(0.0, of[kind][0] - ends["embed"])
+        if kind in "BI":
+            of[kind][-1] = max(0.0, of[kind][-1] - ends["head"])
+    if "I" not in of:  # so nothing is gained by splitting a backward
+        of |= {"I": of["B"], "W": [0.0] * len(stages)}
+        spread |= {"i": spread["b"], "w": (0.0,) * len(stages)}
+    costs = Costs(of["F"], of["I"], of["W"], b=of["B"], comm=max(0.0, exchanged.median), **ends)
+    leaves = jax.tree.leaves(batch[0])
+    each = leaves[0].shape[0] // (repeats + 1) // plan.data_size
+    device = plan.mesh.devices.flat[0]
+    return Calibration(
+        costs,
+        {**spread, "comm": (exchanged.spread,)},
+        overhead,
+        plan.signature,
+        shape_text(jax.ShapeDtypeStruct((each, *leaves[0].shape[1:]), leaves[0].dtype)),
+        rounds,
+        repeats,
+        {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "devices": plan.mesh.size // plan.schedule.num_ranks,
+            "cpus": os.cpu_count() or 1,
+        },
+        {
+            "jax": jax.__version__,
+            "jaxlib": metadata.version("jaxlib"),
+            "python": platform.python_version(),
+            "shardpipe": metadata.version("shardpipe"),
+        },
+    )

@@ -1,0 +1,198 @@
+"""The stages of a pipeline that differ, as a pipeline of one rank whose actions run one by one.
+
+Which entries of its table run is an operand of the compiled step (`partial_step`), so that one
+compilation serves for the step of one kind of action alone and for that of all.
+
+Letters: K stages, M microbatches, T ticks, S ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from collectives import STAGE
+from pipeline.base.tree import Tree, signature
+from pipeline.core.kernel import runtime
+from pipeline.core.kernel.operands import Operands, make_operands
+from pipeline.core.layerwise.replace import ends_of
+from pipeline.core.model.stage import define, take_stage
+from pipeline.core.options.plan import Plan
+from pipeline.core.sharding import meshes
+from schedules import Program, Schedule, from_orders
+
+Runs = NDArray[np.bool_]  # [T, slots, S] which entries of a program's table run
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages that one rank runs after each other: of each kind in a row, the first.
+
+    Attributes:
+      stages: their indices in the model, ascending.
+      kinds: what each is; of equal ones, one is timed.
+      kind_of: [K] the kind of every stage of the model.
+      idle: kinds of stages whose backward computes nothing.
+    """
+
+    stages: tuple[int, ...]
+    kinds: tuple[Any, ...]
+    kind_of: tuple[Any, ...]
+    idle: frozenset[Any]
+
+    def stands_for(self, k: int) -> int:
+        """The stage of the chain that is timed for stage k."""
+        return self.kinds.index(self.kind_of[k])
+
+    def inner(self) -> int | None:
+        """A stage of the chain that is as the last, but not the last; None if there is none."""
+        group, way, _, _ = self.kinds[-1]
+        here = (n for n, kind in enumerate(self.kinds) if kind == (group, way, False, False))
+        return next(here, None)
+
+
+def find_chain(pipe: Any) -> Chain:
+    """The stages that differ in what they compute, in how far they go back, or in their place."""
+    plan, kind_of, found = pipe.plan, [], []
+    ways = pipe.trained.ways(want_inputs=False)
+    groups: list[Any] = []
+    last = plan.schedule.num_stages - 1
+    for k in range(last + 1):
+        definition, params, rest = define(_stage(pipe, k), "a stage")
+        key = definition, signature((params, rest))
+        if key not in groups:
+            groups.append(key)
+        kind_of.append((groups.index(key), ways[k], k == 0, k == last))
+    for k, kind in enumerate(kind_of):
+        if k == 0 or kind != kind_of[k - 1]:
+            found.append((k, kind))
+    kinds = [kind for _, kind in found]
+    group, way, *_ = kind_of[-1]
+    inner = group, way, False, False
+    if (
+        "head" in plan.shared
+        and inner not in kinds
+        and [g for g, *_ in kind_of[-2:]] == [group] * 2
+    ):
+        found.insert(-1, (last, inner))  # whose difference from the last is the head
+    idle = frozenset(kind for _, kind in found if not kind[1].is_any)
+    stages, kinds = zip(*found, strict=True)
+    return Chain(stages, kinds, tuple(kind_of), idle)
+
+
+def _stage(pipe: Any, k: int) -> nnx.Module:
+    """A stage, whole, as all ranks hold it."""
+    for rank, held in enumerate(pipe.schedule.stages_of):
+        if k in held:
+            return take_stage(pipe.chunks[held.index(k)], rank)
+    raise AssertionError(k)
+
+
+def one_rank(
+    pipe: Any,
+    make: Callable[..., Any],
+    chain: Chain,
+    kinds: str,
+    microbatches: int,
+    in_flight: int,
+) -> Any:
+    """A pipeline of the stages of a chain on the devices of the first rank."""
+    plan, mesh = pipe.plan, pipe.plan.mesh
+    devices = np.take(mesh.devices, [0], axis=mesh.axis_names.index(STAGE))
+    options = dict(plan.options) | {
+        "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
+        "num_microbatches": microbatches,
+        "schedule": timetable(len(chain.stages), kinds, microbatches, in_flight),
+        "bubbles": "skip",
+        "pattern": "single",
+        "delayed": False,
+        "ignore": (),
+        "wrt": _remapped(plan.wrt, chain.stages),
+        "costs": None,
+    }
+    one = make([_stage(pipe, k) for k in chain.stages], **options | ends_of(pipe))
+    if one.plan.is_masked:
+        raise ValueError(
+            f"calibrate() times actions one by one, and with auto_axes={plan.auto_axes!r} on "
+            f"virtual CPU devices every slot computes them all; calibrate on a mesh without that "
+            f"axis, or give Costs(...)"
+        )
+    return one
+
+
+def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
+    """A filter that is asked about some stages, and answers as if they were in their places."""
+    if isinstance(wrt, type) and issubclass(wrt, nnx.Param):
+        return wrt
+    asks = nnx.filterlib.to_predicate(wrt)
+
+    def asked(path: Any, value: Any) -> bool:
+        if path[:1] == ("stages",):
+            path = ("stages", stages[path[1]], *path[2:])
+        return bool(asks(path, value))
+
+    return asked
+
+
+def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) -> Schedule:
+    """One rank: each microbatch goes through all stages, and back when so many have gone.
+
+    Weights' halves are as far behind the inputs', so that what an action reads has been left for as
+    long as in a step, and lies in no cache.
+    """
+    there = range(num_stages)
+    order: list[str] = []
+    for m in range(microbatches + 2 * in_flight - 1):
+        back, late = m - in_flight, m - 2 * in_flight + 1
+        if 0 <= back < microbatches:
+            order += [f"{k}{kinds[1]}{back}" for k in reversed(there)]
+        if kinds[2:] and 0 <= late < microbatches:
+            order += [f"{k}{kinds[2]}{late}" for k in reversed(there)]
+        if m < microbatches:
+            order += [f"{k}F{m}" for k in there]
+    return from_orders([order], name="one by one")
+
+
+def entries(program: Program, stages: Collection[int] = (), kinds: str = "") -> Runs:
+    """Those of the first microbatch, and of some kinds of action of some chunks of every rank."""
+    runs = program.microbatch == 0
+    for index, slot in enumerate(program.slots):
+        for branch, op in enumerate(slot.ops, start=1):
+            if op.chunk in stages and op.kind in kinds:
+                runs[:, index] |= program.op[:, index] == branch
+    return runs & (program.op > 0)
+
+
+def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> Operands:
+    """What the kernel is given of a training step beside its plan."""
+    plan, state = pipe.plan, (pipe.chunks, pipe.ends)
+    options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
+    found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)
+    model, weights, batch = found
+    return model, meshes.untyped(weights, plan.mesh), batch
+
+
+def partial_step(plan: Plan, operands: Operands) -> Callable[[Any], Any]:
+    """A function of which entries of its table run: the training step of a pipeline."""
+
+    def run(runs: Any) -> Any:
+        with meshes.entered(plan.mesh, plan.home):
+            return runtime.train(plan, *operands, runs=runs)
+
+    return run
+
+
+def rows_of(leaf: Any, plan: Plan, num_microbatches: int) -> Any:
+    """As many microbatches of the same size as are timed: those that there are, over and over."""
+    shards, given = plan.data_size, plan.schedule.num_microbatches
+    each = leaf.shape[0] // given
+    if num_microbatches <= given and shards == 1:
+        return leaf[: num_microbatches * each]
+    kept = np.arange(num_microbatches * each) % (each * given)
+    return np.asarray(leaf)[kept]

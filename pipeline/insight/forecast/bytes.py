@@ -1,0 +1,196 @@
+"""What a step will hold on each device, predicted from types alone.
+
+Letters: S ranks, D data shards. One program runs on all ranks, so every rank allocates the same:
+the most that any of them needs. The prediction is read off the traced step itself, the one that is
+compiled: what its refs take (messages, stashes, crossings, gradients), and beside them the most
+that is live at any moment within an action (`pipeline.insight.forecast.liveness`). With
+``remat="stage"`` that is mainly the residuals of one stage, which its backward computes again. What
+is live depends on what the compiler fuses, so on the platform of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from pipeline.base.tree import Tree, nbytes
+from pipeline.core.kernel import runtime
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.insight.forecast.fusion import Compiler
+from pipeline.insight.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
+from pipeline.insight.forecast.narrower import cast_once, rounded
+
+NAMES = ("messages", "stashes", "crossings", "kept", "totals")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Equal places for one kind of value.
+
+    Attributes:
+      count: how many.
+      each: bytes of one.
+    """
+
+    count: int = 0
+    each: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return self.count * self.each
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes of a step on each device.
+
+    Attributes:
+      weights: an argument: parameters and all other state of the stages and ends.
+      batch: an argument: the data shard's inputs, targets and extras.
+      returned: results: the loss and the gradients, in the weights' dtype; they are summed where
+        they are returned if that dtype has the 4 bytes that sums are kept in.
+      totals: sums of gradients that are not.
+      messages: activations and their gradients on a rank, one more than the timetable needs: what
+        nobody reads is written there.
+      stashes: residuals from F to B.
+      crossings: what I leaves for W.
+      kept: gradients for the inputs, where they are not returned as they are kept.
+      workspace: the most that is live beside all that: within one action, or at the end of the
+        step, when gradients are summed over ``data``.
+      casts: weights in the narrower dtype that stages compute in, where it is made once a step.
+      lent: results that are written at the end of the step, and hold anything but stashes before.
+    """
+
+    weights: int
+    batch: int
+    returned: int
+    totals: int
+    messages: Places
+    stashes: Places
+    crossings: Places
+    kept: int
+    workspace: int
+    casts: int = 0
+    lent: int = 0
+
+    @property
+    def arguments(self) -> int:
+        """What a step is given."""
+        return self.weights + self.batch
+
+    @property
+    def temporaries(self) -> int:
+        """What it holds beside arguments and results."""
+        passing = self.messages.size + self.crossings.size + self.kept + self.workspace
+        return self.stashes.size + self.totals + max(0, passing - self.lent) + self.casts
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arguments + self.returned + self.temporaries
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The part that takes most, in words, and its bytes."""
+        parts = {
+            "the weights": self.weights,
+            "the batch": self.batch,
+            "the gradients": self.returned + self.totals,
+            _text("message", self.messages): self.messages.size,
+            _text("residual stash", self.stashes): self.stashes.size,
+            _text("stash of what I leaves for W", self.crossings): self.crossings.size,
+            "the gradients for the inputs": self.kept,
+            "the workspace of one action": self.workspace,
+            "the weights in the dtype of activations": self.casts,
+        }
+        return max(parts.items(), key=lambda item: item[1])
+
+
+def _text(what: str, places: Places) -> str:
+    head, *tail = what.split(" of ")
+    plural = f"{head}es" if head.endswith("sh") else f"{head}s"
+    name = " of ".join([plural if places.count != 1 else head, *tail])
+    return f"{places.count} {name}, {places.each:,} bytes each"
+
+
+def predict(
+    plan: Plan,
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    *,
+    want_inputs: bool = False,
+    used: bool = False,
+) -> MemoryPrediction:
+    """The bytes of `runtime.train` on each device.
+
+    Args:
+      plan: the options of the pipeline.
+      model: the user's model.
+      weights: [S, ...] leaves of chunks, and leaves of the ends; arrays or their types.
+      batch: [N, ...] leaves, likewise.
+      want_inputs: whether gradients for the inputs are wanted.
+      used: whether the same program uses the gradients: they are temporaries then, no results.
+    """
+    traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
+    body, compiler = find_shard_map(traced.jaxpr.jaxpr), compiler_of(plan.mesh)
+    returned = 0 if used else sum(nbytes(var.aval) for var in body.outvars)
+    walk = Walk(body, returned=not used, compiler=compiler)
+    halved = rounded(body) if compiler.rounds else set()
+    sizes = [nbytes(var.aval) for var in body.invars]
+    count = len(jax.tree.leaves(batch))
+    first = len(sizes) - count - len(jax.tree.leaves(weights))
+    found: dict[str, Places] = {}
+    for ref, eqn in walk.refs.items():
+        name, var = _name(eqn), eqn.outvars[0]
+        places = var.aval.shape[0] if name in NAMES[:3] else 1
+        before = found.get(name, Places()).each
+        size = ref.size // 2 if var in halved else ref.size
+        found[name] = Places(places, before + size // places)
+    held = sum(ref.size for ref in walk.refs)
+    totals = found.get("totals", Places()).size
+    return MemoryPrediction(
+        weights=sum(sizes[first : len(sizes) - count]),
+        batch=sum(sizes[len(sizes) - count :]),
+        returned=returned,
+        totals=totals,
+        messages=found.get("messages", Places()),
+        stashes=found.get("stashes", Places()),
+        crossings=found.get("crossings", Places()),
+        kept=found.get("kept", Places()).size,
+        workspace=max(0, walk.peak - held),
+        casts=cast_once(body) if compiler.rounds else 0,
+        lent=min(returned, totals) if compiler.lends else 0,
+    )
+
+
+def compiler_of(mesh: Mesh) -> Compiler:
+    """What is known of the compiler for a mesh's devices; CPU's for those it knows nothing of."""
+    lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
+    # Described GPUs call themselves by their runtime, those that are there do not.
+    kinds = {
+        "tpu": Compiler(products_fuse=True, rounds=True, lone=lone),
+        "gpu": (gpu := Compiler(products_add=True, lone=lone, lends=True)),
+        "cuda": gpu,
+    }
+    return kinds.get(mesh.devices.flat[0].platform, XLA_FOR_CPU)
+
+
+def _name(eqn: Any) -> str:
+    """What a ref is for, by the name scope it was made in."""
+    scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
+    return next((scope for scope in scopes if scope in NAMES), "totals")
+
+
+def types(tree: Tree) -> Tree:
+    """The types of a tree's arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+        tree,
+    )

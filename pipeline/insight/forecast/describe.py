@@ -1,0 +1,155 @@
+"""What a pipeline says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.core.model.difference import difference
+from pipeline.core.model.unlike import Overlaid
+from pipeline.core.options.plan import Plan
+from schedules import simulate
+from schedules.lowering.program import Program
+
+_STRAIGHT = (
+    "no table: a loop takes each microbatch through all stages and back; what the way back needs "
+    "is the compiler's to keep"
+)
+
+
+def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What `print` shows of a pipeline, line by line.
+
+    Args:
+      pipe: a `Pipeline`.
+      defaults: options that are shown only if they have other values.
+    """
+    schedule, plan = pipe.schedule, pipe.plan
+    stages = [stage for chunk in pipe.chunks for stage in getattr(chunk, "stages", [chunk])]
+    changed = [
+        f"{name}={_short(value)}"
+        for name, value in plan.options.items()
+        if name in defaults and value is not defaults[name] and value != defaults[name]
+    ]
+    ours = "chunks", "ends", "ignored", "layout", "plan"
+    added = [n for n in vars(pipe) if n not in ours and not n.startswith("_")]
+    model = f"{schedule.num_stages} of {' and '.join(dict.fromkeys(map(_short, stages)))}"
+    ends = {"embed": pipe.embed, "head": pipe.head}.items()
+    lines = {
+        "stages": ", ".join([model, *(f"{k} {_short(v)}" for k, v in ends if v is not None)]),
+        "mesh": f"{_axes(plan)}, {plan.num_chunks} stages per rank",
+        "num_microbatches": f"{schedule.num_microbatches}",
+        "schedule": schedule.name,
+        "loss_fn": _short(getattr(pipe.ends, "loss_fn", None) or plan.loss_fn),
+        "options": ", ".join(changed),
+        "attributes": ", ".join(added),
+    }
+    return {name: line for name, line in lines.items() if line}
+
+
+def _short(value: Any) -> str:
+    """A few words for a value: what is long goes by the name of its type."""
+    if isinstance(value, str | int | float | None) or (
+        isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    ):
+        return repr(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _axes(plan: Plan) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
+
+
+def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
+    """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
+    schedule, unlike = plan.schedule, _unlike(chunks)
+    used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
+    straight = plan.traces.straight
+    if straight is None:
+        straight = plan.is_straight and not unlike
+    lines = [
+        (
+            f"{schedule.num_stages} stages on {schedule.num_ranks} ranks, {plan.num_chunks} per "
+            f"rank, {schedule.num_microbatches} microbatches"
+        ),
+        f"mesh {_axes(plan)}: {used} of {present} devices",
+        f"schedule {schedule.name}: {plan.why}",
+        *([_STRAIGHT] if straight else _ticks(plan)),
+        *memory,
+    ]
+    if not straight and plan.training.delayed:
+        lines.append(
+            "sends are delayed: a message travels beside the work of the next slot, and can be "
+            "used from the one after"
+        )
+    if plan.shared:
+        ends = " and ".join(plan.shared)
+        lines.append(f"vocabulary of {ends} on all ranks, 1/{schedule.num_ranks} of it on each")
+    if plan.compute_dtype is not None:
+        lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
+    lines += _sharded(plan)
+    if plan.traces.unsplit:  # known once a step was traced
+        lines.append(f"I does whole what cannot be split: {'; '.join(plan.traces.unsplit)}")
+    return "\n".join([*lines, *unlike])
+
+
+def _ticks(plan: Plan) -> list[str]:
+    """What the timetable is lowered to, and how long ranks idle in it."""
+    program = plan.training
+    lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
+    costs = plan.costs_from
+    if plan.given_costs is None:
+        costs = "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
+    return [
+        f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",
+        f"per rank {_places(program)}",
+        (
+            f"predicted bubble at {costs}: a step loses {lost:.1%} in lockstep"
+            f"{' with delayed sends' * program.delayed}"
+        ),
+    ]
+
+
+def _unlike(chunks: Sequence[Any]) -> list[str]:
+    """In what stages differ."""
+    lines = []
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, Overlaid):
+            lines.append(f"chunk {index} has stages that are not alike: {chunk.about}")
+        elif not isinstance(chunks[0], Overlaid) and (found := difference(chunks[0], chunk)):
+            lines.append(f"chunk {index} is not like chunk 0: it differs {found}")
+    return lines
+
+
+def _sharded(plan: Plan) -> list[str]:
+    """What is sharded over ``data``, and which axes are the compiler's."""
+    whole = {"step": "once a step", "action": "in every action"}[plan.gather]
+    lines = {
+        "replicated": [],
+        "zero1": [f"gradients and optimizer state sharded over {plan.data_size} data shards"],
+        "fsdp": [f"weights sharded over {plan.data_size} data shards, gathered {whole}"],
+    }[plan.data_parallel]
+    if plan.auto_axes:
+        lines.append(f"left to the compiler: {', '.join(plan.auto_axes)}")
+    return lines
+
+
+def _places(program: Program) -> str:
+    """What a rank's memory is divided into."""
+    places = [
+        f"{program.num_buffers} message buffers",
+        f"{program.num_stashes} residual stashes",
+    ]
+    if program.num_crossings:
+        places.append(f"{program.num_crossings} stashes of what I leaves for W")
+    return ", ".join(places)
+
+
+def _why_slots(plan: Plan) -> str:
+    """Why a tick has these slots."""
+    if plan.pattern is None:
+        meet = "keep only the ranks that they join" if plan.partners else "are barriers"
+        return f"the fastest where exchanges {meet}"
+    if plan.is_masked:
+        return f"{plan.pattern}, and every rank computes all that a slot may hold"
+    return f"{plan.pattern}, as asked for"

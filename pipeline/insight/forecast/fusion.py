@@ -1,0 +1,200 @@
+"""A jaxpr as values that need memory, or are computed on the way to others.
+
+Calls are inlined. What an equation makes is held, has memory of its own, unless something reads it
+that computes its operands on the way; then what it is computed from must be in memory instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.base.tree import nbytes
+from pipeline.core.jaxpr.evaluate import follow
+from pipeline.core.jaxpr.primitives import HEAVY, callee, is_ref, traits
+
+Slots = Sequence["Value | None"]  # None where an equation has a literal
+_SUMS = "psum", "psum_invariant"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What a platform's compiler makes of a jaxpr.
+
+    Attributes:
+      products_fuse: matrix products compute their operands on the way, exponentials too, and
+        within them what alone reads their results, an addition to a ref included. So the TPU
+        compiler's optimised HLO shows; XLA for CPU keeps what such products read and make.
+      products_add: matrix products add what they make to a ref, transposed if need be, and
+        exponentials are computed again within each of their readers. So XLA for GPU.
+      rounds: what products round to bfloat16 is kept so (`pipeline.insight.forecast.narrower`).
+      lone: mesh axes of one device. Sums over them are dropped; XLA for CPU makes new arrays.
+      lends: whether results lend their memory to other values until they are written.
+    """
+
+    products_fuse: bool = False
+    products_add: bool = False
+    rounds: bool = False
+    lone: frozenset[str] = frozenset()
+    lends: bool = False
+
+
+@dataclass(eq=False)
+class Value:
+    """Something in memory, or computed on the way.
+
+    Attributes:
+      size: bytes, if it is held.
+      held: whether it has memory of its own.
+      sources: what must be in memory to compute it; itself if it is held.
+    """
+
+    size: int
+    held: bool
+    sources: frozenset[Value] = frozenset()
+
+    def hold(self) -> None:
+        """Give it memory of its own."""
+        self.held, self.sources = True, frozenset((self,))
+
+
+@dataclass(eq=False)
+class Node:
+    """One equation.
+
+    Attributes:
+      eqn: it.
+      operands: what it is given, None for literals.
+      reads: its operands, but for literals.
+      makes: its results.
+      fuses: whether it computes its operands on the way.
+      given: operands that it may overwrite with its results, if nobody else reads them.
+      loop: whether it passes its operands on to a body, and back.
+      inner: the bytes of what happens inside, its results not counted.
+    """
+
+    eqn: Any
+    operands: Slots
+    reads: list[Value]
+    makes: list[Value]
+    fuses: bool
+    given: list[Value] = field(default_factory=list)
+    loop: bool = False
+    inner: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it makes anything that has memory, or changes any."""
+        effects = bool(self.eqn.effects) and self.eqn.primitive.name != "get"
+        return any(v.held for v in self.makes) or effects or self.loop
+
+    @property
+    def writes(self) -> set[Value]:
+        """The refs that it may write to."""
+        if self.eqn.primitive.name == "get":
+            return set()
+        pairs = zip(self.operands, self.eqn.invars, strict=False)
+        return {v for v, var in pairs if v is not None and is_ref(var.aval)}
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix product."""
+        return bool(self.eqn.primitive.name == "dot_general")
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to a ref."""
+        return bool(self.eqn.primitive.name == "addupdate")
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether several readers would not each repeat it."""
+        return traits(self.eqn).dear
+
+
+class Flow:
+    """Reads jaxprs.
+
+    Args:
+      enter: looks into an equation with a body, given its node and its operands.
+      compiler: whose memory is meant.
+
+    Attributes:
+      nodes: the equations, in order.
+      refs: the refs that are made, and the equations that make them.
+    """
+
+    def __init__(self, enter: Callable[[Node, Slots], None], compiler: Compiler) -> None:
+        self._enter, self._compiler = enter, compiler
+        self.nodes: list[Node] = []
+        self.refs: dict[Value, Any] = {}
+        self._contents: set[Value] = set()  # what refs hold, read as a whole
+
+    def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
+        """Add a jaxpr's equations; returns its outputs."""
+        constants = [Value(0, held=True) for _ in jaxpr.constvars]
+        return follow(jaxpr, inputs, constants, lambda _: None, self._equation)
+
+    def _equation(self, eqn: Any, reads: list[Value | None]) -> Slots:
+        body = callee(eqn)
+        if body is not None:
+            return self.read(body.jaxpr, reads)
+        if traits(eqn).view or _keeps(eqn) or self._drops(eqn):
+            return reads[: len(eqn.outvars)]
+        return self._node(eqn, reads)
+
+    def _drops(self, eqn: Any) -> bool:
+        """Whether it is a sum over one device that is left out."""
+        lone = self._compiler.lone
+        return eqn.primitive.name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
+
+    def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
+        name, what = eqn.primitive.name, traits(eqn)
+        makes = [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
+        given = [v for v in reads if v is not None]
+        node = Node(eqn, reads, given, makes, fuses=False)
+        if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
+            self._contents.update(makes)
+        # A part of a ref, changed where the ref lies: it is put back next.
+        in_place = name == "dynamic_update_slice" and reads[0] in self._contents
+        if name == "get" or in_place or (what.cost < HEAVY and not what.whole):
+            node.fuses = True
+            node.given = given
+            for value in makes:
+                value.held = False
+        elif what.whole or what.writes:
+            node.fuses = True
+        elif name == "new_ref":
+            node.given = given
+            self.refs[makes[0]] = eqn
+        elif name == "dot_general":
+            node.fuses = self._compiler.products_fuse
+            if not node.fuses:
+                node.reads = [self._turned(eqn, side, v) for side, v in enumerate(reads) if v]
+        elif what.loops or name == "cond":
+            self._enter(node, reads)
+        self.nodes.append(node)
+        return list(makes)
+
+    def _turned(self, eqn: Any, side: int, value: Value) -> Value:
+        """An operand of a product, with its axes in the order that the product takes."""
+        contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
+        rank = eqn.invars[side].aval.ndim
+        free = [axis for axis in range(rank) if axis not in (*contracting, *batch)]
+        ends = (free, contracting) if side == 0 else (contracting, free)
+        order = [*batch, *ends[0], *ends[1]]
+        folds = len(contracting) == 1 and len(free) == 1 and order[:-2] == list(range(rank - 2))
+        if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
+            return value
+        turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
+        self.nodes.append(Node(eqn, (), [value], [turned], fuses=True, given=[value]))
+        return turned
+
+
+def _keeps(eqn: Any) -> bool:
+    """Whether a result is its operand's bytes in the same order."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
+    return bool(given.size == made.size and given.dtype == made.dtype)

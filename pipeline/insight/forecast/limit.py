@@ -1,0 +1,130 @@
+"""A step that a device cannot hold: said before it is compiled, with the option that saves most.
+
+Letters: M microbatches. What would help is not known by rule: every option that would give the
+same gradients is predicted too (`pipeline.insight.forecast.bytes`), each alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from pipeline.base.tree import signature
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.plan import Plan
+from pipeline.insight.forecast.bytes import MemoryPrediction, predict, types
+from schedules import ScheduleError, build, names
+from schedules.build import options
+
+
+def warn_of_memory(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
+) -> None:
+    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory.
+
+    Also remembers the types, for `Pipeline.describe`.
+    """
+    limit = device_limit(plan)
+    operands = types((weights, batch))
+    plan.traces.last = (model, *operands)
+    if limit is None:
+        return
+    key = signature(operands), want_inputs, model.trained
+    if key in plan.traces.warned:
+        return
+    plan.traces.warned.add(key)
+    try:
+        found = predict(plan, model, *operands, want_inputs=want_inputs)
+        if found.total <= limit:
+            return
+        text = _message(found, limit, plan, model, operands, want_inputs=want_inputs)
+    except Exception as error:  # noqa: BLE001  a forecast that fails must not stop a step
+        text = (
+            f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
+        )
+    warnings.warn(text, stacklevel=3)
+
+
+def device_limit(plan: Plan) -> int | None:
+    """Bytes that each device of the mesh may hold; None if nobody says."""
+    if plan.memory_limit is not None:
+        return plan.memory_limit
+    mine = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
+    known = [limit for limit in map(reported_limit, mine) if limit is not None]
+    return min(known, default=None)
+
+
+def reported_limit(device: jax.Device) -> int | None:
+    """What a device's runtime says that it may hold, if it says so."""
+    try:
+        stats = device.memory_stats() or {}
+    except (NotImplementedError, RuntimeError):  # a topology without hardware
+        return None
+    return stats.get("bytes_limit")
+
+
+def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, Plan, Model]]:
+    """Each option that would give the same gradients, as a user writes it; and what would run."""
+    schedule = plan.schedule
+    if plan.remat != "stage":
+        frugal = dataclasses.replace(model, policy=None, gathers_again=False)
+        yield 'remat="stage"', _replace(plan, remat="stage"), frugal
+    if plan.is_masked and (plan.partners or not plan.auto_axes):
+        yield 'bubbles="skip"', _replace(plan, bubbles="skip"), model
+    sizes = {
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_stages": schedule.num_stages,
+    }
+    kinds = zip(model.stages, model.trained.stages, strict=True)
+    alike = len({(seat.definition, seat.views, mask) for seat, mask in kinds}) == 1
+    for name in names():
+        other = None if options(name) or name == schedule.name else _build(name, sizes)
+        if other and (alike or other.placement == schedule.placement):
+            yield f'schedule="{name}"', _replace(plan, schedule=other), model
+    double = 2 * schedule.num_microbatches
+    rows = jax.tree.leaves(batch)[0].shape[0] // plan.data_size
+    known = schedule.name in names() and rows % double == 0
+    other = _build(schedule.name, {**sizes, "num_microbatches": double}) if known else None
+    if other:
+        yield f"num_microbatches={double}", _replace(plan, schedule=other), model
+
+
+def _build(name: str, sizes: dict[str, Any]) -> Any:
+    """A family's schedule, None where it has none for these sizes."""
+    try:
+        return build(name, **sizes)
+    except ScheduleError:
+        return None
+
+
+def _replace(plan: Plan, **changes: Any) -> Plan:
+    other = dataclasses.replace(plan, **changes)
+    other.traces.warned = plan.traces.warned  # once is enough
+    return other
+
+
+def _message(
+    found: MemoryPrediction, limit: int, plan: Plan, model: Model, operands: Any, **wanted: bool
+) -> str:
+    weights, batch = operands
+    others = [
+        (predict(other, code, weights, batch, **wanted).total, text)
+        for text, other, code in alternatives(plan, model, batch)
+    ]
+    least, text = min(others, default=(found.total, ""))
+    part, size = found.largest
+    help_ = "no other remat, bubbles, schedule or num_microbatches takes less: use more ranks, or "
+    help_ += "fewer rows in a batch"
+    if least < found.total:
+        enough = "" if least <= limit else ", which is still too much"
+        help_ = f"of the options that change no result, {text} saves most: {least:,} bytes{enough}"
+    whose = "memory_limit" if plan.memory_limit is not None else "its runtime"
+    return (
+        f"a step is predicted to take {found.total:,} bytes on each device, and {whose} allows "
+        f"{limit:,}; its largest part is {part}: {size:,} bytes; {help_}"
+    )

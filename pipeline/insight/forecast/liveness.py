@@ -1,0 +1,218 @@
+"""How many bytes a computation holds at its worst moment, from its jaxpr.
+
+This is what a compiler that fuses well needs, in a good order (`pipeline.insight.forecast.order`):
+
+* arithmetic and picks of parts are computed within what reads them; their results exist only where
+  something reads them that takes whole arrays (a matrix product, a loop, an exchange), or where
+  several would have to repeat an exponential;
+* a result takes the place of an operand of its size that nobody needs any more;
+* what a loop carries is one buffer, from its start to its result; a ref is one too, written in
+  place.
+
+The TPU compiler fuses further (`pipeline.insight.forecast.fusion.Compiler`). Of an MLP layer it
+keeps the first product's result alone, where XLA for CPU also keeps what follows from it: the
+activation function's inside and the second product's operand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipeline.base.tree import nbytes
+from pipeline.core.jaxpr.primitives import Body, bodies, equations, traits
+from pipeline.insight.forecast.fusion import Compiler, Flow, Node, Slots, Value
+from pipeline.insight.forecast.order import late_order
+
+XLA_FOR_CPU = Compiler()
+
+
+class Walk:
+    """A body's values and when they are needed.
+
+    Args:
+      jaxpr: the body.
+      owned: indices of inputs whose memory is the body's own; all others cost nothing here.
+      picked: indices of inputs that are parts of something, computed on the way.
+      written: indices of outputs that go into something larger.
+      returned: whether its outputs are those of the program, which have memory elsewhere. So has
+        a ref whose final value is such an output and takes as many bytes.
+      compiler: whose memory is meant.
+
+    Attributes:
+      peak: the most bytes it holds at once, owned inputs and all outputs included.
+      refs: the refs that it makes, and the equations that make them.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        *,
+        owned: Iterable[int] = (),
+        picked: Iterable[int] = (),
+        written: Iterable[int] = (),
+        returned: bool = False,
+        compiler: Compiler = XLA_FOR_CPU,
+    ) -> None:
+        self._compiler = compiler
+        flow = Flow(self._enter, compiler)
+        self.nodes, self.refs = flow.nodes, flow.refs
+        own, parts = set(owned), set(picked)
+        inputs = []
+        for index, var in enumerate(jaxpr.invars):
+            value = Value(nbytes(var.aval) if index in own | parts else 0, held=index not in parts)
+            value.sources = frozenset((value,) if value.held else ())
+            inputs.append(value)
+        self.owned = [inputs[i] for i in own]
+        outs = flow.read(jaxpr, inputs)
+        into = set(written)
+        self.outs = [v for i, v in enumerate(outs) if v is not None and i not in into]
+        stored = [v for i, v in enumerate(outs) if v is not None and i in into]
+        self._choose(self.outs)
+        if returned:
+            for value in self.outs:
+                self._place(value)
+        self.peak = self._sweep([*self.outs, *stored])
+
+    # --- equations with bodies ---
+
+    def _enter(self, node: Node, reads: Slots) -> None:
+        """Find out what an equation with a body holds inside."""
+        inside = bodies(node.eqn)
+        if traits(node.eqn).loops:
+            self._loop(node, reads, inside[0])
+        else:
+            peaks = [self._inside(branch.jaxpr).peak for branch in inside]
+            node.loop = True
+            node.inner = max(max(peaks) - sum(v.size for v in node.makes), 0)
+
+    def _loop(self, node: Node, reads: Slots, body: Body) -> None:
+        """The carry is given to the body and comes back out of it."""
+        start, count = body.first + body.num_consts, body.num_carry
+        node.given = [v for v in reads[start : start + count] if v is not None]
+        walk = self._inside(
+            body.jaxpr,
+            owned=body.carry,
+            picked=range(body.carry.stop, len(body.jaxpr.invars)),
+            written=range(count, len(body.jaxpr.outvars)),
+        )
+        carried = sum(v.size for v in node.makes[:count])
+        node.loop, node.inner = True, max(walk.peak - carried, 0)
+
+    def _inside(self, body: Any, **options: Any) -> Walk:
+        return Walk(body, compiler=self._compiler, **options)
+
+    # --- what has memory of its own ---
+
+    def _place(self, output: Value) -> None:
+        """Give an output memory elsewhere, and the ref that it comes from the same."""
+        made_by = {value: node for node in self.nodes for value in node.makes}
+        size, output.size, value = output.size, 0, output
+        if output in made_by and not made_by[output].fuses:
+            return  # a sum over ranks reads the one and writes the other at once
+        while value in made_by and value not in self.refs:
+            node = made_by[value]
+            if len(node.reads) == len(node.makes) > 1:  # a sum over ranks of several
+                value = node.reads[node.makes.index(value)]
+                continue
+            same = [v for v in node.reads if v.size == size]
+            if not same:
+                return
+            value = same[0]
+        if value in self.refs and value.size == size:
+            value.size = 0
+
+    def _choose(self, outs: Iterable[Value]) -> None:
+        """Decide which values are held, and of which others are computed."""
+        readers: Counter[Value] = Counter()
+        whole = set(outs)
+        for node in self.nodes:
+            readers.update(set(node.reads))
+            if not node.fuses:
+                whole.update(node.reads)
+        fuse = self._compiler.products_fuse
+        repeat = fuse or self._compiler.products_add
+        if repeat:
+            self._finish_products(readers, whole)
+        for node in self.nodes:
+            sources = frozenset().union(*(v.sources for v in node.reads))
+            for value in node.makes:
+                dear = node.is_dear and readers[value] > 1 and not repeat
+                if value.held or value in whole or dear:
+                    value.hold()
+                else:
+                    value.sources = sources
+        for value in whole:
+            value.hold()
+
+    def _finish_products(self, readers: Counter[Value], whole: set[Value]) -> None:
+        """Let arithmetic that alone reads a product's result be computed within the product.
+
+        Of a product that only adds, this is the sum, and a transposition before it.
+        """
+        fuse = self._compiler.products_fuse
+        reader = {value: node for node in self.nodes for value in node.reads}
+        made = [v for node in self.nodes if node.is_product for v in node.makes]
+        while made:
+            value = made.pop()
+            if readers[value] != 1 or value in whole:
+                continue
+            node = reader[value]
+            if node.adds:
+                value.held = False
+            elif not (fuse or node.eqn.primitive.name == "transpose"):
+                continue
+            elif node.given and node.fuses and 0 < node.makes[0].size <= value.size:
+                value.held, node.makes[0].held = False, True
+                made.append(node.makes[0])
+
+    # --- when ---
+
+    def _sweep(self, outs: Sequence[Value]) -> int:
+        """The most bytes held at once, in that order of the nodes in which it is least."""
+        nodes = [node for node in self.nodes if node.counts]
+        return min(self._peak(order, outs) for order in (nodes, late_order(nodes, outs)))
+
+    def _peak(self, nodes: Sequence[Node], outs: Iterable[Value]) -> int:
+        """The most bytes held at once."""
+        last: dict[Value, int] = {}
+        for when, node in enumerate(nodes):
+            for value in node.reads:
+                last.update(dict.fromkeys(value.sources, when))
+        for value in outs:
+            last.update(dict.fromkeys(value.sources, len(nodes)))
+        ends: dict[int, list[Value]] = {}
+        for value, when in last.items():
+            ends.setdefault(when, []).append(value)
+        live = {value for value in self.owned if value in last}
+        peak = held = sum(v.size for v in self.owned)
+        held = sum(v.size for v in live)
+        for when, node in enumerate(nodes):
+            dying = [v for v in ends.get(when, []) if v in live]
+            makes = [v for v in node.makes if v.held and v in last and v not in live]
+            passed = _passed(node, dying, makes)
+            held -= sum(v.size for v in passed)
+            peak = max(peak, held + node.inner + sum(v.size for v in makes))
+            held += sum(v.size for v in makes) - sum(v.size for v in dying if v not in passed)
+            live |= set(makes)
+            live -= set(dying)
+        return peak
+
+
+def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
+    """Operands whose place the results take."""
+    given = {source for value in node.given for source in value.sources}
+    wanted = Counter(v.size for v in makes)
+    passed = []
+    for value in dying:
+        if value in given and (wanted[value.size] or node.loop):
+            wanted[value.size] -= 1
+            passed.append(value)
+    return passed
+
+
+def find_shard_map(jaxpr: Any) -> Any:
+    """The body that each device runs."""
+    found = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
+    return next((eqn.params["jaxpr"] for eqn in found), None)

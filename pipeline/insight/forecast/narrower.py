@@ -1,0 +1,156 @@
+"""What the TPU compiler keeps in a narrower dtype than the program says, found in its jaxpr.
+
+A TPU multiplies in bfloat16, and float32 operands of a product at default precision are rounded to
+it. The compiler rounds as early as it can: what products alone read is kept in bfloat16 to begin
+with, as a stash of what only the gradients of weights need. And weights that a loop does not change
+are rounded once, outside all loops around their products, also a part of stacked weights outside
+the loop over layers: the copy is there as long as microbatches run. So it is with weights that a
+stage itself casts in every action. All of this stands in the optimised HLO (v5e, libtpu 0.0.52); on
+CPU a cast stays in its loop, and products are in their operands' dtype.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from pipeline.core.jaxpr.evaluate import follow
+from pipeline.core.jaxpr.primitives import bodies, equations, is_ref, traits
+
+_ROUNDED = jnp.dtype(jnp.bfloat16)
+_PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
+
+Root = Any  # what a variable is a part of, outside the loops; None if of nothing that is sought
+
+
+@dataclass
+class Readers:
+    """What reads an array, or parts of it.
+
+    Attributes:
+      casts: the narrower dtypes that it is cast to.
+      products: whether products read it which round it to bfloat16.
+      others: whether anything reads it as it is.
+    """
+
+    casts: set[Any] = field(default_factory=set)
+    products: bool = False
+    others: bool = False
+
+
+def cast_once(jaxpr: Any) -> int:
+    """Bytes of what does not change in the loops of a body and is rounded there.
+
+    What is also read as it is, as a batch that is both multiplied and added to, is rounded where it
+    is multiplied, unless the program casts it.
+
+    Args:
+      jaxpr: what each device runs.
+    """
+    search = _Search()
+    for eqn in equations(jaxpr):
+        if traits(eqn).loops:
+            search.enter(eqn, [None if isinstance(v, Literal) else v for v in eqn.invars])
+    found = 0
+    for var, readers in search.readers.items():
+        if not is_ref(var.aval):
+            dtypes = set(readers.casts)
+            if readers.products and not readers.others:
+                dtypes.add(_ROUNDED)
+            found += sum(var.aval.size * dtype.itemsize for dtype in dtypes)
+    return found
+
+
+def rounded(jaxpr: Any) -> set[Any]:
+    """The refs made in a body that products alone read, all of which round them to bfloat16.
+
+    Args:
+      jaxpr: what each device runs.
+    """
+    search = _Search()
+    search.walk(jaxpr, [None] * len(jaxpr.invars))
+    return {
+        var
+        for var, read in search.readers.items()
+        if is_ref(var.aval) and read.products and not (read.others or read.casts)
+    }
+
+
+class _Search:
+    """A walk through a body and all bodies in it, after arrays and what parts of them become."""
+
+    def __init__(self) -> None:
+        self.readers: dict[Any, Readers] = defaultdict(Readers)
+
+    def walk(self, jaxpr: Any, roots: Sequence[Root]) -> list[Root]:
+        """Note who reads the roots in a body; returns which results are parts of one."""
+        nothing = [None] * len(jaxpr.constvars)
+        return follow(jaxpr, roots, nothing, lambda _: None, self._equation)
+
+    def enter(self, eqn: Any, roots: Sequence[Root]) -> list[Root]:
+        """The same for the bodies of an equation. What a loop changes is not followed."""
+        results: list[Root] = [None] * len(eqn.outvars)
+        for body in bodies(eqn):
+            given = list(roots[body.first :])
+            for index in body.carry:
+                self._note(eqn, given[index])
+                given[index] = None
+            made = self.walk(body.jaxpr, given)
+            if traits(eqn).calls:
+                results = made
+            else:
+                for root in made:
+                    self._note(eqn, root)
+        return results
+
+    def _equation(self, eqn: Any, roots: list[Root]) -> list[Root]:
+        """Note what an equation does with the roots; returns which results are parts of one."""
+        if bodies(eqn):
+            return self.enter(eqn, roots)
+        first, *others = roots or [None]
+        results, name = eqn.outvars, eqn.primitive.name
+        for root in others:
+            if root is not first or name != "swap":  # a ref's own, put back, is not read
+                self._note(eqn, root)
+        if name == "new_ref":
+            self._note(eqn, first)
+            return list(results)
+        if first is not None and _keeps(eqn, first):
+            dtype = results[0].aval.dtype  # a swap returns what was there
+            if dtype.itemsize >= first.aval.dtype.itemsize:
+                return [first] * len(results)
+            self.readers[first].casts.add(dtype)
+        else:
+            self._note(eqn, first)
+        return [None] * len(results)
+
+    def _note(self, eqn: Any, root: Root) -> None:
+        """Note an equation that computes with a root."""
+        if root is None:
+            return
+        if root.aval.dtype == jnp.float32 and _rounds(eqn):
+            self.readers[root].products = True
+        else:
+            self.readers[root].others = True
+
+
+def _keeps(eqn: Any, root: Root) -> bool:
+    """Whether what an equation makes of a root is a part of it, or all of it."""
+    what, name = traits(eqn), eqn.primitive.name
+    if name == "dynamic_update_slice":  # a ref's, changed in part, is put back
+        return is_ref(root.aval)
+    return what.moves or what.part or name in ("get", "swap")
+
+
+def _rounds(eqn: Any) -> bool:
+    """Whether it is a product at default precision."""
+    if eqn.primitive.name not in _PRODUCTS:
+        return False
+    asked = eqn.params["precision"]
+    return asked is None or asked == (jax.lax.Precision.DEFAULT,) * 2

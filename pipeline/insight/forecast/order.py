@@ -1,0 +1,108 @@
+"""The order in which a compiler runs equations: one that holds little.
+
+A jaxpr's order is one of many. XLA tries several and takes that whose peak is lowest. Here a list
+schedule stands for them, made from the end: what would need least more memory before it comes
+last. So what a backward computes again from a stash waits until it is read, and of two products
+that read one gradient the one whose result is larger comes second. A write to a ref makes nothing,
+so it comes as soon as it can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from pipeline.insight.forecast.fusion import Node, Value
+
+Sets = Sequence[frozenset[Value]]
+
+
+def late_order(nodes: Sequence[Node], kept: Iterable[Value]) -> list[Node]:
+    """Nodes, each as late as saves memory. Those that read or write one ref keep their order.
+
+    Args:
+      nodes: in the order in which they are written.
+      kept: values that are needed at the end.
+    """
+    kept = set(kept)
+    reads = [frozenset().union(*(v.sources for v in node.reads)) for node in nodes]
+    used = kept.union(*reads)
+    waits = _dependencies(nodes, reads)
+    order = _from_the_end(nodes, reads, waits, kept)
+    writes = {n for n, node in enumerate(nodes) if used.isdisjoint(node.makes)}
+    return [nodes[n] for n in _soon(order, writes, waits)]
+
+
+def _from_the_end(
+    nodes: Sequence[Node], reads: Sets, waits: Sequence[set[int]], live: set[Value]
+) -> list[int]:
+    """An order in which the last is always what adds least to what is live."""
+    later = Counter(other for others in waits for other in others)
+    readers: dict[Value, list[int]] = {}
+    for n, values in enumerate(reads):
+        for value in values:
+            readers.setdefault(value, []).append(n)
+
+    def adds(n: int) -> tuple[int, int]:
+        made = sum(v.size for v in nodes[n].makes if v.held and v in live)
+        return sum(v.size for v in reads[n] - live) - made, -n
+
+    heap = [adds(n) for n in range(len(nodes)) if not later[n]]
+    heapq.heapify(heap)
+    order, done = [], set()
+    while heap:
+        found = -heapq.heappop(heap)[1]
+        if found in done:
+            continue
+        done.add(found)
+        order.append(found)
+        fresh = reads[found] - live
+        live.difference_update(nodes[found].makes)
+        live |= fresh
+        later.subtract(waits[found])
+        # What a waiting node adds only becomes less: its newest entry comes up first.
+        changed = waits[found].union(*(readers[value] for value in fresh))
+        for n in changed:
+            if n not in done and not later[n]:
+                heapq.heappush(heap, adds(n))
+    return order[::-1]
+
+
+def _soon(order: Sequence[int], early: set[int], waits: Sequence[set[int]]) -> list[int]:
+    """The order with some nodes moved to where they could first run."""
+    after: dict[int, list[int]] = {}
+    for n in order:
+        for other in waits[n]:
+            after.setdefault(other, []).append(n)
+    missing = list(map(len, waits))
+    found: list[int] = []
+    for n in order:
+        todo = [n] if n not in early or not waits[n] else []
+        while todo:
+            placed = todo.pop()
+            found.append(placed)
+            for other in after.get(placed, ()):
+                missing[other] -= 1
+                if missing[other] == 0 and other in early:
+                    todo.append(other)
+    return found
+
+
+def _dependencies(nodes: Sequence[Node], reads: Sets) -> list[set[int]]:
+    """Which nodes each waits for."""
+    made: dict[Value, int] = {}
+    wrote: dict[Value, int] = {}  # the last that wrote to a ref
+    looked: dict[Value, list[int]] = {}  # who has read it since
+    found = []
+    for n, node in enumerate(nodes):
+        waits = {place[v] for place in (made, wrote) for v in reads[n] if v in place}
+        for value in (changed := node.writes):
+            waits |= {wrote[value]} if value in wrote else set()
+            waits |= set(looked.pop(value, ()))
+            wrote[value] = n
+        for value in reads[n] - changed:
+            looked.setdefault(value, []).append(n)
+        made.update(dict.fromkeys(node.makes, n))
+        found.append(waits - {n})
+    return found

@@ -1,0 +1,137 @@
+"""What a step holds when its optimizer's update follows the gradients: prediction and lines.
+
+Weights and optimizer state are given away: new values take the old ones' memory. The gradients are
+temporaries then. They take most while microbatches run. The update needs less: arithmetic without
+memory of its own, and with ZeRO-1 the updates, which each shard makes a part of and all gather.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.sharding.meshes import entered
+from pipeline.core.sharding.placed import placed
+from pipeline.core.sharding.placement import spread_of
+from pipeline.insight.forecast.ahead import check_optimizer, lower_step
+from pipeline.insight.forecast.bytes import MemoryPrediction, predict
+from pipeline.insight.forecast.describe_memory import text_of_temporaries
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Bytes of a step on each device.
+
+    Attributes:
+      gradients: of loss and gradients, which are used within the step.
+      optimizer: an argument: the optimizer's state.
+      update: what the update takes: gradients, and the updates that are gathered over ``data``.
+    """
+
+    gradients: MemoryPrediction
+    optimizer: int
+    update: int
+
+    @property
+    def arguments(self) -> int:
+        """What a step is given."""
+        return self.gradients.arguments + self.optimizer
+
+    @property
+    def temporaries(self) -> int:
+        """What it holds beside: the more of microbatches and update."""
+        return max(self.gradients.temporaries, self.update)
+
+    @property
+    def total(self) -> int:
+        """All of it; results lie where arguments did."""
+        return self.arguments + self.temporaries
+
+
+def predict_step(
+    pipe: Any, optimizer: Any, model: Model, weights: Weights, batch: Batch
+) -> StepPrediction:
+    """Bytes with an update.
+
+    Args:
+      pipe: the pipeline.
+      optimizer: its `nnx.Optimizer`, of arrays or types.
+      model: as the kernel sees it.
+      weights: likewise.
+      batch: [N, ...] leaves.
+    """
+    mesh, update = pipe.mesh, 0
+    for _, variable in nnx.to_flat_state(nnx.state(pipe, pipe.wrt)):
+        spread = spread_of(variable, ())
+        value = variable.get_raw_value()
+        parts = {
+            spec: math.prod(NamedSharding(mesh, spec).shard_shape(value.shape))
+            for spec in (spread.stored, spread.gradient)
+        }
+        update += sum(parts.values()) * value.dtype.itemsize
+    with entered(pipe.plan.mesh, pipe.plan.home):
+        gradients = predict(pipe.plan, model, weights, batch, used=True)
+    return StepPrediction(
+        gradients=gradients,
+        optimizer=sum(one.device_bytes for one in placed(nnx.state(optimizer), mesh)),
+        update=update,
+    )
+
+
+def describe_step(
+    pipe: Any, optimizer: Any, operands: tuple[Model, Weights, Batch] | None, *, compiled: bool
+) -> list[str]:
+    """Lines on the bytes of a step with its update.
+
+    Args:
+      pipe: the pipeline.
+      optimizer: its `nnx.Optimizer`, of arrays or types.
+      operands: model, weights and batch of a step; None for those of the last one.
+      compiled: whether to compile the step and say what it holds.
+
+    Raises:
+      ValueError: no batch is known; or the optimizer is not this pipeline's.
+    """
+    check_optimizer(pipe, optimizer)
+    operands = operands or pipe.plan.traces.last
+    if operands is None:
+        raise ValueError(
+            "describe(optimizer=...) predicts a step, and no batch is known; give it one, "
+            "describe(inputs, targets, optimizer=...), of arrays or jax.ShapeDtypeStruct"
+        )
+    model, weights, batch = operands
+    found = predict_step(pipe, optimizer, model, weights, batch)
+    if not compiled:
+        return step_lines(found)
+    lowered = lower_step(pipe, optimizer, batch.inputs, batch.targets, batch.extras)
+    return step_lines(found, lowered.compile().memory_analysis())
+
+
+def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
+    """What each rank is predicted to hold, and what the compiler says.
+
+    Args:
+      step: the prediction.
+      compiled: `jax.stages.Compiled.memory_analysis()` of the same step, or None.
+    """
+    found, said = step.gradients, [""] * 3
+    if compiled is not None:
+        arguments, temporaries = compiled.argument_size_in_bytes, compiled.temp_size_in_bytes
+        beside = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+        total = arguments + beside + temporaries
+        said = [f"; compiled {size:,}" for size in (total, arguments, temporaries)]
+    text = text_of_temporaries(found)
+    if step.update > found.temporaries:
+        text = f"gradients and updates {step.update:,}"
+    arguments = f"weights {found.weights:,}, optimizer {step.optimizer:,}, batch {found.batch:,}"
+    return [
+        f"bytes per rank of gradients and update, predicted: {step.total:,}{said[0]}",
+        f"  arguments {step.arguments:,}: {arguments}{said[1]}",
+        "  results lie where weights and optimizer did",
+        f"  temporaries {step.temporaries:,}: {text}{said[2]}",
+    ]

@@ -1,0 +1,64 @@
+"""The loops of a compiled step that are actions, found in its optimised HLO.
+
+An action is a loop of at most one trip (`pipeline.core.kernel.scopes`), and its name scope, which
+the compiler keeps with each instruction, says which action's it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.core.kernel.scopes import Place, place_of_loop
+from pipeline.insight.hlo import computations
+
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^,{}\s]+)")
+_CALL = re.compile(r" call\(.*to_apply=([^,{}\s]+)")
+_SCOPE = re.compile(r" while\(.*op_name=\"([^\"]*)\"")
+
+
+class Loop(NamedTuple):
+    """The loop of an action, in a compiled step.
+
+    Attributes:
+      place: of which action, and in which ticks.
+      body: the names of all instructions in it.
+    """
+
+    place: Place
+    body: frozenset[str]
+
+
+def loops_of(hlo: str) -> dict[str, Loop]:
+    """The loops of a compiled step that are actions, by name.
+
+    Raises:
+      ValueError: there are none.
+    """
+    bodies = computations(hlo)
+
+    def names(line: str) -> Iterator[str]:
+        for called in _CALLED.findall(line):
+            for name, below in bodies.get(called.strip("%"), {}).items():
+                yield name
+                yield from names(below)
+
+    everything = [pair for inside in bodies.values() for pair in inside.items()]
+    calls = {
+        called[1].strip("%"): name for name, line in everything if (called := _CALL.search(line))
+    }
+    found = {}
+    for computation, inside in bodies.items():
+        for name, line in inside.items():
+            scope = _SCOPE.search(line)
+            place = place_of_loop(scope[1]) if scope else None
+            if place is not None:  # a small loop may be compiled whole, as the call of a function
+                found[calls.get(computation, name)] = Loop(place, frozenset(names(line)))
+    if not found:
+        raise ValueError(
+            "the compiled step has none of the kernel's name scopes (such as "
+            "'ticks0_38/slot1/B0_last/while'): it is not a pipeline's, or it was compiled without "
+            "metadata; trace a Pipeline's own step, without XLA flags that drop op_name"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""`Pipeline.trace`: steps run under jax's profiler, and what it says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+
+from collectives import STAGE
+from pipeline.core.kernel import runtime
+from pipeline.core.kernel.operands import Operands
+from pipeline.core.options.plan import Plan
+from pipeline.insight.profile.loops import loops_of
+from pipeline.insight.profile.read import events
+from pipeline.insight.profile.timeline import report
+from schedules import Report, simulate
+from schedules.core.arguments import integer
+
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
+
+
+def trace(
+    plan: Plan, operands: Operands, steps: int, directory: str | os.PathLike[str] | None
+) -> Report:
+    """Run a step under the profiler.
+
+    Args:
+      plan: the options of the pipeline.
+      operands: of the step.
+      steps: how many are measured, after one that is not.
+      directory: where the profile stays; None for nowhere.
+
+    Raises:
+      ValueError: ``steps`` is no positive number, a step that has no actions of its own, or a
+        profile that does not say when they ran.
+    """
+    check(plan, steps)
+    model, weights, batch = operands
+    compiled = runtime.train.lower(plan, model, weights, batch).compile()
+    jax.block_until_ready(compiled(weights, batch))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # many more events than all others
+    with contextlib.ExitStack() as stack:
+        if directory is None:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+        with jax.profiler.trace(os.fspath(directory), profiler_options=options):
+            for _ in range(steps):
+                jax.block_until_ready(compiled(weights, batch))
+        found = Path(directory).rglob("*.xplane.pb")
+        profile = ProfileData.from_file(str(max(found, key=lambda path: path.stat().st_mtime)))
+    devices: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
+    axis = plan.mesh.axis_names.index(STAGE)
+    for place, device in np.ndenumerate(plan.mesh.devices):
+        devices[place[axis]].append(device.local_hardware_id)
+    text = compiled.as_text() or ""
+    loops, platform = loops_of(text), plan.mesh.devices.flat[0].platform
+    module = _MODULE.search(text)
+    slots: Any = {"pattern": pattern_of(plan), "partners": plan.partners}
+    seen = events(profile, loops, platform, module[1] if module else None)
+    return report(plan.training, loops, seen, devices, steps, **slots)
+
+
+def check(plan: Plan, steps: int) -> None:
+    """See that a step's actions can be found in a profile of this process.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    if (count := integer(steps)) is None or count < 1:
+        raise ValueError(f"trace(steps={steps!r}): the number of steps to measure; give 1 or more")
+    if plan.is_masked:
+        raise ValueError(
+            "trace(): with bubbles='masked' every rank computes in every slot, whether it has an "
+            "action or not, and a profile cannot tell them apart; trace with bubbles='skip'"
+        )
+    if plan.is_straight:
+        raise ValueError(
+            "trace(): on one rank with remat=None a step is plain accumulation, without a "
+            "timetable: no actions to show; trace with remat='stage', or on more ranks"
+        )
+    processes = {device.process_index for device in plan.mesh.devices.flat}
+    if processes != {jax.process_index()}:
+        raise ValueError(
+            f"trace(): the mesh lies on {len(processes)} processes, and a profile shows the "
+            f"devices of one, by its own clock; trace a mesh of one process's devices"
+        )
+
+
+def pattern_of(plan: Plan) -> str | None:
+    """The slots that run, by the name that the lockstep clock knows them by."""
+    if plan.pattern is not None:
+        return plan.pattern
+    shared: dict[str, Any] = {"shared": plan.shared, **plan.sends}
+    return simulate(plan.schedule, clock="lockstep", **shared).pattern

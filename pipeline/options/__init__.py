@@ -1,4 +1,0 @@
-"""What was asked for, resolved: the plan, its defaults, the checks of options.
-
-A plan is data. It knows no kernel and no module; what runs it is `pipeline.kernel`.
-"""

@@ -1,4 +1,0 @@
-"""What is trained: filters on the plain model, and parameters that nobody would train.
-
-Which gradients are formed follows from here; how, is for `pipeline.backward` and `pipeline.kernel`.
-"""

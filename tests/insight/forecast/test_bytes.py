@@ -1,0 +1,356 @@
+"""Predicted bytes against the compiler's, what is said of them, and what is said when they exceed.
+
+Letters: S ranks, V chunks per rank, M microbatches, D data shards, b rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import schedules
+from collectives import make_mesh
+from pipeline import Pipeline
+from pipeline.insight.forecast import limit
+from pipeline.insight.forecast.bytes import predict
+from pipeline.insight.forecast.liveness import Walk
+from tests.support import models
+from tests.support.grids import covering, effort
+from tests.support.sizes import is_legal
+
+WIDTH, HIDDEN = 256, 512  # of an activation, and inside a layer
+ROWS = 1024  # b: an activation has 1 MiB, a layer's weights have 1 MiB
+MIB = 2**20
+
+
+class Layer(nnx.Module):
+    """A residual MLP."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.up = models.normal(rngs, WIDTH, HIDDEN, dtype=dtype)
+        self.down = models.normal(rngs, HIDDEN, WIDTH, dtype=dtype)
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+class Stage(nnx.Module):
+    """Two of them."""
+
+    def __init__(self, rngs: nnx.Rngs, **options):
+        self.layers = nnx.List([Layer(rngs, **options), Layer(rngs, **options)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scanned(nnx.Module):
+    """Three layers in a scan."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = models.normal(rngs, 3, WIDTH, HIDDEN)
+        self.down = models.normal(rngs, 3, HIDDEN, WIDTH)
+
+    def __call__(self, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        return jax.lax.scan(layer, x, (self.up[...], self.down[...]))[0]
+
+
+def make(family, M=8, *, S=4, V=1, D=1, kind=Stage, **options):
+    """A pipeline of abstract stages, and the type of its inputs and targets."""
+    pipe = Pipeline(
+        [nnx.eval_shape(lambda: kind(nnx.Rngs(0))) for _ in range(V * S)],
+        M,
+        schedule=family,
+        mesh=make_mesh(stage=S, data=D),
+        loss_fn=models.squares,
+        **options,
+    )
+    return pipe, jax.ShapeDtypeStruct((M * D * ROWS, WIDTH), jnp.float32)
+
+
+def both(pipe, x):
+    """The prediction, and what the compiler says."""
+    found = predict(pipe.plan, *pipe._operands(x, x, None))
+    return found, pipe.lower(x, x).compile().memory_analysis()
+
+
+def assert_close(pipe, x):
+    """Arguments exactly, results but for a table of pointers, temporaries within 15%."""
+    found, compiled = both(pipe, x)
+    assert found.arguments == compiled.argument_size_in_bytes
+    assert found.returned == pytest.approx(compiled.output_size_in_bytes, abs=1024)
+    assert found.temporaries == pytest.approx(compiled.temp_size_in_bytes, rel=0.15)
+
+
+# --- every family ---
+
+GRID = [
+    (family, V, remat, bubbles)
+    for family, V, remat, bubbles in itertools.product(
+        schedules.names(), (1, 2), ("stage", None), ("skip", "masked")
+    )
+    if is_legal(family, 4, 8, V)
+]
+FAST = {
+    ("1f1b", 1, "stage", "skip"),
+    ("eager_1f1b", 2, None, "masked"),
+    ("zb_h1", 1, None, "skip"),
+}
+# Every pair of values in CI.
+SLOW = covering(GRID, FAST)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("family", "V", "remat", "bubbles"),
+    [pytest.param(*c, marks=effort(c, FAST, SLOW)) for c in GRID],
+)
+def test_temporaries_are_as_predicted(family, V, remat, bubbles):
+    assert_close(*make(family, V=V, remat=remat, bubbles=bubbles))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "remat"),
+    [
+        ("1f1b", Scanned, None),
+        pytest.param("1f1b", Scanned, "stage", marks=pytest.mark.slow),
+        pytest.param("zb_h1", Scanned, "stage", marks=pytest.mark.slow),
+    ],
+)
+def test_a_scan_over_layers(family, kind, remat):
+    assert_close(*make(family, kind=kind, remat=remat))
+
+
+def test_sums_of_narrow_gradients_are_temporaries():
+    """bfloat16 weights have float32 sums, which the results have no room for."""
+    kind = lambda rngs: Stage(rngs, dtype=jnp.bfloat16)  # noqa: E731
+    pipe, x = make("1f1b", kind=kind)
+    x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    found = predict(pipe.plan, *pipe._operands(x, x, None))
+    assert (found.weights, found.returned) == (MIB, MIB + 4)
+    assert found.totals == 2 * MIB + 4
+
+
+def test_each_part():
+    """S = 4, M = 8: a message has 1 MiB, a layer's residuals are its input and its tanh."""
+    pipe, x = make("zb_h1", D=2, remat=None)
+    found, program = predict(pipe.plan, *pipe._operands(x, x, None)), pipe.plan.training
+    assert (found.messages.count, found.messages.each) == (program.num_buffers + 1, MIB)
+    assert (found.stashes.count, found.stashes.each) == (program.num_stashes, 6 * MIB)
+    # An input and an output gradient of each of four matrices, less what two of them share.
+    assert (found.crossings.count, found.crossings.each) == (program.num_crossings, 12 * MIB)
+    assert (found.weights, found.batch) == (2 * MIB, 16 * MIB)
+    # The sum over data shards is what is returned, so that what is summed lies elsewhere.
+    assert (found.returned, found.totals) == (2 * MIB + 4, 2 * MIB + 4)
+    assert found.total == found.arguments + found.returned + found.temporaries
+    assert found.largest == (
+        f"{program.num_crossings} stashes of what I leaves for W, {12 * MIB:,} bytes each",
+        12 * MIB * program.num_crossings,
+    )
+
+
+# --- bytes of a jaxpr ---
+
+
+def peak(f, *shapes):
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return Walk(jax.make_jaxpr(f)(*types).jaxpr).peak
+
+
+def test_arithmetic_is_computed_on_the_way():
+    assert peak(lambda x: jnp.sum(jnp.exp(x) * 2 + x), (8, 8)) == 4
+    assert peak(lambda x, y: (x + 1) @ y, (8, 8), (8, 8)) == 2 * 256
+
+
+def test_an_exponential_that_several_read_is_held():
+    def f(x):
+        y = jnp.exp(x)
+        return jnp.sum(y, axis=0), jnp.sum(y * y, axis=1)
+
+    assert peak(f, (8, 8)) == 256 + 2 * 32
+
+
+def test_a_result_takes_the_place_of_what_nobody_needs():
+    assert peak(lambda x, y: jnp.tanh(x @ y), (8, 8), (8, 8)) == 256
+    assert peak(lambda x, y: (x @ y) @ y, (8, 8), (8, 8)) == 2 * 256
+
+
+def test_a_loop_carries_one_buffer():
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c), x @ x)
+
+    assert peak(f, (8, 8)) == pytest.approx(256, abs=16)  # and a counter
+    assert peak(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x @ x, length=3)[0], (8, 8)) == (
+        2 * 256
+    )
+
+
+# --- what describe says ---
+
+
+def test_describe_says_what_is_known():
+    pipe, x = make("1f1b", remat=None)
+    known = (
+        "bytes per rank: weights 2,097,152, sums of gradients 2,097,152; "
+        "describe(inputs, targets) predicts the rest"
+    )
+    predicted = [
+        "bytes per rank, predicted: 55,050,247",
+        "  arguments 18,874,368: weights 2,097,152, batch 16,777,216",
+        "  results 2,097,156: gradients and loss",
+        (
+            "  temporaries 34,078,723: 3 messages of 1,048,576, 4 stashes of 6,291,456, sums 4, "
+            "workspace 5,767,167"
+        ),
+    ]
+    assert pipe.describe().splitlines()[6:] == [known]
+    assert pipe.describe(x, x).splitlines()[6:10] == predicted
+    assert pipe.describe().splitlines()[6:] == [known]
+    compiled = pipe.lower(x, x).compile().memory_analysis()
+    assert pipe.describe().splitlines()[6:10] == predicted
+    assert pipe.describe(compiled=True).splitlines()[6:10] == [
+        predicted[0],
+        f"{predicted[1]}; compiled {compiled.argument_size_in_bytes:,}",
+        f"{predicted[2]}; compiled {compiled.output_size_in_bytes:,}",
+        f"{predicted[3]}; compiled {compiled.temp_size_in_bytes:,}",
+    ]
+
+
+def test_describe_refuses_to_compile_nothing():
+    with pytest.raises(ValueError) as error:
+        make("1f1b")[0].describe(compiled=True)
+    assert str(error.value) == (
+        "describe(compiled=True) compiles a step, and no batch is known; give it one, "
+        "describe(inputs, targets, compiled=True), of arrays or jax.ShapeDtypeStruct"
+    )
+
+
+# --- a step that is too large ---
+
+
+def told(pipe, *batch, call="lower"):
+    """The warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        getattr(pipe, call)(*batch)
+    return [str(w.message) for w in found]
+
+
+def test_a_forecast_that_fails_does_not_stop_the_step(monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("a primitive")
+
+    pipe, x = make("gpipe", memory_limit=1)
+    monkeypatch.setattr(limit, "predict", fail)
+    assert told(pipe, x, x) == [
+        "what a step takes could not be predicted (KeyError: 'a primitive'); it runs"
+    ]
+
+
+def test_a_step_that_is_too_large_is_told_of_once():
+    pipe, x = make("gpipe", remat=None, memory_limit=60_000_000)
+    text = (
+        "a step is predicted to take 86,507,923 bytes on each device, and memory_limit allows "
+        "60,000,000; its largest part is 8 residual stashes, 6,291,456 bytes each: 50,331,648 "
+        'bytes; of the options that change no result, remat="stage" saves most: 40,894,823 bytes'
+    )
+    assert told(pipe, x, x) == [text]
+    assert told(pipe, x, x) == []
+
+
+SAVES = "of the options that change no result, {} saves most: {} bytes"
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("family", "M", "limit", "help_"),
+    [
+        ("gpipe", 16, 60_000_000, SAVES.format('schedule="1f1b"', "53,477,383")),
+        (
+            "1f1b",
+            8,
+            1_000_000,
+            SAVES.format("num_microbatches=16", "28,835,847") + ", which is still too much",
+        ),
+    ],
+)
+def test_what_would_help(family, M, limit, help_):
+    pipe, x = make(family, M, memory_limit=limit)
+    (text,) = told(pipe, x, x)
+    assert text.endswith(f" bytes; {help_}")
+
+
+def test_nothing_would_help():
+    pipe, _ = make("1f1b", memory_limit=1_000_000)
+    one_row_each = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    (text,) = told(pipe, one_row_each, one_row_each)
+    assert text.endswith(
+        " bytes; no other remat, bubbles, schedule or num_microbatches takes less: use more ranks, "
+        "or fewer rows in a batch"
+    )
+
+
+def small(**options):
+    pipe = Pipeline(
+        models.build(models.Block, 2),
+        4,
+        schedule="1f1b",
+        mesh=make_mesh(stage=2),
+        loss_fn=models.squares,
+        **options,
+    )
+    return pipe, models.rows(8), models.rows(8, seed=1)
+
+
+@pytest.mark.slow
+def test_it_is_told_wherever_a_step_trains_and_changes_nothing(monkeypatch):
+    monkeypatch.setattr(limit, "alternatives", lambda *_: [])  # each of them is a trace
+    pipe, x, t = small(memory_limit=1)
+    (text,) = told(pipe, x, t, call="value_and_grad")
+    assert text.startswith("a step is predicted to take ")
+    assert told(pipe, x, t, call="value_and_grad") == []
+    plain = small()[0].value_and_grad(x, t)
+    assert models.distance(pipe.value_and_grad(x, t), plain) == 0
+
+    pipe, x, t = small(memory_limit=1)
+    assert told(pipe, x, call="__call__") == told(pipe, x, t, call="loss") == []  # forward only
+    with pytest.warns(UserWarning, match="^a step is predicted to take "):
+        nnx.value_and_grad(lambda m: m.loss(x, t))(pipe)
+    pipe, x, t = small(memory_limit=1)
+    with pytest.warns(UserWarning, match="^a step is predicted to take "):
+        nnx.grad(lambda m: jnp.sum(m(x)))(pipe)
+
+
+def test_a_device_that_says_its_limit(monkeypatch):
+    monkeypatch.setattr(limit, "alternatives", lambda *_: [])
+    pipe, x, t = small()
+    monkeypatch.setattr(limit, "reported_limit", lambda device: 1000 + device.id)
+    (text,) = told(pipe, x, t)
+    assert " on each device, and its runtime allows 1,000; " in text
+    monkeypatch.setattr(limit, "reported_limit", lambda device: 10**9 if device.id else None)
+    assert told(small()[0], x, t) == []
+
+
+def test_a_step_that_fits_is_passed_over():
+    pipe, x = make("gpipe", memory_limit=88_605_075, remat=None)
+    assert told(pipe, x, x) == []
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "16GiB"])
+def test_limits_that_are_none(given):
+    with pytest.raises(ValueError) as error:
+        make("1f1b", memory_limit=given)
+    assert str(error.value) == (
+        f"memory_limit={given!r}: must be an integer > 0, the bytes that a device may hold, or "
+        f"None for what its runtime reports"
+    )
