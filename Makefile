@@ -44,9 +44,10 @@ test-all: test test-slow ## also the whole parity grid (half an hour): after a c
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
 	$(BIN)/python -m pytest bench $(ARGS)
 
-lint: $(VENV)/.dev ## ruff: rules and formatting
+lint: $(VENV)/.dev ## ruff, rules and formatting; and the prose of docstrings and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.docs.prose
 
 format: $(VENV)/.dev ## rewrite what ruff can
 	$(BIN)/ruff check --fix .

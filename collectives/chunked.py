@@ -132,6 +132,6 @@ def _logits(x: jax.Array, chunk: Any, local: int, how: Any) -> jax.Array:
 
 
 def _find(labels: jax.Array, chunk: Any, local: int, how: Any) -> tuple[jax.Array, jax.Array]:
-    """Where labels lie in a chunk, and whether they do."""
+    """Find the places of labels in a chunk, and a mask of those that lie in it."""
     index, rows = chunk
     return find_rows(labels, rows.shape[0], first=group_rank(how[0]) * local + index * len(rows))

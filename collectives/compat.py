@@ -1,4 +1,4 @@
-"""What differs between releases of JAX and flax, or is private to them; nowhere else is any of it.
+"""All code that depends on a release of JAX or flax, or on their private names.
 
 Checked on jax 0.10.2 and 0.12. Each use says in which releases it was seen and what would take its
 place. Classes are imported and not known by their names, so that a release without one fails here,
@@ -83,7 +83,7 @@ def varying_in(aval: Any, otherwise: Any = ()) -> Any:
 
 
 def manual_axes(axes: Axes) -> tuple[str, ...]:
-    """Those of `axes` that the surrounding shard_map is manual over, in the order given.
+    """List the axes that the surrounding shard_map is manual over, in the order given.
 
     Empty outside shard_map; an axis that shard_map leaves to the compiler (auto) drops out.
 
@@ -104,7 +104,7 @@ def manual_axes(axes: Axes) -> tuple[str, ...]:
 
 
 def tracks_varying(axis: str) -> bool:
-    """Whether the surrounding shard_map over `axis` runs with `check_vma=True`."""
+    """Tell whether the surrounding shard_map over `axis` runs with `check_vma=True`."""
     # pcast costs nothing at run time, and under check_vma=False leaves the type as it was.
     return axis in varying_axes(jax.lax.pcast(jnp.zeros(()), axis, to="varying"))
 
@@ -145,7 +145,7 @@ def typed_as(aval: Any, others: Sequence[Any]) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether values of a type, or a traced value, lie in host memory; from 0.10.2 to 0.12.0."""
+    """Tell whether values of a type, or a traced value, lie in host memory; jax 0.10.2 to 0.12."""
     # A traced value's own attribute raises ValueError from 0.12 on.
     aval = jax.typeof(aval) if isinstance(aval, jax.Array) else aval
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -184,7 +184,7 @@ def platform() -> str:
 
 
 def has_cudnn() -> bool:
-    """Whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
+    """Tell whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
 
     `jax.nn.dot_product_attention(implementation="cudnn")` raises where it is not; a function that
     says so beforehand would take the place of this.
@@ -201,7 +201,7 @@ def has_cudnn() -> bool:
 
 
 def loop_sizes(eqn: Any) -> tuple[int, int]:
-    """How many constants a `scan` has, and how many values it carries.
+    """Number of constants of a `scan`, and number of values that it carries.
 
     Up to 0.11 they are parameters, in 0.12 lengths of trees. What would take its place is a
     reader of a scan's equation in `jax.extend`.
@@ -263,7 +263,7 @@ def custom_vjp(
 
 
 def fixes_shardings(eqn: Any) -> bool:
-    """Whether the equation of a `jit` says how its operands or results lie."""
+    """Tell whether the equation of a `jit` says how its operands or results lie."""
     params = eqn.params
     fixed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return not all(isinstance(sharding, UnspecifiedValue) for sharding in fixed)
@@ -315,34 +315,36 @@ def discharged(closed: Any) -> Any:
 
 
 def has_effect(effects: Iterable[Any]) -> bool:
-    """Whether there is one beside what refs and mesh axes have, such as a print."""
+    """Tell whether there is an effect beside those of refs and mesh axes, such as a print."""
     return not all(isinstance(effect, _HARMLESS) for effect in effects)
 
 
 def may_not_repeat(effects: Iterable[Any]) -> bool:
-    """Whether there is one of `io_callback`: who calls it counts on how often it is called."""
+    """Tell whether there is an effect of `io_callback`, whose callers count its calls."""
     return any(isinstance(effect, _ONCE) for effect in effects)
 
 
 def is_ordered(effects: Iterable[Any]) -> bool:
-    """Whether there is one of a callback with ``ordered=True``, which runs on one device alone."""
+    """Tell whether there is one of a callback with ``ordered=True``, which runs on one device
+    alone.
+    """
     return any(isinstance(effect, OrderedIOEffect | OrderedDebugEffect) for effect in effects)
 
 
 def has_check(effects: Iterable[Any]) -> bool:
-    """Whether a check of `checkify` is among them."""
+    """Tell whether a check of `checkify` is among them."""
     return any(isinstance(effect, ErrorEffect) for effect in effects)
 
 
 def is_of_refs(error: Exception) -> bool:
-    """Whether it is JAX's, of reverse mode through a function that writes to refs."""
+    """Tell whether an error is JAX's, of reverse mode through a function that writes to refs."""
     return any(text in str(error) for text in _OF_REFS)
 
 
 def renamed_errors(
     error: checkify.Error, where: Sequence[Any], rename: Callable[..., Any]
 ) -> checkify.Error:
-    """What `checkify` found, each failed check in another exception.
+    """Split an error of `checkify` into one exception per failed check.
 
     How an error is flattened is private, seen from 0.10.2 to 0.12.0. A way to map over the
     exceptions of a `checkify.Error` would take its place.

@@ -68,7 +68,7 @@ def held(counts: Mapping[int, int]) -> str:
 
 
 def straddling(sizes: Mapping[str, int], per_process: int, processes: int) -> str | None:
-    """What is wrong with groups that lie unevenly in processes; None where nothing is.
+    """Word the fault of groups that lie unevenly in processes; None if there is no fault.
 
     The devices of a group, all with the same index on the slower axes, come one after the other.
     Either a process holds whole groups, or a group whole processes.

@@ -61,7 +61,8 @@ def lay_out(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> n
 
 
 def _in_slice(devices: Sequence[Any], shape: tuple[int, ...], *, whole: bool) -> np.ndarray:
-    """Of JAX's layout and the best snakes, that with the fewest hops, the last axis first.
+    """Choose the layout with the fewest hops, of JAX's and the best snakes; the last axis counts
+    first.
 
     JAX's where they are equal. It refuses a part of a slice that is no box: such a part stays in
     the order given.

@@ -111,7 +111,7 @@ def _apart(f: Callable[..., Any], *args: Any) -> Any:
 
 
 def _names(jaxpr: Any) -> dict[Any, str]:
-    """Those of variables, wherever they were given (`checkpoint_name`)."""
+    """Find the names that `checkpoint_name` gave to variables, at any depth."""
     found: dict[Any, str] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":

@@ -76,7 +76,7 @@ def make_mesh(
 
 
 def _more_devices(pool: list[jax.Device]) -> str:
-    """How a CPU becomes several devices, for an error; nothing to say where there are several."""
+    """Explain how a CPU becomes several devices; empty if there are several."""
     if len(pool) != 1 or pool[0].platform != "cpu":
         return ""
     return (

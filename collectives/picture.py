@@ -20,7 +20,7 @@ from collectives.torus import Torus, places, torus_of
 
 
 def describe_mesh(mesh: Mesh, *, tables: int = 4, width: int = 100) -> str:
-    """Which device is where: a table of stages and tensor shards for each place on other axes.
+    """Draw where each device is: a table of stages and tensor shards per place on other axes.
 
     A device is shown by its id, its process (`p3`) where there are several, its slice (`s1`) where
     there are several, and its place in the grid of chips on a TPU. The last lines count what lies
@@ -87,7 +87,7 @@ def _table(mesh: Mesh, where: str, table: np.ndarray, width: int) -> list[str]:
 
 
 def _shown(mesh: Mesh) -> Any:
-    """How one device of this mesh is shown."""
+    """Make the function that prints one device of this mesh."""
     devices = list(mesh.devices.flat)
     processes = len(set(map(process_of, devices))) > 1
     slices = len(set(map(slice_of, devices))) > 1
@@ -103,7 +103,7 @@ def _shown(mesh: Mesh) -> Any:
 
 
 def _between(axis: str, grid: np.ndarray) -> list[str]:
-    """What lies between neighbours of [O, S, ...] devices along the second axis."""
+    """Describe the links between neighbours of [O, S, ...] devices along the second axis."""
     ranks, slices = grid.shape[1], _slices(grid)
     if ranks == 1:
         return []

@@ -25,7 +25,7 @@ def in_order(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_faults(further: Collection[str], known: Collection[str]) -> list[str]:
-    """What is wrong with the names of axes that users add.
+    """List the faults of axis names that users add.
 
     Args:
       further: their names.
@@ -60,13 +60,13 @@ def integer(value: Any) -> int | None:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is an integer of at least 1; a bool is none."""
+    """Tell whether a value is an integer of at least 1; a bool is none."""
     whole = integer(value)
     return whole is not None and whole >= 1
 
 
 def size_faults(sizes: Mapping[str, Any]) -> list[str]:
-    """What is wrong with axis sizes, whatever the devices; None is what the others leave."""
+    """List the faults of axis sizes, on any devices; None takes what the other axes leave."""
     faults = [
         f"{name}={size!r}: must be an integer >= 1"
         for name, size in sizes.items()

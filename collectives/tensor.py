@@ -1,4 +1,4 @@
-"""What enters and leaves a group of ranks that share one layer (tensor and sequence parallelism).
+"""Entry to and exit from a group of ranks that share a layer (tensor and sequence parallelism).
 
 A *column* layer multiplies with some columns of a weight on every rank, a *row* layer with the
 matching rows: only their sum over ranks is the layer's output. Between a column layer and its row
@@ -31,7 +31,9 @@ from collectives.sizes import TENSOR
 
 
 def is_manual(axis: str | None) -> TypeGuard[str]:
-    """Whether the surrounding shard_map is manual over `axis`; False also where no mesh has it."""
+    """Tell whether the surrounding shard_map is manual over `axis`; False also where no mesh has
+    it.
+    """
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 

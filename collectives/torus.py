@@ -34,7 +34,7 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """How many devices it has."""
+        """Number of devices."""
         return math.prod(self.lengths)
 
     def hops(self, apart: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ def ring_hops(grid: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
 
 
 def _closed(devices: Sequence[Any], chips: Place) -> tuple[bool, ...]:
-    """Which lines of chips a link closes: those of a whole slice, by its kind and size."""
+    """Tell which lines of chips close to a ring: those of a whole slice, by its kind and size."""
     client = getattr(devices[0], "client", None)
     if client is not None and len(client.devices()) != len(devices):
         return (False,) * _CHIP

@@ -118,7 +118,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def sum_up(
     logits: jax.Array, local: jax.Array, mine: jax.Array, so_far: Sums | None = None
 ) -> Sums:
-    """What cross entropy needs of some columns, and of those summed up before.
+    """Sum up the terms of cross entropy over some columns, added to earlier sums.
 
     Args:
       logits: `[..., v]`; -inf where a label cannot be.
@@ -171,7 +171,7 @@ def logit_gradient(
 
 
 def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str | None) -> Sums:
-    """The same over the whole vocabulary, by one maximum and one sum over ranks.
+    """Combine the sums of all ranks, by one maximum and one sum, for the whole vocabulary.
 
     Args:
       largest: `[...]`, this rank's largest logit.
@@ -190,13 +190,13 @@ def combine(largest: jax.Array, total: jax.Array, picked: jax.Array, axis: str |
 def find_rows(
     indices: jax.Array, rows: int, *, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Where global indices lie among the rows from `first` on, clipped, and whether they do."""
+    """Find global indices among the rows from `first` on, clipped, and a mask of those found."""
     local = indices.astype(jnp.int32) - first
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
 def _find(indices: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
-    """The same among this rank's rows."""
+    """Find global indices among this rank's rows."""
     return find_rows(indices, rows, first=group_rank(axis) * rows)
 
 

@@ -1,4 +1,4 @@
-"""What counting alone predicts: byte n-grams with add-one smoothing, in nats per byte."""
+"""Losses predicted by counting alone: byte n-grams with add-one smoothing, in nats per byte."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _positive(text: str) -> float:
 
 
 def _problems(o: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with options that are fine by themselves but not together."""
+    """List the faults of options that are valid alone but not together."""
     if o.layers % o.stages:
         yield (
             f"--layers {o.layers} is not a multiple of --stages {o.stages}: stages are equal; "

@@ -59,7 +59,7 @@ def names(root: Path) -> list[str]:
 
 
 def is_held_out(name: str, percent: int) -> bool:
-    """Whether a file is kept from training, by its name alone."""
+    """Tell whether a file is kept from training, by its name alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 

@@ -1,4 +1,4 @@
-"""Which devices a run uses."""
+"""The devices of a run."""
 
 from __future__ import annotations
 

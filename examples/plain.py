@@ -1,4 +1,4 @@
-"""The same model without a pipeline: what the pipeline's losses are compared with.
+"""A run of the model without a pipeline, to which the pipeline's losses are compared.
 
 It has the interface of `pipeline.Pipeline` that training needs, and adds up microbatches the
 same way: their mean loss, in ascending order.

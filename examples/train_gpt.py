@@ -187,7 +187,7 @@ def open_checkpoints(options: argparse.Namespace) -> Checkpoints:
 
 
 def folder_of(*, resume: bool) -> Path:
-    """Where a run goes that is given no folder: to the first without one, or the last with one."""
+    """Choose a run's folder if none is given: the first free one, or the last one for resume."""
     numbered = (OUT if n == 1 else OUT / f"run-{n}" for n in itertools.count(1))
     taken = list(itertools.takewhile(lambda path: (path / "state").exists(), numbered))
     if resume and taken:

@@ -34,7 +34,7 @@ from pipeline import (
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Any], argparse.Namespace]:
-    """Where this process is, and the options that all processes have in common."""
+    """Parse the place of this process, and the options that all processes share."""
     parser = argparse.ArgumentParser(description="Train a small GPT in several processes.")
     add = parser.add_argument
     add("--coordinator", help="host:port of process 0")
@@ -119,7 +119,7 @@ def train(options: argparse.Namespace) -> Iterator[float]:
 
 
 def fits(options: argparse.Namespace, ranks: int) -> bool:
-    """Whether so many ranks can share the stages."""
+    """Tell whether so many ranks can share the stages."""
     return options.stages % ranks == 0
 
 

@@ -117,7 +117,7 @@ class ParallelConfig:
         return make_mesh(devices=pool, **self.sizes)
 
     def pipeline_options(self, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
-        """What `Pipeline` is told of it: ``Pipeline(stages, **config.pipeline_options())``.
+        """Options for `Pipeline`: ``Pipeline(stages, **config.pipeline_options())``.
 
         That is the mesh, the number of microbatches and the three dtypes.
 
@@ -223,7 +223,7 @@ def _pairs(axes: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal on all processes; the order of further axes is that of the mesh."""
+    """Fields that must be equal on all processes; the order of further axes is that of the mesh."""
     shared = {name: value for name, value in values.items() if name != _OWN}
     return shared | {"axes": [list(pair) for pair in _pairs(shared.get("axes", ()))]}
 

@@ -1,4 +1,4 @@
-"""What the fields of a configuration must be, and what follows from them.
+"""Rules for the fields of a configuration, and values that follow from them.
 
 Letters: W = devices of all processes, P = processes, D = data shards, M = microbatches, b = rows of
 a microbatch on one data shard, N = M * D * b rows of a batch. Each function takes all fields as a
@@ -45,7 +45,7 @@ def sizes_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_keys(keys: Iterable[Any], known: list[str]) -> list[str]:
-    """What is wrong with keys that name no field."""
+    """Word the faults of keys that name no field."""
     faults = []
     for key in keys:
         if key in known:

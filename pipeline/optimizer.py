@@ -127,7 +127,7 @@ def _check_pipeline(what: str, pipe: Any) -> None:
 
 
 class PipelineOptimizer(nnx.Optimizer[Pipeline]):
-    """What `make_optimizer` returns: an `nnx.Optimizer` that knows how its state's layers lie."""
+    """The optimizer of `make_optimizer`: an `nnx.Optimizer` that knows the layers of its state."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         return super().update(model, grads, **extra)
 
     def state_plan(self, model: Pipeline) -> StatePlan:
-        """How this state is stored, of layers, for a pipeline's parameters."""
+        """Plan the storage of this state's layers for a pipeline's parameters."""
         return self._plan(nnx.as_pure(nnx.state(model, self.wrt)))
 
 
@@ -232,14 +232,14 @@ class _Layered:
         return meshes.typed(tree, home, jax.tree.leaves(specs()))
 
     def _stored_specs(self, updates: Tree) -> Tree:
-        """Where updates lie: as the weights."""
+        """Specs of updates: those of the weights."""
         view = self._view
         specs = {stack.path: stack.spread.stored for stack in view.stacks}
         specs |= {("ends", *end.path): end.spread.stored for end in view.ends}
         return jax.tree_util.tree_map_with_path(lambda path, _: _at(specs, path), updates)
 
     def plan(self, params: Tree) -> StatePlan:
-        """How the state is stored, for parameters of these types."""
+        """Plan the storage of the state for parameters of these types."""
         view = self._view
 
         def one(ref: Ref | EndRef) -> Any:
@@ -368,6 +368,6 @@ def _is_like_parameters(tree: Tree) -> bool:
 
 
 def _at(found: Mapping[tuple[Any, ...], Any], path: Any) -> Any:
-    """What belongs to a leaf; the value of a variable may have a key too."""
+    """Find the value for a leaf by its path; the value of a variable may have a key of its own."""
     names = tuple(map(key_name, path))
     return found[names if names in found else names[:-1]]

@@ -264,7 +264,7 @@ class Pipeline(nnx.Module):
         super().__setattr__(name, value)
 
     def __nnx_repr__(self) -> Iterator[Any]:
-        """What `print` shows, here or within another module; `describe` says more."""
+        """Fields that `print` shows, here or within another module; `describe` shows more."""
         sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
         yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
         for name, text in summary(self, _DEFAULTS).items():
@@ -277,7 +277,7 @@ class Pipeline(nnx.Module):
 
     @property
     def mesh(self) -> Mesh:
-        """Where it runs: of Auto axes, or with the types of the mesh that was in force."""
+        """The mesh, with Auto axes, or with the types of the mesh in force at construction."""
         return self.plan.home
 
     @property
@@ -287,7 +287,7 @@ class Pipeline(nnx.Module):
 
     @property
     def wrt(self) -> nnx.filterlib.Filter:
-        """What is trained, as a filter of the pipeline's own state.
+        """The trained variables, as a filter of the pipeline's own state.
 
         For ``nnx.Optimizer(pipe, tx, wrt=pipe.wrt)`` and ``nnx.DiffState(0, pipe.wrt)``. With
         stages of one chunk that are not trained alike use `make_optimizer`.
@@ -296,12 +296,12 @@ class Pipeline(nnx.Module):
 
     @property
     def embed(self) -> Any:
-        """What makes the first stage's input."""
+        """The module that makes the first stage's input."""
         return self.ends.embed
 
     @property
     def head(self) -> Any:
-        """What follows the last stage."""
+        """The module after the last stage."""
         return self.ends.head
 
     def __call__(
@@ -486,7 +486,7 @@ class Pipeline(nnx.Module):
         steps: int = 3,
         directory: str | os.PathLike[str] | None = None,
     ) -> Report:
-        """What each rank did when, in seconds, from steps that run under `jax.profiler`.
+        """Time each action of each rank, in seconds, in steps that run under `jax.profiler`.
 
         A report of the clock "measured", to be drawn as any other (`schedules.drawing`). Its costs
         are the means of the actions of each stage, so that `schedules.differences(report)` says
@@ -649,7 +649,7 @@ class Pipeline(nnx.Module):
         optimizer: nnx.Optimizer[Any] | None = None,
         compiled: bool = False,
     ) -> str:
-        """What runs, where, and what it is predicted to cost.
+        """Describe the program, its placement, and its predicted cost.
 
         Bytes are predicted for the batch given, whose leaves may be `jax.ShapeDtypeStruct`, or
         else for the last one trained on; before there is any, only those of weights and gradients
@@ -745,11 +745,11 @@ class Pipeline(nnx.Module):
 
     @property
     def trained(self) -> Trained:
-        """Which leaves of its parameters have gradients."""
+        """The leaves of its parameters that have gradients."""
         return self._trained_by(self.plan.wrt)[0]
 
     def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
-        """What a filter trains, and the filter of the pipeline's own state that finds it."""
+        """Resolve a filter to the leaves it trains, and to a filter of the pipeline's own state."""
         stages, known = self.schedule.stages_of, self.plan.traces.filtered
         return trained_by(wrt, self.chunks, self.ends, stages, known)
 

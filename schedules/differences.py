@@ -1,4 +1,4 @@
-"""Where the time of a run differs from what was predicted, and why.
+"""Differences between the time of a run and its prediction, and their causes.
 
 A step lasts until its last rank has ended, so S ranks have S makespans of time between them. A rank
 works, or waits while another works (for its message, or for it to come to an exchange), or no rank
@@ -37,13 +37,13 @@ class Difference(NamedTuple):
 
     @property
     def more(self) -> float:
-        """What is measured beyond what was predicted."""
+        """Seconds measured beyond the prediction."""
         return self.measured - self.predicted
 
 
 @dataclass(frozen=True)
 class Differences:
-    """What two reports of a schedule differ by.
+    """Differences between two reports of a schedule.
 
     Attributes:
       measured: of a run.
@@ -133,7 +133,7 @@ def _parts(report: Report, flat: Flat) -> dict[str, float]:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """How much time some interval holds."""
+    """Total time that intervals cover, overlaps counted once."""
     total, reached = 0.0, 0.0
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""What a clock says of a schedule: when everything runs, what follows from it, and why ranks wait.
+"""The report of a clock: times of all actions, sums that follow, and reasons why ranks wait.
 
 Every moment of idle time has a cause. A rank that waits for a message is idle because the action
 that sends it has not ended (*fill*, *drain* or *imbalance*, by phase), because the message is under
@@ -117,7 +117,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Report:
-    """When everything runs, in the unit of the costs; time 0 is the start of the first action.
+    """Times of all actions, in the unit of the costs; time 0 is the start of the first action.
 
     Attributes:
       schedule: what was timed.
@@ -335,7 +335,7 @@ def explain(report: Report) -> Explanation:
 
 
 def _around(report: Report, wait: Wait) -> Iterator[Wait]:
-    """What of a wait lies outside of what ranks share."""
+    """Parts of a wait outside the work that ranks share."""
     start, common = wait.start, report.common
     for n in range(bisect.bisect_right(common, start, key=lambda span: span[1]), len(common)):
         begin, end = common[n]

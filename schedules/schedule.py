@@ -100,7 +100,7 @@ def from_orders(
 
 
 def _items(argument: str, value: Iterable[Any], wanted: str) -> tuple[Any, ...]:
-    """What is in a sequence; numpy's integers as Python's."""
+    """Convert a sequence to a tuple, with numpy's integers as Python's."""
     try:
         if not isinstance(value, str):
             return tuple(getattr(value, "tolist", lambda: value)())
@@ -128,7 +128,7 @@ def _read(item: object) -> list[Action]:
 
 
 def _is_action(item: object) -> bool:
-    """Whether it is one, with numbers for numbers; whether those make sense is for `check`."""
+    """Tell whether a value is an action with numbers for numbers; `check` judges the numbers."""
     return isinstance(item, Action) and type(item.stage) is type(item.microbatch) is int
 
 

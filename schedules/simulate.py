@@ -1,4 +1,4 @@
-"""How long a schedule takes, under a clock of your choice.
+"""Simulation of a schedule under a chosen clock.
 
 Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """

@@ -1,4 +1,4 @@
-"""What everything stands on: pytrees, dtypes, variables, placeholders, masks, equality, layouts.
+"""The ground floor: pytrees, dtypes, variables, placeholders, masks, equality, layouts.
 
 Nothing here knows a pipeline, a mesh axis or a schedule.
 """

@@ -22,7 +22,7 @@ _Pairs = frozenset[tuple[int, int]]
 
 
 def alike(one: Any, other: Any, _within: _Pairs = frozenset()) -> bool:
-    """Whether two static values do the same wherever one stands for the other.
+    """Tell whether two static values do the same wherever one stands for the other.
 
     They are if they are equal by `==` and of one type; or made alike: containers and plain objects
     part by part, functions by their code and what they close over, arrays by their values.
@@ -51,7 +51,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """What a value is made of, in an order; None if that is unknown."""
+    """Parts of a value, in a fixed order; None if they are unknown."""
     found: Any = None
     match value:
         case list() | tuple():

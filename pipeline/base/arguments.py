@@ -10,7 +10,7 @@ DataParallel = Literal["replicated", "zero1", "fsdp"]  # how weights lie over da
 
 
 def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
-    """Whether a value is an integer that is no less than ``least``.
+    """Tell whether a value is an integer that is no less than ``least``.
 
     Args:
       value: anything.
@@ -22,5 +22,5 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an integer or a float, such as a number of seconds; NaN is one."""
+    """Tell whether a value is an integer or a float, such as a number of seconds; NaN is one."""
     return isinstance(value, int | float) and not isinstance(value, bool)

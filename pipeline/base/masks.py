@@ -1,4 +1,4 @@
-"""What is trained of a list of leaves, as a mask; and how far a backward goes."""
+"""Masks over leaves: those that are trained, and how far a backward goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Way:
-    """How far a stage's backward goes.
+    """Extent of a stage's backward.
 
     Attributes:
       weights: for the leaves of its parameters, whether they are trained.
@@ -24,7 +24,7 @@ class Way:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is anything to do."""
+        """True if there is anything to do."""
         return self.x or any(self.weights)
 
 

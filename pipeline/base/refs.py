@@ -21,7 +21,7 @@ Span = tuple[int, int] | None
 
 
 def read(ref: Any, *lead: Any, part: Span = None) -> jax.Array:
-    """What `ref[*lead]` holds.
+    """Read `ref[*lead]`.
 
     Args:
       ref: it.
@@ -57,7 +57,7 @@ def _written(whole: jax.Array, value: jax.Array, lead: tuple[Any, ...], part: Sp
 
 
 def _window(whole: Any, lead: tuple[Any, ...], part: Span) -> tuple[list[Any], tuple[int, ...]]:
-    """Where it starts on each axis, and how many it takes."""
+    """Start and size of a part along each axis."""
     each = whole.shape[len(lead) :]
     first, sizes = (0, each) if part is None else (part[0], (part[1] - part[0], *each[1:]))
     kind = lead[0].dtype if lead else np.dtype(np.int32)  # JAX wants one for all

@@ -1,4 +1,4 @@
-"""Whether one module is a stack of stages, or a model of its own whose arrays look like one.
+"""A test of whether one module is a stack of stages, or a model whose arrays look like one.
 
 A stack has a leading axis of length K on every array, as `nnx.vmap` makes it. Arrays of one module
 may have equal leading axes by chance: four ``nnx.Linear(8, 8)`` in an `nnx.Sequential` all have 8.
@@ -38,7 +38,7 @@ REMEDY = (
 
 
 def check_stack(stages: nnx.Module) -> Literal["stacked", "unknown"]:
-    """Whether layers of flax, or random streams, show that a module is a stack.
+    """Tell whether layers of flax, or random streams, show that a module is a stack.
 
     Raises:
       ValueError: they show that it is none.

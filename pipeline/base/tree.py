@@ -18,17 +18,17 @@ Leaves = list[Any]  # arrays, in tree order
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a gradient can flow through this leaf."""
+    """Tell whether a gradient can flow through this leaf."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it is an array or the type of one, and no number or label."""
+    """Tell whether a leaf is an array or the type of one, and no number or label."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_abstract(tree: Tree) -> bool:
-    """Whether any leaf is a type, and no array."""
+    """Tell whether any leaf is a type, and no array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
@@ -64,12 +64,12 @@ def times(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is a typed random key."""
+    """Tell whether a leaf is a typed random key."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def as_numbers(leaf: jax.Array) -> jax.Array:
-    """What can be added up: a typed key's words, anything else as it is."""
+    """Convert a leaf to numbers that can be added: a typed key to its words, others unchanged."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -105,7 +105,7 @@ def vary_like(tree: Tree, types: Tree) -> Tree:
 
 
 def signature(tree: Tree) -> tuple[Any, ...]:
-    """What two trees of equal structure and types have in common; hashable."""
+    """Hashable signature of a tree: its structure, and the types of its leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, *((leaf.shape, leaf.dtype, varying_in(leaf)) for leaf in leaves)
 

@@ -38,12 +38,12 @@ def type_text(leaf: Any) -> str:
 
 
 def metadata(leaf: Any) -> Mapping[str, Any]:
-    """What it says of itself."""
+    """Metadata of a variable."""
     return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else _NOTHING
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """The same with another value."""
+    """Copy a variable with another value."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 

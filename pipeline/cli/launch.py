@@ -80,7 +80,7 @@ def run(
 
 
 def _problem(program: Sequence[str] | None) -> str | None:
-    """What is wrong with the program to start."""
+    """Word the fault of the program to start, or None."""
     if program is None:
         return f"what to start comes after --, and there is no --; for example {EXAMPLE}"
     if not program:

@@ -1,4 +1,4 @@
-"""What the commands have in common: how they are added, what options are, how they end."""
+"""Conventions of the commands: how they are added, how options look, how they end."""
 
 from __future__ import annotations
 

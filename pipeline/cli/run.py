@@ -205,7 +205,7 @@ def restored(config: Config, *, ema: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a text is made of.
+    """Tokens of a prompt, and how they are made.
 
     Attributes:
       text: how it begins.

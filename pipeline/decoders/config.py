@@ -127,7 +127,7 @@ class DecoderConfig:
             raise ValueError("DecoderConfig: " + "; ".join(wrong))
 
     def window(self, layer: int) -> int | None:
-        """How many positions a layer's queries see."""
+        """Number of positions that a layer's queries see."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> Rope | None:

@@ -51,7 +51,8 @@ def start_decoding(module: Any, rows: int, length: int, dtype: Any = None) -> No
 
 
 def keeps_caches(pipe: Any) -> bool:
-    """Whether a model says of itself that it decodes: some module has a method `start_decoding`.
+    """Tell whether a model says of itself that it decodes: some module has a method
+    `start_decoding`.
 
     flax's attention alone is no such word: positions that an embed adds may lack a cache.
     """
@@ -59,7 +60,7 @@ def keeps_caches(pipe: Any) -> bool:
 
 
 def may_have_caches(pipe: Any) -> bool:
-    """Whether `start_decoding` gives any module of the stages caches.
+    """Tell whether `start_decoding` gives any module of the stages caches.
 
     An embed that counts positions has one that says nothing of earlier tokens.
     """
@@ -67,7 +68,8 @@ def may_have_caches(pipe: Any) -> bool:
 
 
 def takes_many(pipe: Any) -> bool:
-    """Whether all that has a cache takes several tokens in one call: it says ``prefills = True``.
+    """Tell whether all that has a cache takes several tokens in one call: it says ``prefills =
+    True``.
 
     (flax's `MultiHeadAttention` does not.)
     """
@@ -151,7 +153,7 @@ def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> 
 def _ready_unlike(
     state: RankState, seats: Sequence[Seat], is_cache: Any, start: Callable[[Any], None]
 ) -> tuple[list[Seat], Cells, Begin]:
-    """The same of a chunk whose stages share cells: to those come cells of what is new."""
+    """Prepare a chunk whose stages share cells: caches get cells of their new positions."""
     v = seats[0].chunk
     cells = jax.tree.leaves(state.weights.chunks_rest[v])
     ready, lists, known = [], [], []

@@ -32,7 +32,7 @@ from pipeline.decoding.sampling import sample_rows, sample_shared
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen, and when a row ends.
+    """The choice of the next token, and the end of a row.
 
     Attributes:
       max_new_tokens: of a row.
@@ -48,7 +48,7 @@ class Choice:
     pad: int = 0
 
     def ends(self, tokens: jax.Array) -> jax.Array:
-        """Which tokens end their rows."""
+        """Mark the tokens that end their rows."""
         if not self.stop:
             return jnp.zeros(tokens.shape, jnp.bool_)
         return jnp.isin(tokens, jnp.asarray(self.stop, jnp.int32))
@@ -112,7 +112,7 @@ class Rows:
         return jnp.where(is_new, new, jnp.take(prompts, place, axis=1))
 
     def all_done(self, rank: int | None) -> jax.Array:
-        """Whether every row of every shard has ended, as one rank knows it; None: as all do."""
+        """Tell whether every row of every shard has ended, by one rank's record; None: by all."""
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
@@ -178,7 +178,7 @@ class Flow:
         jax.lax.while_loop(goes_on, body, (jnp.int32(0), jnp.zeros((), jnp.bool_)))
 
     def _item(self, number: Any) -> tuple[Any, Any, Any, Any]:
-        """Of a rank's item: whether it is one, its call, its chunk and its microbatch."""
+        """Decode a rank's item number: whether it exists, its call, chunk and microbatch."""
         within = number % self.period
         step, lane = number // self.period, within % self.lanes
         real = (number >= 0) & (step < self.steps) & (lane < self.num_microbatches)

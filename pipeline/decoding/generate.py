@@ -198,7 +198,7 @@ def _phases(prefill: int, calls: int, length: int) -> list[tuple[int, int, int]]
 def _prefilled(
     prefill: int | None, lengths: jax.Array, width: int, *, able: bool
 ) -> tuple[int, int]:
-    """How many tokens are fed in a call, and how many calls of so many there are.
+    """Number of tokens per prefill call, and number of such calls.
 
     Args:
       prefill: what was asked for.

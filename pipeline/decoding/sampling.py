@@ -16,16 +16,16 @@ from collectives import STAGE
 
 
 class Choosing(Protocol):
-    """Which words may be drawn, as `pipeline.decoding.flow.Choice` says it."""
+    """Words that may be drawn; `pipeline.decoding.flow.Choice` holds the options."""
 
     @property
     def top_k(self) -> int:
-        """How many of the likeliest; 0 for all."""
+        """Number of the likeliest words to draw from; 0 for all."""
         ...
 
     @property
     def nucleus(self) -> bool:
-        """Whether only the likeliest that have a share of all."""
+        """True if only the likeliest words with a given share of all are drawn."""
         ...
 
 
@@ -62,14 +62,14 @@ def sample(
 def sample_rows(
     logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing
 ) -> jax.Array:
-    """The same of [b, N] logits, each row with a key of its own."""
+    """Draw from [b, N] logits, each row with a key of its own."""
     return _best(logits, keys, draw, choice)[1]
 
 
 def sample_shared(
     logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing, words: int
 ) -> jax.Array:
-    """The same of [b, n] logits of this rank's words; all ranks find the same token.
+    """Draw from [b, n] logits of this rank's words; all ranks find the same token.
 
     Args:
       logits: -inf behind the last word.

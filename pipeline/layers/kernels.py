@@ -107,7 +107,7 @@ def _kernel(heads: int, t: int, *, interpret: bool) -> Any:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same by cuDNN.
+    """Compute attention by cuDNN.
 
     Raises:
       ValueError: as for `splash`, or a dtype other than bfloat16 and float16.

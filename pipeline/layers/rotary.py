@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Scaling(Protocol):
-    """How the wavelengths of rotary positions are stretched."""
+    """The rule that stretches the wavelengths of rotary positions."""
 
     def apply(self, frequencies: np.ndarray) -> np.ndarray:
         """Scale `[c / 2]` radians per position."""
@@ -84,7 +84,7 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """What queries and keys are multiplied with."""
+        """Factor on queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0

@@ -129,7 +129,7 @@ class VocabularyHead(nnx.Module):
         self.is_padded = table.shape[0] != vocabulary
 
     def features(self, x: jax.Array) -> jax.Array:
-        """What is multiplied with the table: `[b, t, d] -> [b, t, d]`."""
+        """Compute the factor that multiplies the table: `[b, t, d] -> [b, t, d]`."""
         return x if self.norm is None else self.norm(x)
 
     def __call__(self, x: jax.Array) -> jax.Array:

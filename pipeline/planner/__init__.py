@@ -1,4 +1,4 @@
-"""How to spread a model over chips that need not be there: which mesh, schedule, remat, and why.
+"""A planner for chips that need not be there: mesh, schedule and remat for a model, with reasons.
 
 Here live a table of chips, the sizes of models, what a step costs by arithmetic, and the search
 over ways to lay it out. Nothing here traces, compiles or knows a device, and nothing is measured:

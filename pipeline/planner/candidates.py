@@ -80,7 +80,7 @@ def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layo
 
 
 def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
-    """What may be computed again but for others; nothing, if nothing else may."""
+    """List remat policies other than the given ones; empty if there are no others."""
     return [one for one in remat if one not in others] or [None]
 
 
@@ -116,13 +116,13 @@ def _chunks(layers: int, ranks: int) -> list[int]:
 
 
 def _share(layers: int, stages: int) -> bool:
-    """Whether stages have at least a layer each, and none waits long for those with one more."""
+    """Tell whether every stage has a layer, and none waits long for stages with one more."""
     return stages <= layers and -(-layers // stages) * stages * (1 - MOST_IDLE) <= layers
 
 
 @functools.lru_cache(maxsize=8192)
 def _can(name: str, S: int, V: int, M: int) -> bool:
-    """Whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
+    """Tell whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
     try:
         built(name, S, V, min(M, 8 * S + M % S))
     except ScheduleError:

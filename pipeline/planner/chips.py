@@ -1,4 +1,4 @@
-"""What chips can do by their vendors' words: one table."""
+"""One table of chips, with the figures of their vendors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def find_chip(chip: Chip | str) -> Chip:
 
 
 def known(name: object, table: Iterable[str]) -> str:
-    """What a table knows, for a message that it does not know a name, with the nearest first."""
+    """List the names that a table knows, the nearest first, for a message about an unknown name."""
     names = list(table)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

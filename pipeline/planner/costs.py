@@ -1,4 +1,4 @@
-"""What a step of a layout takes, by arithmetic: seconds by use.
+"""Time of a layout's step, by arithmetic: seconds by use.
 
 Letters as in `pipeline.planner.layout`. Bytes of collectives are those of docs/communication.md,
 for sequence parallelism.
@@ -41,7 +41,7 @@ BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout is to take.
+    """Estimated time of a layout's step.
 
     Attributes:
       layout: which.
@@ -184,7 +184,7 @@ class _Stage:
 
 
 def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> _Stage:
-    """Of a stage of n layers."""
+    """Estimate a stage of n layers."""
     S, T, V = layout.stage, layout.tensor, layout.chunks
     gather = 0.0
     if layout.data_parallel == "fsdp":

@@ -1,4 +1,4 @@
-"""What is to be trained, and one way to spread it.
+"""The training job, and one way to spread it.
 
 Letters: S, D, T ranks on `stage`, `data`, `tensor`; V stages on a rank, M microbatches.
 """
@@ -19,7 +19,7 @@ WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moment
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what.
+    """A training job: the model, the batch and the chips.
 
     Attributes:
       model: its sizes.
@@ -87,17 +87,17 @@ class Layout:
 
     @property
     def stage_remat(self) -> str | None:
-        """What `Pipeline(remat=)` is told."""
+        """The value for `Pipeline(remat=)`."""
         return self.remat if self.remat in OF_PIPELINES else None
 
     @property
     def by_block(self) -> bool:
-        """Whether each block is computed again by itself."""
+        """True if each block is computed again by itself."""
         return self.remat in ("block", BUT_ATTENTION)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many each has; where they differ by one, the ends of the pipeline have less."""
+    """Number of layers of each stage; where they differ by one, the pipeline's ends have fewer."""
     longest = -(-layers // stages)
     short = longest * stages - layers
     first = short // 2
@@ -106,7 +106,7 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 def parameters_of(job: Job, layout: Layout) -> tuple[float, float]:
-    """Of a rank's blocks, and of what it has of embedding and head."""
+    """Number of parameters in a rank's blocks, and in its share of embedding and head."""
     model = job.model
     longest = -(-model.layers // (layout.stage * layout.chunks))
     blocks = layout.chunks * longest * model.block / layout.tensor

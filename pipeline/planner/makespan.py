@@ -1,4 +1,4 @@
-"""How long a pipeline takes and what a rank holds at once, by name and sizes.
+"""Makespan of a schedule and peak memory of a rank, by name and sizes.
 
 Letters: S ranks, V stages on each, M microbatches.
 """
@@ -54,7 +54,7 @@ def makespan(
 
 
 def places(name: str, S: int, V: int, M: int) -> tuple[float, float]:
-    """How many stashes a rank has room for, from F to B or I, and how many crossings, from I to W.
+    """Number of stashes a rank has room for, from F to B or I, and of crossings, from I to W.
 
     Of either kind as many as the rank has that needs most of them.
 

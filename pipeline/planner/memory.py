@@ -1,4 +1,4 @@
-"""What a layout holds on its fullest chip, by arithmetic: bytes by what they are.
+"""Memory of a layout on its fullest chip, by arithmetic: bytes by kind.
 
 Letters as in `pipeline.planner.layout`. Weights, sums of gradients and Adam's two moments are
 float32, all else bfloat16.
@@ -25,7 +25,7 @@ def usable(job: Job) -> float:
 
 
 def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
-    """Of one block and microbatch: its input, all residuals, and what an action holds beside."""
+    """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
     tokens = layout.rows * job.seq / layout.tensor
     whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
     residuals = job.model.plain_residuals * tokens
@@ -35,7 +35,7 @@ def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
 
 
 def _whole(job: Job, layout: Layout) -> float:
-    """Of one block and microbatch: what a rank gathers over `tensor`, under sequence parallelism.
+    """Bytes per block and microbatch that a rank gathers over `tensor` in sequence parallelism.
 
     That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
     """
@@ -43,7 +43,7 @@ def _whole(job: Job, layout: Layout) -> float:
 
 
 def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
-    """Of one block and microbatch: what it leaves for its backward, where not a stage begins anew.
+    """Bytes per block and microbatch kept for the backward, unless a stage is recomputed.
 
     What attention gave has a float32 log sum of each head beside it.
     """
@@ -58,7 +58,7 @@ def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
 
 
 def _crossing(job: Job, layout: Layout) -> float:
-    """Of one block and microbatch: what I leaves for W.
+    """Bytes per block and microbatch that I keeps for W.
 
     Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
     not gathered again.

@@ -98,7 +98,7 @@ class ModelSizes:
         return 2 * 2 * seq * self.queries / 2
 
     def step_operations(self, seq: int) -> float:
-        """Of a token, forward and backward, nothing computed twice: what MFU counts."""
+        """Operations per token, forward and backward, nothing computed twice: the count for MFU."""
         block = 2 * self.block_matrices + self.scores(seq)
         return 3 * (self.layers * block + 2 * self.table)
 

@@ -1,4 +1,4 @@
-"""What the search found: the best few, why the others lost, as text and as a configuration."""
+"""Results of the search: the best plans, why others lost, as text and as a configuration."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Plans:
 
     @property
     def verdict(self) -> str:
-        """Whether to pipeline, in a sentence."""
+        """A sentence that says whether to pipeline."""
         if self.pipeline is None:
             return "do not pipeline: no pipeline fits these sizes"
         if self.alone is None:
@@ -150,7 +150,7 @@ def _assigned(values: Mapping[str, int | str]) -> list[str]:
 
 
 def _options(layout: Layout) -> Mapping[str, int | str]:
-    """What `Pipeline` is told beside the mesh."""
+    """Options for `Pipeline` beside the mesh."""
     is_known = layout.data_parallel in get_args(DataParallel)
     options = {"data_parallel": layout.data_parallel} if is_known else {}
     if layout.data_parallel == "fsdp":
@@ -165,7 +165,7 @@ def _options(layout: Layout) -> Mapping[str, int | str]:
 
 
 def _beside(job: Job, layout: Layout) -> list[str]:
-    """What a configuration does not hold: how the model is made, and where chips stand."""
+    """List what a configuration leaves out: how the model is made, and where chips stand."""
     blocks = "each block under jax.checkpoint (remat_blocks=True)"
     if layout.remat == BUT_ATTENTION:
         blocks += ", which keeps what attention gave (keep_attention=True)"
@@ -205,7 +205,7 @@ def short(layout: Layout) -> str:
 
 
 def limits(job: Job, one: Estimate) -> str:
-    """What a layout's step goes to beside the model's own operations, the largest first."""
+    """Explain a step's time beyond the model's own operations, the largest part first."""
     shares = {name: one.seconds[name] / one.step for name in SHARES}
     said = [
         f"{SHARES[name]} {share:.0%}"

@@ -254,7 +254,7 @@ def _said(faults: dict[str, list[int]]) -> list[str]:
 def _refusal(
     job: Job, layouts: Sequence[Layout], schedules: Sequence[str], remat: Sequence[str | None]
 ) -> DoesNotFitError:
-    """What is nearest: other remat, more chips, or shorter sequences, and what it then takes."""
+    """Make the error with the nearest plans: other remat, more chips, or shorter sequences."""
     least = estimate(job, min(layouts, key=lambda layout: hbm(job, layout)))
     most = max(least.bytes, key=lambda name: least.bytes[name])
     text = (

@@ -1,4 +1,4 @@
-"""What must be the same on all processes, and the words for what is not.
+"""Values that must be equal on all processes, and the messages for values that are not.
 
 Processes that run different programs wait for each other forever, or train on nonsense without a
 word: so versions, code and options are compared, field by field, before anything runs.
@@ -140,7 +140,7 @@ def agree(fields: Fields, index: int, count: int, timeout: float) -> None:
 
 
 def differences(fields: Sequence[Fields]) -> list[str]:
-    """What differs between processes.
+    """List the differences between processes.
 
     Args:
       fields: [processes] what each has.

@@ -28,7 +28,7 @@ REMEDY = (
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """How a batch lies on a mesh: rows over ``data``."""
+    """Sharding of a batch on a mesh: rows over ``data``."""
     return NamedSharding(mesh, PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec())
 
 
@@ -152,7 +152,7 @@ def _check_rows(arrays: Mapping[str, np.ndarray], shards: int) -> None:
 
 @dataclass
 class _Brought:
-    """What this process has brought to its calls of `shard_batch`.
+    """Types of the batches that this process has brought to its calls of `shard_batch`.
 
     Processes whose batches differ in a shape or a dtype compile different programs, and wait for
     each other for ever. So each says what it brings; and when that is something new, for which it

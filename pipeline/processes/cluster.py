@@ -1,4 +1,4 @@
-"""Which process of which job this one is: arguments, then our launcher, then what jax finds.
+"""The job and number of this process: from arguments, then our launcher, then from jax.
 
 jax knows SLURM, Open MPI, Kubernetes jobs and TPU pods by the environment they set.
 """

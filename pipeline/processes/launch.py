@@ -63,7 +63,7 @@ reach(signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Job:
-    """What to start.
+    """The program to start, and its processes.
 
     Attributes:
       command: the program and its arguments.
@@ -80,7 +80,7 @@ class Job:
     grace: float = 5.0
 
     def environment(self, process: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
-        """What a process finds in its environment.
+        """Environment variables of a process.
 
         Args:
           process: its number.
@@ -206,7 +206,7 @@ class _Child:
 
     @property
     def how(self) -> str:
-        """How it failed, for a message."""
+        """Cause of the failure, for a message."""
         code = self.process.returncode
         if code < 0:
             return f"(pid {self.process.pid}) was ended by {signal.Signals(-code).name}"

@@ -13,7 +13,7 @@ LONGEST = 1 << 16  # bytes without an end of line until a line is cut
 
 
 class Log:
-    """Where all lines go.
+    """The file or stream for all lines.
 
     Args:
       out: for lines of standard output.

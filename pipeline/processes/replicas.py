@@ -83,7 +83,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _checksum(array: jax.Array, bounds: tuple[tuple[int, int], ...]) -> int:
-    """Of this process's copy of a part; 0 if it has none."""
+    """Checksum of this process's copy of a part; 0 if it has none."""
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == bounds:
             return zlib.crc32(np.asarray(shard.data).tobytes())

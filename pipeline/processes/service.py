@@ -26,13 +26,13 @@ def say(topic: str, text: str) -> None:
 
 
 def said(topic: str) -> dict[int, str]:
-    """What processes have said on a topic so far, by their numbers."""
+    """Read what processes have said on a topic so far, by their numbers."""
     found = coordination()[0].key_value_dir_get(f"{FOLDER}/{topic}/")
     return {int(key.rpartition("/")[2]): text for key, text in found}
 
 
 def hear(topic: str, count: int, seconds: float) -> dict[int, str]:
-    """What processes say on a topic, once so many have, or after a time.
+    """Wait until so many processes have said something on a topic, or a time has passed.
 
     It looks again and again, since jax's own waiting does not let Ctrl-C through.
     """

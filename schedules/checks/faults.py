@@ -1,4 +1,4 @@
-"""How `check` tells what is wrong: every fault at once, under a grid that marks the culprits."""
+"""The errors of `check`: every fault at once, under a grid that marks the culprits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each command does. Every function returns an exit code; 0 is success."""
+"""One function per command. Every function returns an exit code; 0 is success."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _headline(report: Report) -> str:
 
 
 def check_files(options: argparse.Namespace) -> int:
-    """Whether timetables are legal: one verdict each, and exit code 1 if one is not."""
+    """Tell whether timetables are legal: one verdict each, and exit code 1 if one is not."""
     verdicts = []
     for path in options.files:
         if not given.is_file(path) or not Path(path).is_file():

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """What to say of it."""
+    """Word the message of an error."""
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{shown(error.filename)}: {error.strerror}; give a path that can be read and written"

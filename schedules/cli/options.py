@@ -1,4 +1,4 @@
-"""What the commands have in common: a timetable, its sizes, its costs, its clock.
+"""Options that the commands share: a timetable, its sizes, its costs, its clock.
 
 Letters as in `schedules.core.action`.
 """
@@ -74,7 +74,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
-    """Whether halves of backwards are merged."""
+    """Tell whether halves of backwards are merged."""
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -105,7 +105,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limit(parser: argparse.ArgumentParser, whose: str = "") -> None:
-    """How much a rank may hold."""
+    """Add the options that limit the memory of a rank."""
     parser.add_argument(
         "--max-activations",
         type=limit,
@@ -147,14 +147,14 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """How many of something there are."""
+    """Parse a number of things, at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {number}")
     return number
 
 
 def limit(text: str) -> float:
-    """How much of something there may be."""
+    """Parse a limit, which may be a fraction."""
     if math.isnan(number := float(text)):
         raise argparse.ArgumentTypeError("must be a number, not nan")
     return number
@@ -200,7 +200,7 @@ def scaled(given: Costs, share: float) -> Costs:
 
 
 def is_file(name: str) -> bool:
-    """Whether a timetable is named by its file."""
+    """Tell whether a timetable is named by its file."""
     return Path(name).suffix.lower() in FILES
 
 

@@ -1,4 +1,4 @@
-"""What the commands write into files: drawings and timetables."""
+"""Files that the commands write: drawings and timetables."""
 
 from __future__ import annotations
 

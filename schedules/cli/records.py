@@ -115,7 +115,7 @@ def _check_count(given: object, found: int) -> None:
 
 
 def _has_shape(record: Any) -> bool:
-    """Whether lists of ranks and lists of lists of strings are where they belong."""
+    """Tell whether lists of ranks and lists of lists of strings are where they belong."""
     if not isinstance(record, dict):
         return False
     placement, orders = record.get("placement"), record.get("orders")

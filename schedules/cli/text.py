@@ -1,4 +1,4 @@
-"""How the command line talks: to standard output, to standard error, in columns."""
+"""Text of the command line: standard output, standard error, columns."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from schedules.schedule import Schedule
 
 
 class Slots(NamedTuple):
-    """When ranks begin slots, and when they work together around them.
+    """Start times of slots on each rank, and of the work that all ranks share.
 
     Attributes:
       begins: [T * slots + 1, S] when each rank begins each slot, and when it has ended the last.
@@ -68,7 +68,7 @@ class Lockstep:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """When the last action ends, and what the ranks share after it."""
+        """End of the last action, and of the work that ranks share after it."""
         schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
         table = self.costs.table(schedule.num_stages, self.shared)
         end = (self.starts + table[flat.kind, flat.stage]).max(initial=0.0)
@@ -120,7 +120,7 @@ class Lockstep:
 
 
 def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
-    """The same where every exchange is a barrier: it joins all ranks, and takes all as long.
+    """Treat every exchange as a barrier: it joins all ranks, and all wait for the longest.
 
     Args: as of `among_partners`.
     """
@@ -132,7 +132,7 @@ def among_all(joined: Mask, exchange: Times) -> tuple[Mask, Times]:
 def among_partners(
     work: Times, joined: Mask, exchange: Times, sharing: tuple[Times, Times], *, delayed: bool
 ) -> Slots:
-    """When ranks begin slots where an exchange joins only some of them.
+    """Start times of slots where an exchange joins only some of the ranks.
 
     Args:
       work: [T * slots, S] how long each rank works in each slot.
@@ -240,7 +240,7 @@ def _worth_trying(schedule: Schedule, costs: Costs, partners: bool, delayed: boo
 
 
 def may_differ(num_ranks: int, partners: bool, delayed: bool) -> bool:
-    """Whether slots that permit ranks different kinds can gain, whatever actions cost.
+    """Tell whether slots that permit ranks different kinds can gain, whatever actions cost.
 
     Among barriers, where nobody waits for delayed messages, those of two ranks can: they exchange
     something in one of two slots alone.

@@ -1,4 +1,4 @@
-"""What all ranks do together where they share the ends of a model.
+"""Work that all ranks do together where they share the ends of a model.
 
 An embedding and a head may be split by vocabulary over the ranks. Then no rank has an end to
 itself: before the slot with the first stage's F of a microbatch all ranks look up their part of its
@@ -39,7 +39,7 @@ class Together(NamedTuple):
 
 
 def parts(shared: Iterable[str]) -> Shared:
-    """What is shared, in a fixed order.
+    """Order the names of the shared ends.
 
     Raises:
       ScheduleError: something else than embed and head.
@@ -55,7 +55,7 @@ def parts(shared: Iterable[str]) -> Shared:
 
 
 def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Together:
-    """When all ranks work together.
+    """Find the times at which all ranks work together.
 
     Args:
       schedule: what is laid out.

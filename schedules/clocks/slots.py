@@ -134,7 +134,7 @@ def fill(
 
 
 def _deadlock(schedule: Schedule, times: Ints) -> ScheduleError:
-    """What to say of ranks that wait for each other in a circle."""
+    """Make the error for ranks that wait for each other in a circle."""
     rows = np.split(times, flatten(schedule).first[1:-1])
     stuck = ", ".join(
         f"rank {rank} at {order[int(np.argmax(row < 0))]}"

@@ -1,4 +1,4 @@
-"""When each action runs in lockstep: ticks of a few slots, and exchanges behind them.
+"""Times of actions in lockstep: ticks of a few slots, and exchanges after them.
 
 A message sent in one slot can be used in the next. How long slots take is for
 `schedules.clocks.lockstep` to say.
@@ -49,7 +49,7 @@ class Ticks:
 
     @property
     def pattern(self) -> Pattern:
-        """What each slot of a tick permits."""
+        """Kinds of actions that each slot of a tick permits."""
         return PATTERNS[self.name]
 
     @property
@@ -84,7 +84,7 @@ def lay_out(schedule: Schedule, name: str, *, delayed: bool = False) -> Ticks:
 
 
 def exchanges(ticks: Ticks) -> int:
-    """How many permutations of ranks run: all that a slot ever needs, at every tick."""
+    """Number of permutations of ranks that run: all that a slot ever needs, at every tick."""
     path, ranks = links(ticks.schedule), ticks.schedule.num_ranks
     slot = ticks.times[path.crosses] % ticks.width
     shift = (path.target - flatten(ticks.schedule).rank)[path.crosses] % ranks

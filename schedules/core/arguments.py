@@ -1,4 +1,4 @@
-"""What arguments are: the questions that many functions ask of what they are given."""
+"""Checks of arguments that many functions share."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def check_duration(what: str, value: object) -> None:
 
 
 def is_one_of(value: object, words: Iterable[str]) -> bool:
-    """Whether it is one of some words; anything may be asked, arrays and lists too."""
+    """Tell whether a value is one of some words; the value may be anything, also an array."""
     return isinstance(value, str) and value in words
 
 
 def listed(value: Any, alone: type | UnionType) -> list[Any]:
-    """What there is of something: a value alone, or all that it holds."""
+    """List a value alone, or all that a container holds."""
     try:
         return [value] if isinstance(value, alone) else list(value)
     except TypeError:  # it holds nothing; whoever asks will refuse it

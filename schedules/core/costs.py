@@ -1,4 +1,4 @@
-"""How long actions and messages take. The only place that turns an action into a duration.
+"""Durations of actions and messages. The only place that turns an action into a duration.
 
 Letters as in `schedules.core.action`.
 """
@@ -128,7 +128,7 @@ class Costs:
 
 
 def of_unit_length_by_default(costs: Costs | None) -> Costs:
-    """What a function was given for its costs; None is every F, I and W one long, and B two.
+    """Return the given costs; None means 1 for every F, I and W, and 2 for every B.
 
     Raises:
       ScheduleError: something else.

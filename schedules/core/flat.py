@@ -103,7 +103,7 @@ def flatten(schedule: Timetable) -> Flat:
 
 
 def is_dense(schedule: Timetable) -> bool:
-    """Whether a table of K * M entries is in proportion to the actions that are there.
+    """Tell whether a table of K * M entries is in proportion to the actions that are there.
 
     A legal schedule has at least K * M actions; a mistyped number must not allocate memory.
     """
@@ -119,7 +119,7 @@ def codes(schedule: Timetable) -> Ints:
 
 
 def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
-    """Which of a rank's actions take a place, when they start, and which free one at the end.
+    """Find the actions of a rank that take a place, at their start, or free one, at their end.
 
     A place holds what the kernel does: a stage input from the start of its F to the end of its B
     or I, and then what I leaves for W (a crossing) to the end of that. Without any backward on its
@@ -130,13 +130,13 @@ def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
 
 
 def inputs_held(kinds: Ints) -> Ints:
-    """How many places a rank holds while each of its actions runs, in order of time."""
+    """Number of places that a rank holds while each of its actions runs, in order of time."""
     taken, freed = takes_and_frees(kinds)
     return np.cumsum(taken.astype(np.int64) - freed) + freed
 
 
 def crossings_held(kinds: Ints) -> Ints:
-    """How many of these hold what I left for W, and no input any more."""
+    """Number of these places that hold I's residuals for W, and no input any more."""
     made, read = kinds == I, kinds == W
     return np.cumsum(made.astype(np.int64) - read) + read - made
 

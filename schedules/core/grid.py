@@ -70,7 +70,7 @@ def grid(
 
 
 def label(action: object) -> str:
-    """What stands in a cell; what is no action, as a user would write it in Python, cut."""
+    """Print a cell; a value that is no action prints as in Python, shortened."""
     try:
         text = str(action)
     except ValueError:  # a number of thousands of digits

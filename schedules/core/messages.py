@@ -1,4 +1,4 @@
-"""Who waits for what: the one graph that all clocks, checks, lowering and drawings follow.
+"""The graph of messages, which all clocks, checks, lowering and drawings follow.
 
 A message has a number, -1 is none: twice the position of its (stage, microbatch) for the output of
 a stage, one more for the gradient for its input. Letters as in `schedules.core.action`, A as in

@@ -1,4 +1,4 @@
-"""Whether a schedule is made of what it says: nobody prevents a list of None for its orders.
+"""Type checks of a schedule's fields: nothing prevents a list of None for its orders.
 
 Rules, grids and clocks count on it. Letters as in `schedules.core.action`.
 """

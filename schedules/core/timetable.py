@@ -42,7 +42,7 @@ class Timetable:
             object.__setattr__(self, "pairs", ())
 
     def __getstate__(self) -> dict[str, object]:
-        """What is copied and pickled: what it is, and nothing that was found out about it."""
+        """Return the fields for copies and pickles, without cached results."""
         return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
 
     @property
@@ -75,7 +75,7 @@ class Timetable:
         return all(action.kind == "F" for order in self.orders for action in order)
 
     def forward(self) -> Self:
-        """The same timetable with its forward actions only, and so without pairs."""
+        """Copy the timetable with its forward actions only, and so without pairs."""
         orders = tuple(tuple(a for a in order if a.kind == "F") for order in self.orders)
         return dataclasses.replace(self, orders=orders, pairs=())
 

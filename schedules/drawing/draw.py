@@ -93,7 +93,7 @@ def _draw(reports: Sequence[Report], title: str | None) -> Figure:
 
 
 def _units(report: Report) -> float:
-    """How many of its shortest actions fit in the makespan."""
+    """Length of the makespan in units of the shortest action."""
     lengths = (
         end - start
         for row in zip(report.starts, report.ends, strict=True)
@@ -181,7 +181,7 @@ def _label(
 
 
 def _legend(figure: Figure, reports: Sequence[Report], width: float) -> None:
-    """What occurs: kinds, chunks, pairs, causes."""
+    """Draw the legend: the kinds, chunks, pairs and causes of waiting that occur."""
     from matplotlib.patches import Patch  # noqa: PLC0415  optional
 
     used = kinds(report.schedule for report in reports)

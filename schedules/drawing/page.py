@@ -259,7 +259,7 @@ def _pack(values: ArrayLike, kind: str) -> str:
 
 
 def _note(costs: Costs) -> str:
-    """What everything takes, in one line."""
+    """Write the costs of all actions on one line."""
     parts = []
     for name, value in zip(
         ("F", "I", "W", "B", "message"),

@@ -79,7 +79,7 @@ def kinds(schedules: Iterable[Schedule]) -> list[Kind]:
 
 
 def several(reports: Report | Iterable[Report]) -> list[Report]:
-    """What a drawing was given, one report or several, as a list.
+    """List the reports of a drawing, which takes one report or several.
 
     Raises:
       ScheduleError: none, or what is no report.

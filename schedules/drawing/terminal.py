@@ -98,7 +98,7 @@ def render(
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether to write colour to a stream: to terminals, unless the user asks otherwise.
+    """Tell whether to write colour to a stream: to terminals, unless the user asks otherwise.
 
     ``NO_COLOR`` (see no-color.org) and ``FORCE_COLOR`` count where they are set and not empty;
     the first wins. ``FORCE_COLOR=0`` and ``TERM=dumb`` mean no.
@@ -153,7 +153,7 @@ def _runs(schedule: Schedule, actions: Sequence[Action], width: int) -> Runs:
 
 
 def _count(report: Report, unit: float) -> int:
-    """How many characters the makespan takes."""
+    """Number of characters of the makespan."""
     if not (is_number(unit) and math.isfinite(unit) and unit > 0):
         raise ScheduleError(
             f"unit={shorten(unit)}: a character stands for a positive, finite time; give a number "

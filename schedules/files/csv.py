@@ -154,7 +154,7 @@ def _parse(cell: str, num_actions: int) -> Action | str:
 
 
 def _foreign(cell: str) -> str | None:
-    """What to say of actions that only ``torch.distributed.pipelining`` knows."""
+    """Word the error for actions that only ``torch.distributed.pipelining`` knows."""
     if _OVERLAP.fullmatch(cell):
         return (
             f"{shorten(cell)} is not a pair of actions; write an F and a backward of another "

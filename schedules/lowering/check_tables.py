@@ -1,4 +1,4 @@
-"""What can be said of a program's tables without running them: shapes, ranges, permutations.
+"""Checks of a program's tables without running them: shapes, ranges, permutations.
 
 Letters as in `schedules.core.action`, C as in `schedules.lowering.program`.
 """

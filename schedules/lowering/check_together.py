@@ -1,4 +1,4 @@
-"""What all ranks do together, run on symbols.
+"""A symbolic run of the work that all ranks do together.
 
 That is the head of what the last stage has just returned, and the embedding's gradient of what the
 first has.
@@ -46,7 +46,7 @@ class Common:
         self._see("scatter", "gradient of the first stage", made, (tick, slot, rank))
 
     def _see(self, name: str, what: str, made: int, at: Place) -> bool:
-        """Whether a microbatch's value has just been made, and that the table says the same."""
+        """Tell whether a microbatch's value has just been made, and the table agrees."""
         microbatch, rest = divmod(made, len(WHAT))
         there = not rest and 0 <= microbatch < self.program.schedule.num_microbatches
         wanted = microbatch if there else -1

@@ -39,7 +39,9 @@ class Values:
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
 
     def reads(self, action: Action) -> tuple[int, int, int, int]:
-        """Where operand, gradient, stash and crossing must point an action; -1: at trash."""
+        """Places that an action must name for operand, gradient, stash and crossing; -1 is the
+        trash.
+        """
         stage, kind, microbatch = action
         own = self.output(microbatch, stage)
         if kind == "W":

@@ -94,7 +94,7 @@ def _values(there: Mask, home: Ints, source: Ints, born: Ints, touched: Ints) ->
 
 
 def colour(rank: Ints, born: Ints, read: Ints, num_ranks: int) -> tuple[int, Ints]:
-    """How many places it takes that no rank's is shared while live, and [N] the place of each.
+    """Colour values with places so that no rank's live values share one; [N] the place of each.
 
     A value read for the last time in the slot at whose end another arrives makes room for it.
     Every rank takes its places in turn: as many fresh ones as it ever holds values at once, then

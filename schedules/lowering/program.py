@@ -1,4 +1,4 @@
-"""What a schedule lowers to: tables of integers that the kernel scans over.
+"""The lowered form of a schedule: tables of integers that the kernel scans over.
 
 A program is T ticks; a tick is a fixed sequence of slots; a slot is at most one action per
 rank, ended by neighbour exchanges over the static permutations of its channels. Letters as in
@@ -136,12 +136,12 @@ class Program:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Which ends of the model all ranks share."""
+        """Ends of the model that all ranks share."""
         found = {"embed": self.lookup, "head": self.head}
         return tuple(part for part, table in found.items() if (table >= 0).any())
 
     def ends_of(self, stage: int) -> tuple[bool, bool]:
-        """Whether the ops of a stage are `Op.first` and `Op.last`."""
+        """Tell whether the ops of a stage are `Op.first` and `Op.last`."""
         shared, last = self.shared, self.schedule.num_stages - 1
         return stage == 0 and "embed" not in shared, stage == last and "head" not in shared
 

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def won(self) -> str:
-        """How the winner was made."""
+        """The search step that made the winner."""
         return self.candidates[0].name
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def _count(argument: str, value: object) -> int:
 
 
 def _unfit(entries: Sequence[Find | tuple[str, str]], limit: float) -> Iterator[Candidate]:
-    """Those that hold too much, then those that do not exist."""
+    """List candidates that hold too much, then those that do not exist."""
     for entry in entries:
         if isinstance(entry, Find) and entry.peak > limit:
             lost = f"needs {entry.peak} stage inputs, the limit is {limit}"

@@ -34,7 +34,7 @@ _LARGE = 2000  # actions of a timetable; of larger ones only the best few are me
 
 @dataclass(frozen=True)
 class Setting:
-    """What a timetable is wanted for.
+    """Sizes, costs, clock and limits that a timetable is sought for.
 
     Attributes:
       num_ranks: S.
@@ -72,7 +72,7 @@ class Setting:
         return self._timers[placement]
 
     def simulate(self, schedule: Schedule) -> Report:
-        """When it runs."""
+        """Simulate a schedule under these costs and this clock."""
         slots: dict[str, Any] = {n: getattr(self, n) for n in ("pattern", "partners", "delayed")}
         return simulate(schedule, self.costs, self.clock, **slots)
 
@@ -157,7 +157,7 @@ def hybrids(setting: Setting, finds: Iterable[Find]) -> Iterator[Find]:
 
 
 def _published(setting: Setting) -> Iterator[Find | tuple[str, str]]:
-    """What `known` yields before it merges."""
+    """List the published schedules, before their halves are merged."""
     sizes = setting.num_ranks, setting.num_microbatches, setting.num_stages
     for name, family in FAMILIES.items():
         try:
@@ -203,7 +203,7 @@ def _best(finds: Iterable[Find]) -> list[Find]:
 
 
 def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Iterator[Find]:
-    """What the policies make, until one cannot be beaten."""
+    """Build timetables by the greedy policies, until none can be better."""
     shape = "" if len(setting.placements()) == 1 else "loop, "
     if placement != setting.placements()[0]:
         shape = "V, "
@@ -222,7 +222,7 @@ def _greedy(setting: Setting, placement: tuple[int, ...], least: float) -> Itera
 
 
 def _improved(starts: list[Find], budget: int, rng: random.Random) -> Iterator[Find]:
-    """What is better than its start."""
+    """Search the neighbourhood of each start for a better timetable."""
     for find in starts:
         timer, part = find.timer, budget // len(starts)
         if find.makespan <= _floor(timer):

@@ -19,7 +19,7 @@ from schedules.search.timing import Timer
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What decides between actions that can start.
+    """Preferences between actions that can start.
 
     Attributes:
       urgency: [C] smaller runs first.
@@ -40,7 +40,7 @@ class Policy:
 
 
 class Board:
-    """What has run, and what can.
+    """Actions that have run, and actions that can start.
 
     Attributes:
       forward: [K] F so far.

@@ -130,7 +130,7 @@ def _turn(problem: Problem, orders: Orders, rng: random.Random) -> Orders | None
 
 
 def _in_turn(kind: int, other: int) -> bool:
-    """Whether a stage runs both in ascending order: gradients leave so, and are summed so."""
+    """Tell whether a stage runs both in ascending order: gradients leave so, and are summed so."""
     return kind == other or {kind, other} in ({B, I}, {B, W})
 
 
@@ -144,7 +144,7 @@ def _with(problem: Problem, orders: Orders, rank: int, changed: list[int]) -> Or
 
 
 def _fits(problem: Problem, order: Sequence[int]) -> bool:
-    """Whether a rank's order stays within the limit."""
+    """Tell whether a rank's order stays within the limit."""
     return math.isinf(problem.limit) or peak(problem, order) <= problem.limit
 
 

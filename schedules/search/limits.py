@@ -1,4 +1,4 @@
-"""What no timetable can beat: the shortest makespan.
+"""A lower bound of the makespan that no timetable can beat.
 
 Letters as in `schedules.core.action`.
 """

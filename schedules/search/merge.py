@@ -27,7 +27,7 @@ _WORK = 8_000_000  # actions that are timed for one of the results: a few second
 
 
 def merge(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """The same timetable with halves merged; under the event clock it is never slower.
+    """Merge halves of backwards; under the event clock the result is never slower.
 
     No rank holds more than before: neither inputs, nor what I leaves for W.
 

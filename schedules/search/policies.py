@@ -39,7 +39,7 @@ def policies(timer: Timer) -> Iterator[tuple[str, Policy]]:
 
 
 def _options(timer: Timer) -> Iterator[tuple[list[str], dict[str, object]]]:
-    """What else there is to choose under a clock."""
+    """Vary the further options that a clock allows."""
     problem, pattern = timer.problem, timer.pattern
     size = problem.num_stages * problem.num_microbatches
     split, whole = [False] * size, [True] * size

@@ -1,4 +1,4 @@
-"""How long orders take: what `simulate` says, but thousands of times.
+"""Durations of orders: the results of `simulate`, fast enough for thousands of calls.
 
 Nothing is checked, except that the ranks do not wait for each other in a circle: then the time is
 infinite. Letters as in `schedules.core.action`, C and codes as in `schedules.search.problem`.
@@ -67,7 +67,7 @@ class Timer:
         return _slot_by_slot(work, self._exchanges(times), self.delayed), times
 
     def _meets_in_every_slot(self, times: Sequence[int]) -> bool:
-        """Whether there is an exchange behind every slot of a tick."""
+        """Tell whether there is an exchange behind every slot of a tick."""
         width, found = len(self.waits), set()
         for code in self._crossing:
             if times[code] >= 0:
@@ -176,7 +176,7 @@ def _waits(problem: Problem, pattern: Pattern) -> list[list[int]]:
 
 
 def _is_stuck(orders: Orders, times: Sequence[float]) -> bool:
-    """Whether some rank's last action, and so some action, never runs."""
+    """Tell whether some rank's last action, and so some action, never runs."""
     return any(times[order[-1]] < 0 for order in orders if order)
 
 

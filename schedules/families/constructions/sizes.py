@@ -84,7 +84,7 @@ def need_microbatches(family: str, least: int, num_microbatches: int, rule: str)
 
 
 def group(family: str, num_ranks: int, num_microbatches: int) -> int:
-    """How many microbatches run through one chunk before the next chunk's turn comes.
+    """Number of microbatches that run through one chunk before the next chunk's turn.
 
     M microbatches make max(1, M // S) rounds of equal size: the rule of
     ``torch.distributed.pipelining``.

@@ -56,7 +56,7 @@ def from_pattern(name: str, num_microbatches: int, pattern: Sequence[Slots]) -> 
 
 
 def distinct(num_ranks: int, num_microbatches: int) -> int:
-    """How many microbatches to settle; all beyond repeat the steady state."""
+    """Number of microbatches to settle; later ones repeat the steady state."""
     return min(num_microbatches, 2 * num_ranks + 4)
 
 

@@ -17,7 +17,7 @@ _F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
 
 
 class Choices(NamedTuple):
-    """What the heuristic leaves open.
+    """Choices that the heuristic leaves open.
 
     Attributes:
       late: warm up with one more F, although the first I then starts late.
@@ -110,7 +110,7 @@ class Plan:
                 self.put(rank, _W)
 
     def wants(self, rank: int) -> bool:
-        """Whether a rank takes an F this round."""
+        """Tell whether a rank takes an F this round."""
         done = self.count[_F]
         if done[rank] == self.num_microbatches:
             return False
@@ -156,7 +156,7 @@ class Plan:
         self.orders[rank].append(Action(rank, KINDS[kind], microbatch))
 
     def arrival(self, rank: int, kind: int) -> float | None:
-        """When the message is there that a rank's next action awaits; None if it is not sent."""
+        """Arrival of the message for a rank's next action; None if it is not sent yet."""
         source = {_F: rank - 1, _I: rank + 1}.get(kind, -1)
         if not 0 <= source < len(self.clock):
             return 0.0
@@ -171,11 +171,11 @@ class Plan:
         return forward - inputs + self.weight_memory * (inputs - weights)
 
     def has_weights(self, rank: int) -> bool:
-        """Whether a W can run."""
+        """Tell whether a W can run."""
         return self.count[_W][rank] < self.count[_I][rank]
 
     def slack(self, rank: int) -> float:
-        """How much longer a rank can wait before it waits longest."""
+        """Time that a rank can still wait before it becomes the rank that waits longest."""
         return max(self.bubble) - self.bubble[rank]
 
     def length(self) -> tuple[float, float]:
@@ -184,7 +184,7 @@ class Plan:
         return float(f"{max(spans):.9g}"), float(f"{max(self.clock):.9g}")
 
     def schedule(self, name: str) -> Schedule:
-        """What has been planned so far."""
+        """Build the schedule of the actions planned so far."""
         num_ranks = len(self.orders)
         placement = loop_placement(num_ranks, num_ranks)
         return Schedule(name, self.num_microbatches, tuple(map(tuple, self.orders)), placement)
