@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: those between whose calls it can be cut."""
+"""A search for the blocks of a model: the modules between whose calls it can be cut."""
 
 from __future__ import annotations
 

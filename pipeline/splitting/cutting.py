@@ -1,4 +1,4 @@
-"""Where a row of calls is cut: as it is asked for, or so that the costliest stage is cheap.
+"""The places to cut a row of calls: as asked for, or so that the costliest stage is cheap.
 
 Letters: K stages.
 """
@@ -16,7 +16,7 @@ from pipeline.splitting.tracing import Trace
 
 
 def _are_names(cut: Sequence[Any]) -> bool:
-    """Whether a cut is a layout of lists of names, and no numbers."""
+    """Tell whether a cut is a layout of lists of names, and no numbers."""
     return any(isinstance(stage, list | tuple) for stage in cut)
 
 

@@ -29,7 +29,7 @@ class _Reader:
     text: str
 
     def sequence(self, at: int, *, inside: bool) -> tuple[str, int]:
-        """What stands from a place on, repetitions written out, and where it ends."""
+        """Read a sequence from a place on, repetitions written out, and return its end."""
         found, start = "", at
         while at < len(self.text):
             letter = self.text[at]

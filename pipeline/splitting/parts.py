@@ -20,7 +20,7 @@ from pipeline.splitting.tracing import MODES, Modes, Recipe, Trace, Types, text_
 
 @dataclass(frozen=True)
 class Message:
-    """What one part sends to the next.
+    """A message from one part to the next.
 
     Attributes:
       values: activations, and what later parts need of earlier ones.
@@ -92,7 +92,7 @@ class Cut:
         return self._known[key]
 
     def ends_of(self, number: int, found: Placed | Regular) -> tuple[Any, Any, Any]:
-        """What a part that runs as equations is sent, what it sends, and its effects."""
+        """List a part's inputs, outputs and effects, if it runs as equations."""
         trace = (found.placed if isinstance(found, Regular) else found).trace
         if isinstance(found, Regular):
             effects = found.placed.effects
@@ -104,7 +104,7 @@ class Cut:
         return sent, sends, found.effects[number]
 
     def writes(self, number: int, found: Placed | Regular) -> dict[Path, tuple[Any, ...]]:
-        """What a part writes to the model's state, but for random streams."""
+        """List the values that a part writes to the model's state, without random streams."""
         placed = found.placed if isinstance(found, Regular) else found
         if isinstance(found, Regular) and number:
             number = len(placed.trace.calls) + 1
@@ -131,7 +131,7 @@ def hold(variables: Mapping[Path, Any]) -> nnx.Dict[Any]:
 
 
 def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
-    """What lies in it at these paths."""
+    """Find the values of a module at these paths."""
     return {
         path: functools.reduce(lambda node, name: node[str(name)], path, module) for path in paths
     }
@@ -252,7 +252,7 @@ class Blocks(nnx.Module):
         return Message((*acts, *carried), given.types, given.dtype)
 
     def _sides(self, given: Message, extras: Mapping[str, Tree]) -> list[Any]:
-        """What every block is given that is made of inputs alone."""
+        """Compute the arguments of every block that depend on inputs alone."""
         if not any(kind == "side" for one in self.templates for kind, _ in one.sources):
             return []
         recipe = self.cut.recipe

@@ -1,4 +1,4 @@
-"""Which part of a cut model each equation belongs to, and the message that each sends: liveness.
+"""The part of a cut model that each equation belongs to, and the messages, by liveness.
 
 Letters: K stages. Parts are numbered: 0 is embed, 1 to K are the stages, K + 1 is the head.
 
@@ -74,7 +74,7 @@ class _Placing:
                 self.part[var] = 0  # so that it has a gradient
 
     def is_anchored(self, path: Path) -> bool:
-        """Whether what lies there has one home."""
+        """Tell whether the value at a path has one home."""
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 
@@ -145,7 +145,9 @@ class _Placing:
         return [atom for atom in self.trace.outs if not isinstance(atom, Literal)]
 
     def _written(self) -> list[tuple[Path, list[Any]]]:
-        """What the model writes but its random streams, which a pipeline counts itself."""
+        """List the state that the model writes, without random streams: a pipeline counts those
+        itself.
+        """
         return [
             (path, [atom for atom in atoms if not isinstance(atom, Literal)])
             for path, atoms in self.trace.written.items()
@@ -178,7 +180,7 @@ class _Placing:
         return {path: frozenset(parts) for path, parts in found.items()}
 
     def _live(self) -> set[Equation]:
-        """Those that lead to a result, or to what is written."""
+        """Find the equations that lead to a result, or to a write."""
         wanted = set(self._results()).union(*(atoms for _, atoms in self._written()))
         found = set()
         for one in reversed(self.trace.equations):
@@ -242,7 +244,7 @@ class _Placing:
             yield from one.eqn.outvars
 
     def _vary_with_inputs(self) -> set[Any]:
-        """What inputs make without any block."""
+        """Find the values that depend on inputs, but on no block."""
         found = set(self.trace.inputs)
         for one in self.free:
             if found.intersection(one.vars):
@@ -250,7 +252,7 @@ class _Placing:
         return found
 
     def effects(self) -> tuple[frozenset[Equation], ...]:
-        """Of each part the equations that do something beside what they return."""
+        """List each part's equations that have an effect beside their results."""
         return tuple(
             frozenset(e for e, at in self.place.items() if e.eqn.effects and (at or 0) == part)
             for part in range(self.last + 1)

@@ -48,7 +48,7 @@ class Slots:
 
     @property
     def values(self) -> int:
-        """How many are traced."""
+        """Number of traced values."""
         return self.leaves.count(None)
 
     def fill(self, values: Sequence[Any]) -> Any:
@@ -58,7 +58,7 @@ class Slots:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def read(self, tree: Any) -> list[Any]:
-        """Of such a tree, the leaves that were traced values."""
+        """Read the leaves of such a tree that were traced values."""
         leaves = jax.tree.leaves(tree, is_leaf=is_object)
         return [one for one, known in zip(leaves, self.leaves, strict=True) if known is None]
 
@@ -155,7 +155,7 @@ def _marked(
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is a part of a model, and no value."""
+    """Tell whether an object is a part of a model, and no value."""
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.rnglib.RngStream))
 
 
@@ -211,7 +211,7 @@ def dotted(path: Sequence[Any]) -> str:
 
 
 def member(node: Any, path: Path) -> Any:
-    """What lies at a path in a module."""
+    """Find the value at a path in a module."""
     for name in path:
         is_item = isinstance(node, (list, tuple, dict, nnx.List)) or isinstance(name, int)
         node = node[name] if is_item else getattr(node, str(name))

@@ -20,7 +20,7 @@ from pipeline.splitting.tracing import Trace
 
 @dataclass(frozen=True)
 class Template:
-    """How one block is called.
+    """The arguments with which every block is called.
 
     Attributes:
       given: (args, kwargs), its values in the order of ``sources``.
@@ -60,7 +60,7 @@ class _Irregular(Exception):  # noqa: N818  never leaves this module
 
 
 def find_regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regular | str:
-    """How calls follow each other, or why they do not.
+    """Find the regular order of calls, or the reason why there is none.
 
     Args:
       trace: of the model's call.
@@ -157,7 +157,7 @@ def _first(
     same: dict[str, tuple[Any, ...]],
     num_acts: int,
 ) -> tuple[Any, ...]:
-    """What the first call has as activations, where the second has those of the first."""
+    """Find the first call's values for the activations of the second call."""
     one, two = trace.calls[0].given, trace.calls[1].given
     if one.treedef != two.treedef or len(trace.given[0]) != len(sources):
         raise _Irregular("the first block is called otherwise than the second")

@@ -140,7 +140,7 @@ class Parts:
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """What nested dictionaries have at a path, or None."""
+    """Find the value at a path of nested dictionaries, or None."""
     for name in path:
         keys = [one for one in (name, str(name)) if isinstance(tree, Mapping) and one in tree]
         if not keys:
@@ -232,7 +232,7 @@ def _own_call(model: Any, *args: Any, **kwargs: Any) -> Any:
 def _read(
     call: Callable[..., Any], args: Any, kwargs: Any, model: Any = None
 ) -> tuple[Slots, list[Any], tuple[str, ...]]:
-    """What is given, its arrays, and their names."""
+    """Read the arguments of a call: their structure, their arrays, and their names."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)
     parameters = _parameters(call, model)
     slots, leaves, names = [], [], []
@@ -308,7 +308,9 @@ def _slots_text(slots: Slots) -> str:
 
 
 def _check_written(trace: Trace, recipe: Recipe) -> None:
-    """What is no variable of a kind cannot be declared as state."""
+    """Check that every array the model writes is a variable, so that a kind can declare it as
+    state.
+    """
     for path, kind in recipe.state:
         if path in trace.written and not isinstance(kind, nnx.Variable):
             raise ValueError(

@@ -148,7 +148,7 @@ def types_of_state(state: Any) -> tuple[tuple[Path, Any], ...]:
 
 @dataclass(eq=False)
 class Recipe:
-    """How a model is called; equal to itself alone.
+    """The way a model is called; equal to itself alone.
 
     Attributes:
       graphdef: of the model.
@@ -319,7 +319,7 @@ def _read(
 
 
 def types_of(leaves: Sequence[Any]) -> Types:
-    """What traces are found by."""
+    """Key under which traces are cached: the types of leaves."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
@@ -332,7 +332,7 @@ def text_of(types: Types) -> str:
 
 
 def operations(eqn: Any) -> float:
-    """How many an equation takes: products count twice, anything else one for each number made."""
+    """Count an equation's operations: two per multiply-add, one per element of any other result."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [var.aval.shape for var in eqn.outvars if hasattr(var.aval, "shape")]
     made = float(sum(math.prod(shape) for shape in shapes))

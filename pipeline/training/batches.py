@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """What a step is given.
+    """The arguments of a step.
 
     Attributes:
       inputs: [N, ...] leaves.

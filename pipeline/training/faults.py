@@ -1,4 +1,4 @@
-"""When a run is asked to stop, and when it stands still.
+"""Requests to stop a run, and a watchdog for a run that stands still.
 
 A signal comes to one process, or to all at different moments, and steps are made by all together: a
 process that stops a step before the others leaves them waiting in a collective for ever. So they
@@ -36,7 +36,7 @@ STUCK = 70  # the exit code of a process that stood still
 
 
 class Stop:
-    """Whether a run is to stop, asked once a step; all processes get the same answer.
+    """The request to stop a run, read once a step; all processes get the same answer.
 
     `stop_on_signals` makes one. Where there are several processes a thread looks whether any was
     asked to stop; each then says which step it has begun, begins no further one until all have said
@@ -68,11 +68,11 @@ class Stop:
         self._asked.set()
 
     def __call__(self) -> bool:
-        """Whether to stop before the next step; to be called once before each."""
+        """Tell whether to stop before the next step; to be called once before each."""
         return self.requested(self._begun + 1)
 
     def requested(self, step: int) -> bool:
-        """Whether to stop before this step. Every process asks before each of its steps.
+        """Tell whether to stop before this step. Every process asks before each of its steps.
 
         Raises:
           TimeoutError: some process said nothing of where it is.
@@ -274,7 +274,7 @@ class Watchdog:
         self._end(STUCK)
 
     def _ranks(self) -> str:
-        """Which ranks are on the devices of this process."""
+        """Name the ranks on the devices of this process."""
         if self._mesh is None:
             return ""
         axis = self._mesh.axis_names.index(STAGE)

@@ -64,7 +64,7 @@ def continue_prompt(
 
 
 def remembers(model: Any) -> bool:
-    """Whether a model is a pipeline whose text `pipeline.generate` can make."""
+    """Tell whether a model is a pipeline whose text `pipeline.generate` can make."""
     if not isinstance(model, Pipeline):
         return False
     return set(model.plan.mesh.axis_names) <= {DATA, STAGE} and keeps_caches(model)
@@ -92,7 +92,7 @@ def _recomputed(
     temperature: float,
     key: jax.Array | None,
 ) -> list[int]:
-    """The same without caches, on one device: a single row cannot fill a pipeline."""
+    """Generate without caches, on one device: a single row cannot fill a pipeline."""
     window = min(context or len(text) + length, len(text) + length)
     plain = _Chain(model) if isinstance(model, Pipeline) else model
     graph, weights = nnx.split(plain)

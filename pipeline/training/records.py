@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 
 
 class Recorder(Protocol):
-    """What the trainer tells of each step."""
+    """A receiver of the trainer's metrics, step by step."""
 
     def write(self, record: Record) -> None:
         """Take a record: of a step, of an evaluation, or of an event."""

@@ -37,7 +37,7 @@ Extras = dict[str, Any] | None
 
 
 class Metrics(NamedTuple):
-    """What a step says of itself: scalar arrays, which nobody has to wait for.
+    """Metrics of a step: scalar arrays, which nobody has to wait for.
 
     Attributes:
       loss: the mean loss before the update, of all calls that it takes together.
@@ -267,7 +267,7 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """Whether model, optimizer and mean are all of the last update, none half replaced.
+        """True if model, optimizer and mean are all of the last update, none half replaced.
 
         They are not if an exception came between the start of an update, to which their arrays are
         given away, and its end.
@@ -311,7 +311,7 @@ class Step:
     # --- what is wrong
 
     def diagnose(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> str:
-        """What in a step of this batch is not finite first: a weight, or a stage and a gradient."""
+        """Find the first non-finite value of a step: a weight, or a stage and a gradient."""
         wrt = self.optimizer.wrt
         if bad := self._bad(nnx.state(self.model, wrt)):
             return f"of the weights {bad} is not finite"
@@ -446,7 +446,7 @@ class Step:
     def _loss_and_grads(
         self, model: Any, carry: Any, batch: Tree, *, weighed: bool = False
     ) -> tuple[Any, Tree, Tree]:
-        """Of one call, unscaled."""
+        """Compute loss and gradients of one call, unscaled."""
         scale = None if self.scaling is None else carry["scale"]
         loss, aux, grads = self._gradients(model, batch, scale, weighed=weighed)
         loss = jax.tree.map(lambda x: x.astype(jnp.float32), loss)
@@ -461,7 +461,9 @@ class Step:
     def _weighed(
         self, model: Any, carry: Any, batch: Tree, weight: Any
     ) -> tuple[Weighed, Tree, Tree]:
-        """Of one call, means with what they count: that weight, or the loss's own if it is None."""
+        """Compute the means of one call with their weight: the one given, or the loss's own if
+        None.
+        """
         found = self._loss_and_grads(model, carry, batch, weighed=weight is None)
         if weight is None:
             return found
@@ -494,7 +496,9 @@ class Step:
     def _left(
         self, before: Sequence[Any], model: Any, optimizer: Any, loss: Any, grads: Tree
     ) -> list[Any]:
-        """What a call without an update leaves: its state only if loss and gradients are finite."""
+        """List the state after a call without an update: changed only if loss and gradients are
+        finite.
+        """
         after = self._split(model, optimizer)
         written = [
             state and new is not old
@@ -639,7 +643,7 @@ def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def is_count(x: Any) -> bool:
-    """Whether a metric is a count, of which sums are taken and no means."""
+    """Tell whether a metric is a count, which is summed and not averaged."""
     return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -690,7 +694,7 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
 
 
 def _shardings(tree: Tree) -> Tree:
-    """Where arrays of named shardings lie; of others nothing is said."""
+    """List the named shardings of arrays; None for any other sharding."""
 
     def place(x: Any) -> Any:
         return x.sharding if isinstance(x.sharding, NamedSharding) else None
@@ -726,13 +730,13 @@ def _check_model(model: Any, *, scaled: bool, has_aux: bool) -> None:
 
 
 def _takes(model: Any, name: str) -> bool:
-    """Whether all methods of a model that make a loss have that argument."""
+    """Tell whether all methods of a model that make a loss have an argument."""
     methods = [getattr(model, name, None) for name in ("value_and_grad", "loss")]
     return all(name in inspect.signature(f).parameters for f in methods if f is not None)
 
 
 def _check_weight(weight: Any) -> None:
-    """Of an array on a device the shape alone: nothing waits for its value."""
+    """Check a weight; an array on a device by shape alone, so that nothing waits for its value."""
     if weight is None:
         return
     if isinstance(weight, jax.Array):

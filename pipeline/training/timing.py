@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what is measured of it, and what the schedule's clock predicts.
+"""The parts of a step's time: measured parts, and the prediction of the schedule's clock.
 
 Measured are a step's seconds, from the end of the one before, the wait for its batch, and memory.
 How the rest falls into compute, bubble and communication is the prediction of the clock that the

@@ -478,7 +478,7 @@ def _is_ready(array: Any) -> bool:
 
 
 def _devices(model: nnx.Module) -> list[jax.Device]:
-    """Those that hold the model."""
+    """List the devices that hold the model."""
     found: set[jax.Device] = set()
     for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
         found |= leaf.sharding.device_set

@@ -17,7 +17,7 @@ _LONGEST_NAME = 255  # bytes, of a file
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds; nothing of the weights is in memory.
+    """Contents of a checkpoint's folder; no weight is read into memory.
 
     Attributes:
       folder: where it is.

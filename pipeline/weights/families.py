@@ -155,7 +155,7 @@ _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """How a config.json becomes a decoder's.
+    """The translation of a config.json to a decoder's configuration.
 
     Attributes:
       keys: names of config.json and of the decoder.

@@ -63,7 +63,7 @@ class Family:
         return prefix + ("" if layer is None else self.blocks.format(n=layer)) + name
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor says nothing."""
+        """Tell whether a tensor carries no information."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     def prefix_of(self, names: Sequence[str]) -> str:

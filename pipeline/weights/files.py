@@ -47,7 +47,7 @@ Types = Mapping[str, tuple[Any, tuple[int, ...]]]  # dtype and shape, by name
 
 
 def grouped(tensors: Types, shard_bytes: int) -> dict[str, Types]:
-    """Which file has which tensors.
+    """Divide tensors among files.
 
     Args:
       tensors: in layer order.
@@ -106,5 +106,5 @@ def _write_index(folder: Path, files: Mapping[str, Types]) -> None:
 
 
 def dtype_key(content: Config, dtype: Any) -> dict[str, str]:
-    """What config.json says of the dtype, under the name that it has for it."""
+    """Write the dtype for config.json, under the key that the file uses."""
     return {"dtype" if "dtype" in content else "torch_dtype": str(dtype)}

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in words: family, sizes, files, and what each stage would hold."""
+"""A description of a checkpoint: family, sizes, files, and the contents of each stage."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Ranges = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a pipeline's weights came from: what an export of them needs to know.
+    """The source of a pipeline's weights, which an export of them needs.
 
     Attributes:
       family: the table of names.
@@ -117,7 +117,7 @@ def parts(
     vocabulary: Literal["ends", "stage"] = "ends",
     family: str | Family | None = None,
 ) -> dict[str, Any]:
-    """What a `Pipeline` of a checkpoint is made of, all of it types, and what reads the weights.
+    """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
 
     Args:
       folder: of the checkpoint.

@@ -1,4 +1,4 @@
-"""Which weight of a pipeline is made of which tensors of a checkpoint, in layer order.
+"""A table from each weight of a pipeline to tensors of a checkpoint, in layer order.
 
 Letters: K stages.
 """

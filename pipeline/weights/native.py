@@ -46,12 +46,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def is_native(checkpoint: Checkpoint) -> bool:
-    """Whether a folder has weights under their own names."""
+    """Tell whether a folder has weights under their own names."""
     return any(name.startswith(f"{EMBED}.") for name in checkpoint.tensors)
 
 
 def native_entries(entries: Sequence[Entry]) -> list[Entry]:
-    """The same weights, each made of one tensor that has its own name."""
+    """Rename entries so that each weight is one tensor with a name of its own."""
     return [replace(entry, plan=replace(entry.plan, parts=(_whole(entry),))) for entry in entries]
 
 
@@ -140,7 +140,7 @@ def export_stages(
 def describe_checkpoint(
     checkpoint: Checkpoint,
 ) -> tuple[DecoderConfig, list[Entry], list[Entry]]:
-    """What decoder a checkpoint is, and its weights: as tensors of a table, and as it has them.
+    """Describe a checkpoint's decoder, and its weights: as tensors of a table, and as in the file.
 
     Raises:
       ValueError: as `pipeline.weights.load`.

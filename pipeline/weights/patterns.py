@@ -1,4 +1,4 @@
-"""How a weight lies in a file and how in a layer, as patterns of letters; slices of it both ways.
+"""Patterns of letters for a weight's layout in a file and in a layer; slices in both directions.
 
 A pattern names the dims of an array, and within parentheses what a dim consists of, slowest first:
 ``(k c) d`` is a matrix whose rows are k heads of c rows each, and ``d (k c)`` is its transpose. In
@@ -87,11 +87,12 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array in the file."""
+        """Shape of the array in the file."""
         return tuple(map(_size, self.dims))
 
     def within(self, spans: Mapping[str, Range]) -> tuple[slice, dict[str, Range]] | None:
-        """What of it a slice of the weight wants, and where along ``+`` that goes; None: nothing.
+        """Find the slice of the file for a slice of the weight, and its place along ``+``; None if
+        empty.
 
         Args:
           spans: the range of each letter.
@@ -122,7 +123,7 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return tuple(map(_size, self.dims))
 
     def read(self, read: Read, dtype: Any) -> np.ndarray:
@@ -213,7 +214,7 @@ def plan(row: Row, sizes: Sizes) -> Plan:
 
 
 def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
-    """What each dim of a pattern consists of."""
+    """Split each dim of a pattern into its factors."""
     dims = []
     seen: set[str] = set()
     for token in _TOKEN.findall(pattern):

@@ -71,7 +71,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Number of bytes."""
         width = DTYPES[self.dtype].itemsize if self.dtype in DTYPES else WIDTHS[self.dtype]
         return math.prod(self.shape) * width
 
@@ -104,7 +104,7 @@ class Tensor:
         return out
 
     def equals(self, other: Tensor) -> bool:
-        """Whether another tensor holds the same numbers; read some rows at a time."""
+        """Tell whether another tensor holds the same numbers; read some rows at a time."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         if (self.file, self.start) == (other.file, other.start) or not self.shape:
@@ -187,7 +187,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _tensor(path: Path, name: str, said: Any, data: int, size: int) -> Tensor:
-    """What a header says of one tensor, checked."""
+    """Read one tensor's entry of a header, checked."""
     wrong = not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= set(said)
     wrong = wrong or bool(
         faults_of(said, {"dtype": "text", "shape": "list", "data_offsets": "list"})

@@ -110,7 +110,7 @@ def save(
 
 
 def _agree(problem: BaseException | None, folder: Path) -> None:
-    """The same outcome on every process."""
+    """Raise on every process if one process has a problem."""
     failed = problem is not None
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils  # noqa: PLC0415 - only where it is needed
@@ -191,7 +191,7 @@ class _Source:
         return found
 
     def dtype(self, entry: Entry) -> Any:
-        """Of a weight."""
+        """Dtype of a weight."""
         return np.dtype(self._place(entry.held)[0].dtype)
 
     def fetch(self, entry: Entry) -> np.ndarray:

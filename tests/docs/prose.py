@@ -81,11 +81,6 @@ LATER: tuple[str, ...] = (
     "docs/vocabulary.md",
     "docs/weights.md",
     "docs/words.md",
-    "pipeline/core",
-    "pipeline/insight",
-    "pipeline/splitting",
-    "pipeline/training",
-    "pipeline/weights",
 )
 
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|vs|cf|etc|al|Fig|Sec|approx|resp|incl|No)\.\s")

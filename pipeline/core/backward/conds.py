@@ -31,7 +31,7 @@ from pipeline.core.jaxpr.steps import (
 
 @dataclass(frozen=True)
 class _Branch:
-    """What one branch of a `cond` does: steps, what it returns, where its names come from.
+    """One branch of a `cond`: its steps, its results, and the origin of its names.
 
     Attributes:
       outs: a result each; None where another branch returns something and this one need not.

@@ -12,7 +12,7 @@ Mask = Sequence[bool]
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of a block's inputs.
+    """Knowledge about a block's inputs.
 
     Attributes:
       refs: gradients, to which the second half adds.
@@ -59,7 +59,7 @@ Halve = Callable[[Block, Mask, Mask, Given], Halves]
 
 
 def given_inside(block: Block, reads: Sequence[Atom], given: Given) -> Given:
-    """What is known of a body's inputs."""
+    """Derive the knowledge about a body's inputs."""
     pairs = list(zip(block.inputs, reads, strict=True))
 
     def inside(known: frozenset[Name]) -> frozenset[Name]:

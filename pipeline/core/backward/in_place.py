@@ -1,4 +1,4 @@
-"""Which gradients ``jax.vjp(...).with_refs`` may add to a buffer as they are formed.
+"""The gradients that ``jax.vjp(...).with_refs`` may add to a buffer as they are formed.
 
 It goes wrong where the gradient of one weight is formed twice by one equation: under `jit` and in
 the body of a scan one of the two sums is lost without a word (jax 0.10), a constant of a scan that
@@ -42,7 +42,7 @@ def added_in_place(jaxpr: Any, weights: Sequence[Var]) -> set[Var]:
 
 
 def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
-    """Whether a loop, or what is not looked into, reads a weight, and so adds up its gradient.
+    """Tell whether a loop, or an opaque equation, reads a weight and so adds up its gradient.
 
     Args:
       jaxpr: of the function that is differentiated.
@@ -65,7 +65,7 @@ def is_formed_in_a_loop(jaxpr: Any, weight: Var) -> bool:
 
 
 def _is_fit(jaxpr: Any, same: set[Var], by_ref: set[Var]) -> bool:
-    """Whether a weight's gradient can be added in place by all equations that read it.
+    """Tell whether a weight's gradient can be added in place by all equations that read it.
 
     Args:
       jaxpr: of a function.
@@ -84,7 +84,7 @@ def _is_fit(jaxpr: Any, same: set[Var], by_ref: set[Var]) -> bool:
 
 
 def _suits(eqn: Any, place: int, same: set[Var], by_ref: set[Var]) -> bool:
-    """Whether an equation can, to which a weight is one operand."""
+    """Tell whether an equation that reads a weight can add its gradient in place."""
     if not REFS_ARE_WHOLE and eqn.primitive.name == "slice":
         return False
     body = callee(eqn)
@@ -120,7 +120,7 @@ def _inner(eqn: Any, body: Any, outer: set[Var], first: int = 0) -> set[Var]:
 
 
 def _places(eqn: Any, variables: Collection[Var]) -> list[int]:
-    """Which operands of an equation are among some variables."""
+    """Positions of an equation's operands that are among some variables."""
     return [n for n, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in variables]
 
 
@@ -129,7 +129,7 @@ def _variables(atoms: Collection[Any]) -> list[Var]:
 
 
 def _has_constant_steps(body: Any, constant: Collection[int]) -> bool:
-    """Whether a scan's body has an equation that reads constants and nothing else.
+    """Tell whether a scan's body has an equation that reads constants and nothing else.
 
     Args:
       body: a jaxpr.

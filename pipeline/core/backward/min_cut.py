@@ -1,4 +1,4 @@
-"""Which values to stash: the fewest bytes from which everything needed follows cheaply.
+"""The choice of stashed values: the fewest bytes from which all that is needed follows cheaply.
 
 What is needed is often an elementwise function of another value, or of something smaller that
 several follow from: `relu(h)`, its mask and its square all follow from `h`. Choosing what to keep

@@ -1,4 +1,4 @@
-"""What a forward pass leaves for its backward, and what it need not leave.
+"""Values that a forward pass keeps for its backward, and values that it can leave out.
 
 `jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
 
@@ -151,7 +151,7 @@ class Residuals:
 def _between(
     kept: list[Var], wanted: list[Var], before: Callable[[Var], list[Var] | None]
 ) -> set[Var]:
-    """What is computed again: all that is wanted and not kept, and what that is made of."""
+    """Find the values to recompute: those wanted and not kept, and all that they are made of."""
     found: set[Var] = set()
     left = list(wanted)
     while left:
@@ -163,7 +163,7 @@ def _between(
 
 
 def _gathers(eqn: Any) -> bool:
-    """Whether it makes a whole of the parts that ranks hold."""
+    """Tell whether an equation joins the parts that ranks hold to a whole."""
     return traits(eqn).hlo == "all-gather"
 
 

@@ -143,7 +143,7 @@ class _Splitter:
                 self.barred.update(step.makes)
 
     def _stays(self, step: Step) -> bool:
-        """Whether a step of the second half must run there."""
+        """Tell whether a step of the second half must run there."""
         return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.given.refs)
 
     def halves(self) -> Halves:

@@ -32,7 +32,7 @@ def follow(
     literal: Callable[[Any], T],
     equation: Callable[[Eqn, list[T]], Iterable[T]],
 ) -> list[T]:
-    """What the results of a jaxpr are, if equations make something else of what stands for values.
+    """Interpret a jaxpr over stand-ins for values, equation by equation, and return its results.
 
     Args:
       jaxpr: an open one.
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def narrows(jaxpr: Any) -> bool:
-    """Whether a computation, at any depth, makes floats of fewer exponents than float32 has.
+    """Tell whether a computation, at any depth, makes floats of fewer exponents than float32 has.
 
     In those (float16, and the kinds of float8) a gradient may vanish or overflow, so it matters
     whether a loss is scaled before or after it is differentiated. bfloat16 has as many as float32.

@@ -1,4 +1,4 @@
-"""Which results of a traced function are operands of it, handed back as they are.
+"""A search for results of a traced function that are its unchanged operands.
 
 A call that JAX traces by itself (`jax.jit`, `jax.checkpoint`, a scan) returns new values for
 everything, also for what its body only passes through. The jaxpr says which those are.
@@ -32,7 +32,9 @@ def _operands(eqn: Any) -> Sequence[int | None]:
 
 
 def _of_body(body: Body) -> list[int | None]:
-    """The same, of what runs a body: a loop hands back what no trip changes, and whole stacks."""
+    """Find forwarded results of a body's runs: a loop forwards what no trip changes, and whole
+    stacks.
+    """
     inner, carry = forwarded(body.jaxpr), body.carry
     kept = [i if i == place else None for place, i in zip(carry, inner, strict=False)]
     rows = [None if i is None or i < carry.stop else i for i in inner[len(carry) :]]

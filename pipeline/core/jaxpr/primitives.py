@@ -1,4 +1,4 @@
-"""What is known of JAX's primitives, in one table; and the jaxprs that equations hold."""
+"""One table of JAX's primitives and their traits; and the jaxprs that equations hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHEAP, LIGHT, HEAVY = range(3)
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of a primitive; of one that is not in the table, nothing: it is heavy.
+    """Traits of a primitive; one that is not in the table counts as heavy.
 
     Attributes:
       cost: CHEAP is elementwise arithmetic and changes of layout, which XLA fuses into what reads
@@ -115,17 +115,17 @@ _UNKNOWN = Traits()
 
 
 def traits(eqn: Eqn) -> Traits:
-    """What is known of an equation's primitive."""
+    """Look up the traits of an equation's primitive."""
     return _TRAITS.get(eqn.primitive.name, _UNKNOWN)
 
 
 def names() -> frozenset[str]:
-    """Of all primitives of which anything is known."""
+    """Names of all primitives in the table."""
     return frozenset(_TRAITS)
 
 
 def is_cheap(eqn: Eqn) -> bool:
-    """Whether computing an equation again costs next to nothing beside reading its result."""
+    """Tell whether computing an equation again costs next to nothing beside reading its result."""
     if traits(eqn).calls and not traits(eqn).remat:
         body = body_of(eqn)
         return body is not None and all(map(is_cheap, body.jaxpr.eqns))
@@ -133,7 +133,7 @@ def is_cheap(eqn: Eqn) -> bool:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether a type is that of a mutable buffer."""
+    """Tell whether a type is that of a mutable buffer."""
     return isinstance(aval, jax.ref.AbstractRef)
 
 
@@ -181,7 +181,7 @@ class Body:
 
 
 def bodies(eqn: Eqn) -> list[Body]:
-    """What `scan`, `while` (but for its test), `cond` and calls run; else nothing."""
+    """List the bodies that `scan`, `while` (without its test), `cond` and calls run; else none."""
     params = eqn.params
     match eqn.primitive.name:
         case "scan":
@@ -198,12 +198,12 @@ def bodies(eqn: Eqn) -> list[Body]:
 
 
 def body_of(eqn: Eqn) -> Body | None:
-    """What an equation calls once, with its operands; None if it does not."""
+    """Body that an equation calls once, with its operands; None if it calls none."""
     return _body(called(eqn)) if traits(eqn).calls else None
 
 
 def callee(eqn: Eqn) -> Body | None:
-    """What an equation merely calls; a `jit` that fixes shardings does more."""
+    """Body of an equation that does nothing but call; a `jit` that fixes shardings does more."""
     return None if fixes_shardings(eqn) else body_of(eqn)
 
 
@@ -214,7 +214,7 @@ def held(eqn: Eqn) -> list[Any]:
 
 
 def makes_ref(jaxpr: Any) -> bool:
-    """Whether a jaxpr makes a mutable buffer (`jax.new_ref`), also within loops and calls.
+    """Tell whether a jaxpr makes a mutable buffer (`jax.new_ref`), also within loops and calls.
 
     The buffers of a Pallas kernel are its operands, and made by nobody.
     """
@@ -226,7 +226,7 @@ def makes_ref(jaxpr: Any) -> bool:
 
 
 def barred(eqn: Eqn) -> Sequence[bool]:
-    """Which operands of a call must not be merged with what was computed before.
+    """Mark the operands of a call that must not be merged with values computed before.
 
     `jax.checkpoint` bars those from which it computes for the second time.
     """
@@ -238,7 +238,7 @@ def barred(eqn: Eqn) -> Sequence[bool]:
 
 
 def _body(closed: Any, first: int = 0, num_consts: int = 0, num_carry: int = 0) -> Body:
-    """Of a closed jaxpr, or of one that closes over nothing."""
+    """Body of a jaxpr, closed or without constants."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
     return Body(jaxpr, consts, first, num_consts, num_carry)
 

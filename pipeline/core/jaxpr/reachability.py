@@ -1,4 +1,4 @@
-"""Which operands lead to which results, through bodies."""
+"""Reachability of results from operands, through bodies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def touched(step: Step) -> list[Name]:
 
 
 def adds_to(step: Step, refs: Refs) -> bool:
-    """Whether a step adds to one of these refs."""
+    """Tell whether a step adds to one of these refs."""
     return any(n in refs for n in touched(step))
 
 
 def is_pinned(step: Step, refs: Refs) -> bool:
-    """Whether a step has an effect beside adding to these refs: it runs once, in its place."""
+    """Tell whether a step has an effect beside adding to these refs: it runs once, in its place."""
     return step.effect or any(n not in refs for n in touched(step))
 
 
@@ -81,7 +81,7 @@ def needed_inputs(
 def closed_mask(
     step: Step, loop: Loop, wanted: Sequence[bool], refs: Refs, *, adds: bool
 ) -> tuple[list[bool], list[bool]]:
-    """Which results of a loop are needed for the wanted ones, trip after trip; and which inputs."""
+    """Masks of a loop's results that the wanted ones need, trip after trip, and of its inputs."""
     inner = inner_refs(loop.body, step.reads, refs)
     mask = list(wanted)
     while True:

@@ -105,7 +105,7 @@ class _Reader:
 
 
 def _inner(eqn: Any) -> Loop | Branches | None:
-    """What `scan` and `cond` hold."""
+    """Read the bodies of `scan` and `cond`."""
     if eqn.primitive.name == "scan":
         num_consts, num_carry = loop_sizes(eqn)
         kept = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 
 class Cost(IntEnum):
-    """What a step costs beside reading its operands.
+    """Cost of a step beside reading its operands.
 
     CHEAP ones are computed again rather than stashed, LIGHT ones (reductions, random bits) at most
     once but wherever that saves bytes, HEAVY ones (matrix products, anything unknown) once, where
@@ -105,14 +105,14 @@ class Step:
         return names(self.reads)
 
     def sources(self, made: Name) -> list[Name]:
-        """What one result is computed from."""
+        """Names from which one result is computed."""
         if self.through:
             return names([self.reads[self.makes.index(made)]])
         return self.names
 
 
 def cost_inside(steps: Iterable[Step]) -> Cost:
-    """What a body costs: it is not computed again, however cheap its steps are."""
+    """Cost of a body: it is not computed again, however cheap its steps are."""
     return max((step.cost for step in steps), default=Cost.LIGHT, key=int) or Cost.LIGHT
 
 
@@ -123,7 +123,7 @@ def narrow(step: Step, wanted: Sequence[bool]) -> Step:
 
 
 def names(atoms: Iterable[Atom]) -> list[Name]:
-    """Those that are not literals."""
+    """List the atoms that are not literals."""
     return [atom for atom in atoms if isinstance(atom, Name)]
 
 

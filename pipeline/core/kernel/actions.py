@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 
 class Actions:
-    """What a rank can do during a step.
+    """The actions of a rank during a step.
 
     Args:
       local: the rank's part of the model.
@@ -44,12 +44,12 @@ class Actions:
 
     @property
     def wants_upstream(self) -> bool:
-        """Whether anybody needs the gradient for stage 0's input."""
+        """True if the gradient for stage 0's input is needed."""
         return self.step.want_inputs or self.local.model.trained.embed
 
     @property
     def counts(self) -> bool:
-        """Whether forwards count the losses that are added; in training backwards do."""
+        """True if forwards count the losses that are added; in training backwards do."""
         return self.step.take_loss and not self.step.training
 
     def chunk_refs(self, chunk: int) -> Leaves:
@@ -59,7 +59,7 @@ class Actions:
 
     @property
     def ends_refs(self) -> Leaves:
-        """The same for embed and head."""
+        """Refs for the gradients of embed and head."""
         added = self.memory.added.refs if self.local.state.adding_ends else []
         return [*self.memory.ends_grads.refs, *added]
 
@@ -82,7 +82,7 @@ class Actions:
         }[op.kind](op, row)
 
     def no_message(self) -> Tree:
-        """What a rank or an action sends that has nothing to say; nobody reads it."""
+        """Make a placeholder message for ranks or actions without one; receivers discard it."""
         return unwritten(self.local.wire, self.local.axes)
 
     def sent(self, y: Tree) -> Tree:
@@ -144,7 +144,7 @@ class Actions:
         local.keep_of_head(y, microbatch)
 
     def result(self, y: Tree, microbatch: Any) -> Tree:
-        """What the user sees of a microbatch."""
+        """Compute the user's result of a microbatch."""
         found = self.local.outputs(self.local.ends_weights, y, microbatch)
         if not self.step.logprobs:
             return found
@@ -197,17 +197,17 @@ class Actions:
 
     @property
     def goes_on(self) -> bool:
-        """Whether anybody needs the gradient for a stage's output."""
+        """True if the gradient for a stage's output is needed."""
         return self.local.way.is_any
 
     def _does_anything(self, op: Op) -> bool:
-        """Whether an action has anything to do; a backward of the last stage takes the loss."""
+        """Tell whether an action computes anything; a backward of the last stage takes the loss."""
         if op.kind == "W":
             return any(self.local.way.weights)
         return op.kind == "F" or op.last or self._wants_x(op) or any(self.local.way.weights)
 
     def _wants_x(self, op: Op) -> bool:
-        """Whether anybody needs the gradient for a stage's input."""
+        """Tell whether the gradient for a stage's input is needed."""
         return self.local.way.x and (not op.first or self.wants_upstream)
 
     def _arrived(self, row: Row) -> Leaves:
@@ -216,7 +216,7 @@ class Actions:
         return floats
 
     def _upstream(self, op: Op, row: Row, dx: Leaves) -> Tree:
-        """Where the gradient for a stage's input goes: into a message, or through embed."""
+        """Send the gradient of a stage's input upstream: into a message, or through embed."""
         if not op.first:
             return self.as_message(dx) if self.local.way.x else self.no_message()
         if self.wants_upstream:
@@ -235,7 +235,7 @@ class Actions:
         return self._loss_gradient(y, row["microbatch"]) if op.last else self._arrived(row)
 
     def loss_cotangent(self) -> jax.Array:
-        """What a microbatch's loss is differentiated with."""
+        """Cotangent of a microbatch's loss."""
         return vary(jnp.full((), self.step.loss_share), self.local.axes)
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:

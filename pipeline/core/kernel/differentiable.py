@@ -41,7 +41,7 @@ _TWICE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """What a loss keeps whose gradients are computed when its cotangent is known.
+    """Residuals of a loss whose gradients are computed when its cotangent is known.
 
     Attributes:
       weights, batch: operands of the step.
@@ -97,7 +97,7 @@ def _loss_forward(
 def _is_narrow(
     plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
 ) -> bool:
-    """Whether a step computes in floats in which gradients vanish or overflow, seen once."""
+    """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
     key = narrows, model, signature((weights, batch)), *wanted.values()
     if key not in plan.traces.jitted:
         # No more work than to run it: JAX keeps the trace of the kernel.
@@ -220,7 +220,7 @@ def without_gradient(run: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _wants_inputs(weights: Any, batch: Any) -> bool:
-    """Whether inputs are differentiated.
+    """Tell whether inputs are differentiated.
 
     Raises:
       ValueError: something is differentiated that the kernel keeps no gradient for.

@@ -44,7 +44,7 @@ def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
 
 
 def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tree]:
-    """What runs a slot for a rank: returns its message, or that which is given and nobody reads."""
+    """Make the function that runs a slot for a rank and returns its message, or the placeholder."""
     if isinstance(actions, GroupedActions):
         return actions.run_masked if masked else actions.run_slot
     return functools.partial(run_masked, actions) if masked else actions.run_slot
@@ -69,7 +69,7 @@ class GroupedActions(Actions):
         return message
 
     def run_masked(self, slot: Slot, row: Row, message: Tree) -> Tree:
-        """The same without conditionals: every rank computes every group."""
+        """Run a slot without conditionals: every rank computes every group."""
         for one in self.groups:
             part, here = one.share(slot, row)
             if part.ops:
@@ -110,7 +110,7 @@ class GroupActions(Actions):
         self.group, self._program = group, program
 
     def share(self, slot: Slot, row: Row) -> tuple[Slot, Row]:
-        """What of a slot is this group's: its ops, and the row with their branch, or idle."""
+        """Restrict a slot to this group: its ops, and the row with their branch, or idle."""
         schedule = self._program.schedule
         doers: dict[Op, list[int]] = {op: [] for op in slot.ops}
         for k in self.group.stages:

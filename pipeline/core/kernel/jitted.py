@@ -1,4 +1,4 @@
-"""What is jitted for a plan, and how long it lives.
+"""The jitted functions of a plan, and their lifetime.
 
 JAX keeps the static arguments of a jitted function as long as the function, and with them all that
 was traced and compiled. So there is a jitted function for each plan, which only the plan holds.

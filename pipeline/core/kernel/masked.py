@@ -27,7 +27,7 @@ from schedules.lowering.program import Op, Slot
 
 
 class Facts:
-    """What the branch number of a slot says about the action, as traced values."""
+    """Facts about a slot's action, from its branch number, as traced values."""
 
     def __init__(self, slot: Slot, row: Row) -> None:
         self._ops, self._branch = slot.ops, row["op"]
@@ -44,7 +44,7 @@ class Facts:
         self.chunk = self._look_up(lambda op: op.chunk) if len(chunks) > 1 else max(chunks)
 
     def _holds(self, fact: Callable[[Op], bool]) -> Any:
-        """Whether a fact holds: a Python bool where it is the same for all ops and idleness."""
+        """Tell whether a fact holds: a Python bool where all ops and idleness agree."""
         return self._look_up(fact) if any(map(fact, self._ops)) else False
 
     def _look_up(self, fact: Callable[[Op], int]) -> Any:
@@ -173,7 +173,7 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
 
 
 def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, Leaves]:
-    """The same, by the two halves of a split backward."""
+    """Compute the gradients by the two halves of a split backward."""
     halves = actions.memory.halves
     arguments = actions.local.stage_arguments(facts.chunk, row["microbatch"])
     dx, _ = partition(blank(actions.local.activation, actions.local.axes))

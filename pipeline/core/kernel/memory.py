@@ -113,7 +113,7 @@ def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
 
 
 def _tiled(x: jax.Array) -> jax.Array:
-    """The same value, on a TPU in the order of its dims, short ones first; elsewhere as it is.
+    """Lay out a value by its dims, short ones first, on a TPU; elsewhere unchanged.
 
     A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
     different ones of a place, the whole pool is copied from one to the other and back in every
@@ -145,7 +145,7 @@ class Total:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What is wanted of a step, beside what its program says.
+    """Results wanted of a step, beside those that its program names.
 
     Attributes:
       training: whether anything goes back.
@@ -168,7 +168,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a rank's actions read and write, and how a stage's backward goes with it.
+    """Buffers that a rank's actions read and write, and the backward of a stage on them.
 
     Attributes:
       loss: totals of the loss, of its weight, and of what metrics are made of.
@@ -197,7 +197,7 @@ class Memory:
 
 
 def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
-    """What a step adds up, whatever runs it."""
+    """Make the sums of a step, for any executor."""
     axes, model = local.axes, local.model
     measured = list(map(zeros, local.metrics[0])) if step.take_loss else []
     loss = Total([jnp.zeros(()), jnp.zeros(()), *measured], axes)
@@ -339,7 +339,7 @@ def at_most_once(wanted: Any, action: Callable[[], Tree], otherwise: Tree) -> Tr
 
 
 def updated(wanted: Any, update: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """What the update makes of the value if it is wanted, else the value; in its place.
+    """Update the value in place if the update is wanted, else return the value.
 
     A loop of at most one trip and not `lax.cond`: the update writes to gradients and stashes in
     place, XLA aliases what goes in and out of a loop, and for a conditional it copies all of it,

@@ -63,7 +63,7 @@ _KINDS = {"NaN": "jax_debug_nans", "infinity": "jax_debug_infs"}
 
 
 def is_watched() -> bool:
-    """Whether JAX is to look for NaN or infinities."""
+    """Tell whether JAX is to look for NaN or infinities."""
     return any(getattr(jax.config, name) for name in _KINDS.values())
 
 
@@ -107,7 +107,7 @@ class _Search:
         self._weights, self._batch = weights, batch
 
     def text(self) -> str:
-        """What is known of the first bad value."""
+        """Text about the first bad value."""
         what, option = self._kinds[0], _KINDS[self._kinds[0]]
         others = set(self._plan.mesh.axis_names) - {DATA, STAGE}
         if others or self._model.tables.is_used or not _is_here(self._weights):
@@ -167,7 +167,7 @@ class _Search:
         return ""
 
     def _run(self, part: _Part, x: Tree, batch: Batch, microbatch: int) -> tuple[Tree, Any]:
-        """What a part gives on all data shards, and its pullback."""
+        """Run a part on all data shards, and return its output and pullback."""
         floats, others = partition(x)
         types: list[Tree] = []
 
@@ -186,7 +186,7 @@ class _Search:
         return combine(types[0], y, y_others), pullback
 
     def _op_by_op(self, again: Callable[[], Any]) -> str:
-        """What JAX says of the operation."""
+        """Run again operation by operation, and return JAX's message about the operation."""
         try:
             with _watching(self._kinds), jax.disable_jit():
                 again()

@@ -1,4 +1,4 @@
-"""What the kernel is given for one step, made of a pipeline's modules and of what the user passes.
+"""The kernel's arguments of one step, from a pipeline's modules and the user's arguments.
 
 Letters: N rows of a batch.
 """

@@ -480,14 +480,14 @@ def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
 
 
 def _manual(plan: Plan, specs: Tree) -> Tree:
-    """What of specs the kernel is told."""
+    """Reduce specs to the axes that the kernel handles."""
     return jax.tree.map(lambda spec: kernel_spec(spec, plan.manual_axes), specs)
 
 
 def rank_state(
     plan: Plan, model: Model, weights: Weights, batch: Batch, num_microbatches: int | None = None
 ) -> RankState:
-    """What a rank holds, from its shard; ``num_microbatches`` if not that of the schedule."""
+    """Make a rank's state from its shard; ``num_microbatches`` if not the schedule's number."""
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
     def whole(tree: Tree, spreads: Any, lead: int) -> Tree:

@@ -29,7 +29,7 @@ _PLACE = re.compile(
 
 
 class Place(NamedTuple):
-    """Where in a program a loop of at most one trip stands.
+    """Place of a loop of at most one trip in a program.
 
     Attributes:
       start: its ticks are start..stop - 1.
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 def place_of_loop(scope: str) -> Place | None:
-    """Of which action a loop is, by the name scopes that end with it; None for any other loop."""
+    """Find a loop's action by the name scopes at its end; None for any other loop."""
     around, _, last = scope.rpartition("/")
     found = _PLACE.search(around) if last == "while" else None
     if found is None or found.end() != len(around):

@@ -177,12 +177,12 @@ class Needed:
 
     @property
     def is_part(self) -> bool:
-        """Whether branches have other numbers than the program's."""
+        """True if branches have other numbers than the program's."""
         return bool((self.branch != np.arange(len(self.branch))).any())
 
 
 def needed(program: Program, index: int, start: int, stop: int) -> Needed:
-    """What ticks start..stop - 1 need of a slot."""
+    """Find the actions that ticks start..stop - 1 need in a slot."""
     slot, occurs = program.slots[index], set(np.unique(program.op[start:stop, index]).tolist())
     ops = [(n, op) for n, op in enumerate(slot.ops, start=1) if n in occurs]
     branch = np.zeros(len(slot.ops) + 1, np.int32)

@@ -46,7 +46,7 @@ from schedules.lowering.program import Program
 
 
 class VocabularyParallel:
-    """What all ranks do together around the slots of a step.
+    """Work that all ranks do together around the slots of a step.
 
     Args:
       actions: the rank's, whose memory is used.
@@ -63,12 +63,12 @@ class VocabularyParallel:
         self.rank = jax.lax.axis_index(STAGE)
 
     def before(self, row: Row, busy: Mapping[str, bool]) -> None:
-        """What precedes a slot; ``busy`` says which tables have anything in it."""
+        """Do the shared work before a slot; ``busy`` says which tables have anything in it."""
         if busy["lookup"]:
             self._when("lookup", row, lambda _, m, real: self._look_up(row, m, real), None)
 
     def after(self, row: Row, busy: Mapping[str, bool], message: Tree) -> Tree:
-        """What follows a slot's actions; returns what the rank then sends."""
+        """Do the shared work after a slot's actions; return the message that the rank sends."""
         if busy["scatter"] and self._total(self.tables.embed) is not None:
             self._when("scatter", row, lambda _, m, real: self._scatter(message, m, real), None)
         return self._when("head", row, self._head, message) if busy["head"] else message
@@ -99,7 +99,7 @@ class VocabularyParallel:
         total[...] = total[...].at[row_of].add(part)
 
     def _from(self, rank: int, message: Tree) -> jax.Array:
-        """What one rank would send, on all; what others hold, NaN included, does not leak."""
+        """Broadcast one rank's message to all; values of other ranks, NaN included, do not leak."""
         x = _only(message)
         return total_over(jnp.where(self.rank == rank, x, jnp.zeros_like(x)), (STAGE,))
 
@@ -142,7 +142,7 @@ class VocabularyParallel:
         return jax.tree.map(lambda sent: jnp.where(here, dy, sent), message)
 
     def _features(self, y: jax.Array, microbatch: Any) -> tuple[jax.Array, Pullback]:
-        """What the logits are made of, and the way back over all weights but tables."""
+        """Compute the factors of the logits, and the pullback over all weights but tables."""
         weights, tables = self.local.ends_weights, self.tables
 
         def f(others: Leaves, leaves: Leaves) -> tuple[jax.Array, None]:
@@ -159,7 +159,7 @@ class VocabularyParallel:
         return h, pullback
 
     def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:
-        """Of something of this rank's positions, all of them."""
+        """Join a value of this rank's positions over all ranks."""
         return join_sequence(x, sequence_axis=sequence_axis) if self.tables.head_parts else x
 
     def _leave(self, found: jax.Array, microbatch: Any, real: Any) -> None:
@@ -266,7 +266,7 @@ def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
 
 
 def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:
-    """Of something of each token what is of this rank's positions, where ranks have parts."""
+    """Cut a value of each token to this rank's positions, where ranks have parts."""
     return split_sequence(of_tokens, sequence_axis=-1) if parts else of_tokens
 
 

@@ -32,7 +32,7 @@ from pipeline.core.sharding.placement import LAYERS, spread_of
 
 
 def to_layers(pipe: Any, tree: Tree) -> Layers:
-    """What `Pipeline.to_layers` returns."""
+    """Convert a tree of the pipeline to layers, for `Pipeline.to_layers`."""
     order, view = layout_name(pipe.schedule.stages_of), layer_view(pipe)
     if not _has_all(tree, _stored(view)):
         view = _other_view(pipe, lambda v: _has_all(tree, _stored(v)))
@@ -70,7 +70,7 @@ def to_layers(pipe: Any, tree: Tree) -> Layers:
 
 
 def from_layers(pipe: Any, layers: Layers) -> nnx.State[Any, Any]:
-    """What `Pipeline.from_layers` returns."""
+    """Convert layers to a tree of the pipeline, for `Pipeline.from_layers`."""
     view = layer_view(pipe)
     _check_layers(view, layers)
     stages = dict(enumerate(layers["stages"]))
@@ -121,7 +121,7 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
 
 
 def _stored(view: LayerView) -> list[Path]:
-    """Where the arrays of a view are in the pipeline's own state."""
+    """List the paths of a view's arrays in the pipeline's own state."""
     return [s.path for s in view.stacks] + [("ends", *e.path) for e in view.ends]
 
 
@@ -135,7 +135,7 @@ def _other_view(pipe: Any, fits: Callable[[LayerView], bool]) -> LayerView:
 
 
 def _has_all(tree: Tree, paths: Iterable[Path]) -> bool:
-    """Whether a tree has leaves at all of some paths."""
+    """Tell whether a tree has leaves at all of some paths."""
     try:
         for path in paths:
             found_in(tree, path)
@@ -163,7 +163,7 @@ def _check_layers(view: LayerView, layers: Any) -> None:
 def _joined(
     mesh: Any, view: LayerView, stack: Stack, leaves: Mapping[tuple[int, Slot], Any]
 ) -> Any:
-    """What a stack holds, of its layers' leaves."""
+    """Join the leaves of a stack's layers to the stack's array."""
     values = list(leaves.values())
     if not any(hasattr(leaf, "shape") for leaf in values):
         if any(leaf != values[0] for leaf in values):

@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What its numbers are, beyond their dtype: the kind of random keys."""
+        """Kind of the numbers, beyond their dtype: the implementation of random keys."""
         return f"key<{self._impl}>" if self.is_key else ""
 
     @property
@@ -240,7 +240,7 @@ def _shared(shape: Sequence[int], names: Sequence[Any], mesh: Any) -> P:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """The same bits as unsigned integers of at least 32, of which sums with zeros are exact."""
+    """Reinterpret the bits as unsigned integers of at least 32, whose sums with zeros are exact."""
     if array.dtype == np.bool_:
         return array.astype(jnp.uint32)
     wide = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
@@ -299,5 +299,5 @@ def _padded(table: Any, *, shape: tuple[int, ...], out: Any) -> jax.Array:
 
 
 def replicated(value: Any, mesh: Any) -> jax.Array:
-    """What every process has, as an array of all of them."""
+    """Make a global array of a value that every process has."""
     return distribute(np.asarray(value), NamedSharding(mesh, P()))

@@ -110,7 +110,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[Leaf]:
 
 
 def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
-    """What is shaped like the parameters, or like some of them."""
+    """List the leaves that are shaped like the parameters, or like some of them."""
     for stack in view.stacks:
         cell = cells.get((*prefix, *stack.path))
         for slot in stack.slots:

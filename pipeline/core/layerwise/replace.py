@@ -154,7 +154,7 @@ def _picks(pipe: Any, new: Any) -> list[list[Pick]] | None:
 
 
 def _are_alike(chunk: nnx.Module, other: nnx.Module) -> bool:
-    """Whether two chunks have arrays of the same shapes under the same paths."""
+    """Tell whether two chunks have arrays of the same shapes under the same paths."""
     found = [
         {
             path: jax.tree.map(jnp.shape, raw(leaf))

@@ -113,7 +113,7 @@ class Rerolled:
         )
 
     def _need(self, key: Any) -> Any:
-        """What a task makes, after all that it asks for; tasks may be many deep."""
+        """Run a task after all that it asks for; tasks may be many deep."""
         if key in self._made:
             return self._made[key]
         tasks = [(key, self._task(key))]
@@ -218,7 +218,7 @@ class Rerolled:
         return chosen, True
 
     def _merged(self, merged: _Ops) -> Task:
-        """What equations that do the same make, each of its own row, or of what has no row."""
+        """Merge alike equations into one; each takes its own row, or values without a row."""
         ops = merged.of_rows
         first = next(op for op in ops if op is not None)
         given, axes = [], []
@@ -239,14 +239,14 @@ Task = Generator[Any, Any, Any]  # yields what it asks for, is sent it, returns 
 
 
 def _kind(row: int, value: Value) -> Any:
-    """What values for several rows have in common that may be made by one equation."""
+    """Key of values for several rows that one equation may make."""
     if value.op is not None and not value.op.eqn.effects:
         return value.op.key, value.index
     return (value.template, value.index) if value.row == row else value
 
 
 def _sums(op: Op) -> Value | None:
-    """What an equation adds up to one number, if that is made number by number of a cell's part."""
+    """Find the sum in an equation that is made number by number of a cell's part."""
     value, name = op.operands[0], op.eqn.primitive.name
     is_sum = name == "reduce_sum" and len(op.eqn.params["axes"]) == len(value.aval.shape)
     return value if is_sum and value.wide is not None else None

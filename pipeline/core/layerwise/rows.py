@@ -1,4 +1,4 @@
-"""Which values of a program are rows of stacks, and which are made alike.
+"""A search for values of a program that are rows of stacks, and that are made alike.
 
 An optimizer's program does the same for each of K layers. Here it is read once, and each value is
 given the row that it is made of, if it is one, and the *template*, the stack of which it is a row:
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the rows of a stack come from that are parts of the rows of a larger array.
+    """Origin of a stack's rows that are parts of the rows of a larger array.
 
     Attributes:
       cell: [S, ...] that array.
@@ -54,7 +54,7 @@ class Cut:
 
 @dataclass(eq=False)
 class Value:
-    """What an equation makes, or an input or constant.
+    """A value of a program: the result of an equation, an input or a constant.
 
     Attributes:
       aval: its type.
@@ -77,17 +77,17 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number."""
+        """True if it is one number."""
         return math.prod(self.aval.shape) == 1
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it is made of several rows, and so is no part of one."""
+        """True if it is made of several rows, and so is no part of one."""
         return self.row is None and self.op is not None and self.op.is_mixed
 
     @property
     def is_spread(self) -> bool:
-        """Whether it is one number, repeated."""
+        """True if it is one number, repeated."""
         return self.repeats is not None
 
     @property
@@ -99,7 +99,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """What values must have in common to be rows of one stack."""
+        """Type that rows of one stack share."""
         return self.aval.shape, self.aval.dtype
 
 
@@ -133,7 +133,7 @@ class Template:
 
 @dataclass(eq=False)
 class Wide:
-    """What an elementwise program makes of a whole cell.
+    """The result of an elementwise program on a whole cell.
 
     Attributes:
       cell: the cell, if it is that.
@@ -264,7 +264,7 @@ class Program:
 
 
 def _row_of(operands: Sequence[Value]) -> int | None:
-    """Of which row a result is: that of the arrays it is made of, or else of the numbers."""
+    """Row of a result: that of the arrays it is made of, or else of the numbers."""
     arrays = list(filter(_is_array, operands))
     rows = {v.row for v in arrays if v.row is not None}
     if not arrays:
@@ -273,12 +273,12 @@ def _row_of(operands: Sequence[Value]) -> int | None:
 
 
 def _is_array(value: Value) -> bool:
-    """Whether it is more than numbers, and none of the program's own constants."""
+    """Tell whether a value has dims, and is none of the program's own constants."""
     return not (value.is_constant or value.is_number or value.is_spread)
 
 
 def is_of(value: Value, row: int | None) -> bool:
-    """Whether a value is read as a part of a row."""
+    """Tell whether a value is read as a part of a row."""
     return row is not None and value.row == row
 
 

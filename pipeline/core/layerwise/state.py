@@ -64,7 +64,7 @@ class _Part:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def write(self, tree: Tree, program: Rerolled, ranks: int, lay: Lay) -> Tree:
-        """What is stored, from a program's results."""
+        """Write the stored tree from a program's results."""
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise ValueError(
@@ -81,14 +81,14 @@ class _Part:
         return nnx.State(unflatten_mapping(found))
 
     def specs(self) -> dict[Path, PartitionSpec]:
-        """How each array is laid out."""
+        """Specs of each array."""
         held: list[Stack | End] = [*self.stacks, *(end for _, end in self.ends)]
         return {one.path: one.spread.gradient for one in held}
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """How an optimizer's state is stored.
+    """Plan for the storage of an optimizer's state.
 
     Attributes:
       treedef: its structure, with leaves for trees of layers.
@@ -114,7 +114,7 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, found)
 
     def write(self, tree: Tree, program: Rerolled, lay: Lay) -> Tree:
-        """What is stored, from a program's results."""
+        """Write the stored state from a program's results."""
         items = self.treedef.flatten_up_to(tree)
         found = [
             lay(program.value(item), PartitionSpec())
@@ -153,7 +153,7 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, found)
 
     def specs(self) -> Tree:
-        """What is stored, with the layout of each array in its place."""
+        """Specs of the stored state, each in the place of its array."""
         found = [
             PartitionSpec() if part is None else nnx.State(unflatten_mapping(part.specs()))
             for part in self.parts
@@ -162,7 +162,7 @@ class StatePlan:
 
 
 def plan_state(view: LayerView, types: Tree) -> StatePlan:
-    """How a state of these types is stored.
+    """Plan the storage of a state of these types.
 
     Args:
       view: of the parameters.
@@ -180,7 +180,7 @@ def plan_state(view: LayerView, types: Tree) -> StatePlan:
 
 
 def _part(view: LayerView, tree: Tree) -> _Part:
-    """How a tree of layers is stored."""
+    """Plan the storage of a tree of layers."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     stages: dict[Name, tuple[int, Any]] = {}
     ends = []
@@ -231,12 +231,12 @@ _BY_RANK = Spread(PartitionSpec(STAGE), PartitionSpec(STAGE))
 
 
 def _clash(one: Path, other: Path) -> bool:
-    """Whether one path is the other, or leads to it."""
+    """Tell whether one path is the other, or leads to it."""
     return one[: len(other)] == other[: len(one)]
 
 
 def key_name(key: Any) -> Any:
-    """What a key of a pytree's path is: an index, a key of a dictionary, or a field's name."""
+    """Value of a key in a pytree's path: an index, a key of a dictionary, or a field's name."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)

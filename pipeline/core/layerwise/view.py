@@ -170,7 +170,7 @@ class End:
 
 @dataclass(frozen=True)
 class LayerView:
-    """Where each leaf of each layer lies.
+    """Places of all leaves of all layers.
 
     Attributes:
       ranks: S.
@@ -276,7 +276,7 @@ def _slots(
     masks: Sequence[Sequence[bool] | None],
     declared: Sequence[frozenset[Path]] | None = None,
 ) -> list[tuple[Slot, ...]]:
-    """What lies in each array of a chunk.
+    """Map each array of a chunk to the layers' leaves in it.
 
     Args:
       chunk: the chunk.
@@ -307,7 +307,7 @@ def _slots(
 
 
 def found_in(tree: Tree, path: Path) -> Any:
-    """What a tree of mappings has at a path, out of its variable if it is one's.
+    """Find the value at a path of a tree of mappings, taken out of its variable if it has one.
 
     Raises:
       ValueError: nothing.

@@ -120,7 +120,7 @@ _inject.defvjp(_inject_forward, _inject_backward)
 
 @dataclass(eq=False)
 class Adding:
-    """What `add_loss` does in a part of a model while it is traced.
+    """Effect of `add_loss` in a part of a model while it is traced.
 
     Attributes:
       share: the cotangent of values.
@@ -149,7 +149,7 @@ def adding_losses(adding: Adding) -> Iterator[Adding]:
 
 
 def counted(call: Callable[[jax.Array], Tree], probe: jax.Array) -> tuple[Tree, jax.Array]:
-    """What ``call(probe)`` returns, and the sum of what is added in it, without other gradients.
+    """Return ``call(probe)`` and the sum of its added losses, without other gradients.
 
     Args:
       call: of a zero, that of an `Adding`.

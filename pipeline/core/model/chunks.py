@@ -155,7 +155,7 @@ def _filled_up(table: Any, parts: int) -> Any:
 
 
 def lay_out(chunks: Sequence[nnx.Module], ends: Ends) -> StateLayout:
-    """Where all leaves of a pipeline lie."""
+    """Lay out all leaves of a pipeline."""
 
     def of(module: nnx.Module, lead: tuple[str, ...]) -> Any:
         parts: Any = nnx.split(module, nnx.Param, ...)
@@ -185,6 +185,6 @@ def stack_rows(leaves: list[Any], sharding: NamedSharding) -> Any:
 
 
 def _stack_keys(keys: list[Any], sharding: NamedSharding) -> Any:
-    """The same for typed keys, which no callback can make and no process send to another."""
+    """Stack typed keys, which no callback can make and no process can send."""
     data = stack_rows([jax.random.key_data(key) for key in keys], sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))

@@ -28,7 +28,7 @@ _REMEDY = {  # for what does more than the class that ranks can share
 
 @dataclass(frozen=True)
 class Tables:
-    """Which leaves of the ends' parameters are sharded by vocabulary over the ranks.
+    """The leaves of the ends' parameters that are sharded by vocabulary over the ranks.
 
     Attributes:
       embed: the index of the embedding's table, -1 if it is not shared; head: of the head's.
@@ -47,7 +47,7 @@ class Tables:
 
     @property
     def is_used(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return max(self.embed, self.head) >= 0
 
     def __contains__(self, index: int) -> bool:
@@ -70,7 +70,7 @@ def find_tables(params: Tree, ends: Ends, shared: Shared) -> Tables:
 
 
 def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
-    """Which ends all ranks share.
+    """Choose the ends that all ranks share.
 
     Raises:
       ValueError: an unknown mode, or ends that cannot be split by vocabulary.
@@ -128,7 +128,7 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
 
 
 def _shares(module: nnx.Module, other: Any) -> bool:
-    """Whether a module holds the table of another."""
+    """Tell whether a module holds the table of another."""
     held = (variable for _, variable in nnx.iter_graph(module) if isinstance(variable, Table))
     return any(variable is other.table for variable in held)
 

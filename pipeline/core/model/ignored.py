@@ -21,7 +21,7 @@ from pipeline.core.model.stage import define, is_stacked
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """What stages had in ignored attributes.
+    """Values of stages in ignored attributes.
 
     Attributes:
       own: [K] for each stage, path of a module, name and value.

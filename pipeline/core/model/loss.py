@@ -42,7 +42,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """What a loss measures beside itself, as sums over microbatches and data shards.
+    """Metrics of a loss, as sums over microbatches and data shards.
 
     Attributes:
       treedef: of the metrics, in which a (sum, weight) pair is one leaf.
@@ -79,7 +79,7 @@ class Metrics:
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchLoss:
-    """What a loss made of one microbatch.
+    """The loss of one microbatch.
 
     Attributes:
       total, weight: float scalars; a mean is a sum of weight 1. The weight may have a gradient.
@@ -255,25 +255,25 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """Whether it is a pair of scalars, and no named tuple."""
+    """Tell whether a value is a pair of scalars, and no named tuple."""
     return type(x) in (tuple, list) and len(x) == 2 and all(map(_is_scalar, x))
 
 
 def _is_with_aux(result: Any) -> bool:
-    """Whether a loss returned two things, the second of which may be metrics."""
+    """Tell whether a loss returned two things, the second of which may be metrics."""
     is_two = isinstance(result, (tuple, list)) and len(result) == 2
     return is_two and (_is_scalar(result[0]) or _is_pair(result[0]))
 
 
 def _may_be_metrics(given: Any, has_aux: bool | None) -> bool:
-    """Whether the second thing is not the weight of a sum, nor what should have been one."""
+    """Tell whether the second thing is not the weight of a sum, nor what should have been one."""
     if has_aux is None:  # there may be some, and nobody wants them
         return not _is_scalar(given)
     return has_aux or isinstance(given, Mapping)
 
 
 def _is_one_metric(given: Any) -> bool:
-    """Whether metrics are one without a name, which might also be the weight of a sum."""
+    """Tell whether metrics are one without a name, which might also be the weight of a sum."""
     return _is_array(given) or _is_pair(given)
 
 

@@ -1,4 +1,4 @@
-"""What enters a step: checked, and with one leading axis everywhere.
+"""Inputs of a step: checked, and with one leading axis everywhere.
 
 Letters: M microbatches, D data shards, N rows of the batch, N = M * D * b.
 """

@@ -1,4 +1,4 @@
-"""What the kernel is given: the static half of a model, its state, and a batch.
+"""Arguments of the kernel: the static half of a model, its state, and a batch.
 
 Letters: K stages, V chunks per rank, M microbatches, b rows of a microbatch on one data shard.
 """
@@ -71,7 +71,7 @@ class Declared:
 
     @property
     def is_anything(self) -> bool:
-        """Whether there is any."""
+        """True if there is any."""
         return bool(self.ends or any(self.stages))
 
 
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def gradient_specs(self) -> list[PartitionSpec]:
-        """Where the gradients of what is trained lie, in their order."""
+        """Specs of the gradients of trained leaves, in their order."""
         parts = *self.layout.chunks, self.layout.ends
         masks = *self.trained.chunks, self.trained.ends
         return [
@@ -125,7 +125,7 @@ class Model:
 
     @property
     def state_specs(self) -> tuple[list[list[PartitionSpec]], list[PartitionSpec]]:
-        """Where the leaves lie in which declared state is: of each chunk's, and of the ends'."""
+        """Specs of the leaves of declared state: of each chunk's, and of the ends'."""
         layout, declared = self.layout, self.declared
         chunks = [
             [spreads[n].stored for n in cells]

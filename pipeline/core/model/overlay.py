@@ -49,13 +49,13 @@ class Leaf:
 
     @property
     def column(self) -> Column:
-        """What leaves of one column have in common: all but the length of their leading axis."""
+        """Type that leaves of one column share: all but the length of their leading axis."""
         return self.name, self.shape[1:] if self.shape else None
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a leaf lies.
+    """Place of a leaf.
 
     Attributes:
       cell: the index of its cell.
@@ -132,7 +132,7 @@ class View:
 
 @dataclass(frozen=True)
 class Cell:
-    """What lies in one array that every rank has.
+    """Contents of one array that every rank has.
 
     Attributes:
       group: of its leaves.

@@ -20,7 +20,7 @@ Owners = Mapping[int, str]  # id of a variable to where it was found first
 
 
 def unshared(stages: Any, embed: Any, head: Any, loss_fn: Any = None) -> tuple[Any, Ends]:
-    """The same modules, sharing no random stream; those given are not changed.
+    """Copy modules so that they share no random stream; the originals are unchanged.
 
     Raises:
       ValueError: a weight of one stage is also one of another, or of what is no stage.

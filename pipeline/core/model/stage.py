@@ -76,7 +76,7 @@ class Definition:
         *given: Any,
         paths: Sequence[Any] = (),
     ) -> tuple[Any, list[list[Any]]]:
-        """The same, and what lies at some of the declared paths afterwards: leaves of each.
+        """Call a method, and also return the leaves at declared paths after the call.
 
         Raises:
           ValueError: as `call`; or a variable has other shapes or dtypes than before.
@@ -140,7 +140,7 @@ class Definition:
     def _computed(
         self, paths: Sequence[Any], method: Callable[..., Any], params: Tree, rest: Tree, given: Any
     ) -> list[Any]:
-        """Those of the variables at these paths that a call computes anew, found by a trace.
+        """List the variables at these paths that a call computes anew, found by a trace.
 
         `nnx.jit` and `nnx.remat` hand new values back for every variable that they were given, most
         of them the same.
@@ -190,7 +190,7 @@ def _same(now: Any, before: Any) -> bool:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a stage is, and what it is there.
+    """A stage's place and role there.
 
     Attributes:
       definition: its static half.
@@ -239,7 +239,7 @@ def define(module: nnx.Module, label: str) -> tuple[Definition, Tree, Tree]:
 
 
 class Ends(nnx.Module):
-    """What lies outside the stages: embed before the first, head and loss after the last."""
+    """The parts outside the stages: embed before the first, head and loss after the last."""
 
     def __init__(self, embed: Any, head: Any, loss_fn: Any = None) -> None:
         self.embed = embed
@@ -295,7 +295,7 @@ _LISTS = (list, tuple, nnx.List)  # the last is a module too
 
 
 def is_stacked(stages: Any) -> bool:
-    """Whether stages are one module with a leading axis, and no list of modules."""
+    """Tell whether stages are one module with a leading axis, and no list of modules."""
     return isinstance(stages, nnx.Module) and not isinstance(stages, _LISTS)
 
 

@@ -1,4 +1,4 @@
-"""What is trained of a model: masks over the leaves of parameters, by stage and by chunk.
+"""Masks of trained leaves, over the parameters of stages and of chunks.
 
 Letters: K stages, V chunks. Stages of one chunk share their arrays, so an array has a gradient if
 any of its stages is trained in it. In the kernel stages that are not trained alike have code of
@@ -19,7 +19,7 @@ from pipeline.base.masks import Mask, Way
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Trained:
-    """Which leaves of a pipeline's parameters have gradients.
+    """The leaves of a pipeline's parameters that have gradients.
 
     Attributes:
       stages: [K] for the leaves of each stage's own parameters.
@@ -36,7 +36,7 @@ class Trained:
     def asked(
         self, chunks: tuple[Mask, ...], ends: Mask, cells: Sequence[tuple[int, Any]]
     ) -> Trained:
-        """The same where only some arrays' gradients are asked for.
+        """Restrict to the leaves of the arrays whose gradients are asked for.
 
         Args:
           chunks: [V] which leaves of each chunk's parameters.
@@ -60,12 +60,12 @@ class Trained:
 
     @property
     def embed(self) -> bool:
-        """Whether anything of embed is trained."""
+        """True if anything of embed is trained."""
         return any(self.ends[: self.num_embed])
 
     @property
     def is_anything(self) -> bool:
-        """Whether anything is trained."""
+        """True if anything is trained."""
         return any(map(any, (*self.chunks, self.ends)))
 
     def ways(self, *, want_inputs: bool, backward: bool = True) -> tuple[Way, ...]:

@@ -46,7 +46,7 @@ class Group(nnx.Module):
 
 @dataclass(frozen=True)
 class Views:
-    """Where a stage's values lie, among the leaves of its chunk's state.
+    """Places of a stage's values among the leaves of its chunk's state.
 
     Attributes:
       params: its `nnx.Param` state, within that of the chunk.
@@ -233,7 +233,7 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
 
 
 def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
-    """What one rank has in a cell."""
+    """Fill one rank's part of a cell."""
     found = jax.numpy.broadcast_to(zeros(like).ravel()[0], cell.shape)
     for variable, spot in held:
         found = spot.fill(found, raw(variable))
@@ -241,7 +241,7 @@ def _filled(cell: Cell, like: Any, held: list[Held]) -> Any:
 
 
 def _sizes(chunk: Overlaid, stages: Sequence[nnx.Module]) -> str:
-    """What its layout costs."""
+    """Write the sizes that the layout costs."""
     params, _ = _halve(chunk)
     flat = nnx.to_flat_state(params)
     packed = sum(path[0] == "packed" for path, _ in flat)

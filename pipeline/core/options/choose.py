@@ -1,4 +1,4 @@
-"""Which mesh and which schedule a pipeline runs, when the user leaves either open.
+"""The choice of mesh and schedule for a pipeline, when the user leaves either open.
 
 Letters: S ranks, K stages, M microbatches.
 """
@@ -92,14 +92,14 @@ def warn_of_idle_devices(schedule: Any, mesh: Mesh, num_stages: int) -> None:
 
 
 def read(schedule: Any) -> tuple[Any, str]:
-    """What was asked for, read if it is the path of a timetable; and where a timetable is from."""
+    """Read a schedule from its file if it is a path; also return its origin."""
     if _is_path(schedule):
         return Schedule.from_csv(schedule), f"read from {os.fspath(schedule)}"
     return schedule, "given as a Schedule"
 
 
 def exchanges_are_barriers(mesh: Mesh) -> bool:
-    """Whether an exchange makes all ranks meet, and not only those that it joins.
+    """Tell whether an exchange makes all ranks meet, and not only those that it joins.
 
     Virtual CPU devices of one process meet at every collective. Processes, GPUs and TPUs send to
     their partners and receive from them.
@@ -109,7 +109,7 @@ def exchanges_are_barriers(mesh: Mesh) -> bool:
 
 
 def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool) -> Bubbles:
-    """Whether idle slots are branched around, with some axes left to the compiler.
+    """Tell whether idle slots are branched around, with some axes left to the compiler.
 
     It may add exchanges to what a branch does. Where all devices meet in each, those whose ranks
     take another branch would be waited for without end, so there is none.
@@ -193,7 +193,7 @@ def choose_schedule(
 
 
 def _other_mesh(num_stages: int, each: int) -> str:
-    """How K stages get the ranks that a schedule with so many stages per rank needs."""
+    """Advise how K stages get the ranks for a schedule with so many stages per rank."""
     text, ranks = "num_ranks is the size of the mesh's axis 'stage'", num_stages // each
     if num_stages % each:
         return f"{text}, and {num_stages} stages are no multiple of {each}"
@@ -203,7 +203,7 @@ def _other_mesh(num_stages: int, each: int) -> str:
 
 
 def is_straight(schedule: Schedule) -> bool:
-    """Whether one rank finishes each microbatch, in ascending order, before the next."""
+    """Tell whether one rank finishes each microbatch, in ascending order, before the next."""
     if schedule.num_ranks > 1:
         return False
     return schedule.orders == straight(schedule.num_stages, schedule.num_microbatches).orders
@@ -229,7 +229,7 @@ def _default(
     barriers: str = "eager_1f1b",
     joined: str = "1f1b",
 ) -> tuple[Schedule, str]:
-    """What runs when nothing is asked for: one choice for barriers, one for partners."""
+    """Choose the default schedule: one for barriers, one for partners."""
     eager, frugal = build(barriers, **sizes), build(joined, **sizes)
     slots = [clock]
     if not clock["partners"] and clock["pattern"] is None:

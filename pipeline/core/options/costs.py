@@ -1,4 +1,4 @@
-"""What the actions of a pipeline's own program take, where nobody has measured them.
+"""Estimated costs of a pipeline's own actions, where nobody has measured them.
 
 Letters: K stages.
 """

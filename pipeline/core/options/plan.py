@@ -34,7 +34,7 @@ class Sends(TypedDict):
 
 @dataclass(eq=False)
 class Traces:
-    """What is known of a plan once its steps were traced, and what was compiled of them.
+    """Results of a plan's traced steps, and their compiled functions.
 
     Attributes:
       unsplit: parts of a stage's backward that could not be split.
@@ -142,12 +142,12 @@ class Plan:
 
     @property
     def keep(self) -> Keep:
-        """What a forward pass leaves for its backward."""
+        """Values that a forward pass keeps for its backward."""
         return "input" if self.remat == "stage" else "residuals"
 
     @property
     def is_masked(self) -> bool:
-        """Whether idle slots are computed through, without any conditional."""
+        """True if idle slots are computed through, without any conditional."""
         return self.bubbles == "masked"
 
     @property
@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def tracks_varying(self) -> bool:
-        """Whether the kernel's types say over which mesh axes a value varies (``check_vma``).
+        """True if the kernel's types say over which mesh axes a value varies (``check_vma``).
 
         Only where a stage may hold collectives of its own, over a further axis (``tensor``), do
         gradients follow from such types. Elsewhere they would only get in the way of what stages
@@ -177,30 +177,30 @@ class Plan:
 
     @property
     def data_size(self) -> int:
-        """How many shards the batch is split into before microbatches."""
+        """Number of shards into which the batch is split before microbatches."""
         return int(self.mesh.shape.get(DATA, 1))
 
     @property
     def sends(self) -> Sends:
-        """What `lower` and `simulate` are told of messages."""
+        """Options that describe messages, for `lower` and `simulate`."""
         return {"partners": self.partners, "delayed": self.delayed}
 
     @property
     def costs(self) -> Costs:
-        """How long actions take: as given, or of this program in units of a forward pass."""
+        """Durations of actions: as given, or of this program in units of a forward pass."""
         if self.given_costs is not None:
             return self.given_costs
         return own_costs(self.schedule.num_stages, self.remat)
 
     @property
     def clock(self) -> dict[str, Any]:
-        """What `simulate` is told of this program in lockstep."""
+        """Options for `simulate` that describe this program in lockstep."""
         sizes = {"costs": self.costs, "pattern": self.pattern, "shared": self.shared}
         return {"clock": "lockstep", **sizes, **self.sends}
 
     @functools.cached_property
     def is_straight(self) -> bool:
-        """Whether a step is one loop over microbatches, with no need of a table.
+        """True if a step is one loop over microbatches, with no need of a table.
 
         Where stages are alike; others take their turns in the ticks of a table. What is to be
         gathered again needs one too: in one piece of code the compiler keeps what it likes.

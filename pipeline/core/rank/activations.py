@@ -1,4 +1,4 @@
-"""What passes between neighbours: each stage takes what the one before it returns.
+"""Activations between neighbours: each stage takes the output of the one before it.
 
 Letters: K stages. Activation k, 0 <= k <= K, is the input of stage k; activation K is the last
 stage's output. Nobody declares their types: they follow from tracing one stage after the other.
@@ -42,7 +42,7 @@ _MOST_TRIALS = 200
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """What follows from tracing one stage after the other.
+    """Types of activations, from a trace of one stage after the other.
 
     Attributes:
       types: of activations 0..K.

@@ -1,4 +1,4 @@
-"""What a stage does beside computing, which has to happen once for each microbatch.
+"""Effects of a stage beside its results, which have to happen once for each microbatch.
 
 A print may be repeated, as under `jax.checkpoint`. A callback to the host that counts, logs or
 writes must not, and nobody would notice that it is. A check of `checkify` may be repeated on

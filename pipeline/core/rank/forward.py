@@ -126,17 +126,17 @@ class Forward:
 
     @property
     def state_paths(self) -> list[Any]:
-        """Where a stage has state that may be written, in its order."""
+        """Paths of a stage's state that may be written, in its order."""
         return state_paths(self.fixed[self.home], self._seat.definition.state)
 
     @property
     def writes(self) -> bool:
-        """Whether a stage's forward writes any of it."""
+        """True if a stage's forward writes any of it."""
         held = self.state.held
         return held is not None and held.writes[id(self._seat)]
 
     def stage_usage(self) -> Usage:
-        """How a stage uses the state that it may write."""
+        """Find how a stage uses the state that it may write."""
         weights, fixed, side = self.stage_arguments(self.home, 0)
         paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
 
@@ -160,7 +160,7 @@ class Forward:
         return as_computed(tree, self.model.compute_dtype)
 
     def outputs(self, weights: Leaves, y: Tree, microbatch: Any) -> Tree:
-        """What the user sees of the last stage's output."""
+        """Compute the user's outputs from the last stage's output."""
         if not self.model.has_head:
             return y
         own = own_axes(y, self.axes)
@@ -169,7 +169,7 @@ class Forward:
             return vary(checked("head", found, "its outputs"), self.axes)
 
     def features(self, weights: Leaves, y: Tree, microbatch: Any) -> jax.Array:
-        """What a head that all ranks share makes its logits of."""
+        """Compute a shared head's factors of the logits."""
         own = own_axes(y, self.axes)
 
         def run(weights: Leaves, y: Tree) -> Tree:
@@ -225,7 +225,7 @@ class Forward:
         return jax.eval_shape(measured), found[0]
 
     def loss_fn(self, weights: Leaves, microbatch: Any) -> LossFn:
-        """What makes a loss of one microbatch's outputs and targets."""
+        """Make the loss function of one microbatch's outputs and targets."""
         if not isinstance(self.model.loss_fn, LossModule):
             return cast("LossFn", self.model.loss_fn)
 
@@ -238,7 +238,7 @@ class Forward:
     def stage_arguments(
         self, chunk: Index, microbatch: Any, *, now: bool = False
     ) -> tuple[Leaves, Tree, Tree]:
-        """What `stage` takes before its input; ``now`` for the forward that writes state."""
+        """Arguments of `stage` before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         side = streams, at(self.batch.extras, microbatch), *self._where(chunk, microbatch)
@@ -253,7 +253,7 @@ class Forward:
     # --- losses that are added ---
 
     def probes(self, *, adds: bool) -> Leaves:
-        """What stands behind the weights of what adds losses: a zero whose gradient they are."""
+        """Probes after the weights of layers that add losses: a zero whose gradient they are."""
         return [vary(jnp.zeros((), real()), self.axes)] if adds else []
 
     def _apart(self, weights: Leaves, count: int) -> tuple[Leaves, Leaves]:
@@ -322,7 +322,9 @@ class Forward:
         paths: Sequence[Any] = (),
         values: list[Leaves] | None = None,
     ) -> tuple[Tree, list[Leaves]]:
-        """What a method of the ends gives, and the variables at some paths as it leaves them."""
+        """Call a method of the ends, and return its result and the variables at some paths
+        afterwards.
+        """
         structure: Any = jax.tree.structure(self.state.weights.ends)
         weights, probes = self._apart(weights, structure.num_leaves)
         params = jax.tree.unflatten(structure, self._computed(weights))
@@ -341,13 +343,13 @@ class Forward:
     def head_and_state(
         self, weights: Leaves, y: Tree, microbatch: Any
     ) -> tuple[Tree, list[Leaves]]:
-        """What the user sees of an output, and the ends' state behind it."""
+        """Compute the user's outputs, and the ends' state afterwards."""
         own, paths = own_axes(y, self.axes), self.ends_paths
         return self._ends_and_state(weights, microbatch, headed, y, own, paths=paths)
 
     @property
     def ends_paths(self) -> list[Any]:
-        """Where the ends have state that may be written, in its order."""
+        """Paths of the ends' state that may be written, in its order."""
         return state_paths(self.state.ends_streams[1], self.model.ends.state)
 
     def embed_and_state(
@@ -361,7 +363,7 @@ class Forward:
     def loss_and_state(
         self, weights: Leaves, y: Tree, microbatch: Any, values: list[Leaves] | None = None
     ) -> tuple[Tree, list[Leaves]]:
-        """What the head makes of an output, and the ends' state behind it and behind the loss."""
+        """Compute the head's result, and the ends' state after head and loss."""
         own, paths = own_axes(y, self.axes), self.ends_paths
         found, outputs, after = None, y, values
         if self.model.has_head:
@@ -395,7 +397,7 @@ class Forward:
         return [flat[path] for path in self.ends_paths]
 
     def ends_usage(self) -> Usage:
-        """How embed, head and loss use the state that they may write."""
+        """Find how embed, head and loss use the state that they may write."""
         values = [jax.tree.leaves(v) for v in self._ends_values()]
         if not values:
             return (), ()
@@ -430,15 +432,15 @@ def embedded(ends: Any, inputs: Tree) -> Tree:
 
 
 def headed(ends: Any, y: Tree) -> Tree:
-    """What the head makes of the last stage's output."""
+    """Apply the head to the last stage's output."""
     return ends.head(y)
 
 
 def lost(ends: Any, given: tuple[Tree, Tree]) -> Any:
-    """What a loss that is a module makes of outputs and targets."""
+    """Apply a loss that is a module to outputs and targets."""
     return ends.loss_fn(*given)
 
 
 def featured(ends: Any, y: Tree) -> Tree:
-    """What a shared head makes its logits of."""
+    """Compute a shared head's factors of the logits."""
     return ends.head.features(y)

@@ -30,7 +30,7 @@ Usage = tuple[Any, Any]  # of the leaves of state: which are written, and which 
 
 
 class Held:
-    """What is written in a step.
+    """State that a step writes.
 
     Args:
       state: what the rank holds.
@@ -87,7 +87,7 @@ class Held:
         return found
 
     def _spots(self, seat: Any) -> list[list[Spot]]:
-        """Where the leaves of each declared variable of a stage lie, in the order of its state."""
+        """Places of the leaves of each declared variable of a stage, in the order of its state."""
         rest = self._state.weights.chunks_rest[seat.chunk]
         if seat.views is None:
             spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
@@ -103,7 +103,7 @@ class Held:
         ]
 
     def leaves(self, chunk: int | None, microbatch: Any, *, now: bool) -> Leaves:
-        """Those of a chunk's other state, or of the ends', as a microbatch is to see them.
+        """Read a chunk's non-parameter state, or that of the ends, as a microbatch must see it.
 
         Args:
           chunk: None for the ends.
@@ -167,7 +167,7 @@ class Held:
     def finish(
         self, schedule: Any, plan_axes: tuple[str, ...], hook: Callable[..., Any] | None
     ) -> tuple[list[Leaves], Leaves]:
-        """What is left behind the step: of each chunk, and of the ends.
+        """Return the state after the step: of each chunk, and of the ends.
 
         Shards of ``data`` have seen rows of their own: of floats the result is their mean, of
         others what it was and what all shards have added.
@@ -246,7 +246,7 @@ def with_values(flat: dict[Any, Any], paths: Sequence[Any], values: Values) -> T
 
 
 def usage_of(run: Callable[[Values], tuple[Tree, Values]], values: Values) -> Usage:
-    """Of the leaves of state, which a call writes, and which make a difference to its result.
+    """Find the leaves of state that a call writes, and those that change its result.
 
     Args:
       run: state to (a result, the state after it).

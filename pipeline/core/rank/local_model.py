@@ -61,7 +61,7 @@ class LocalModel(Forward):
         self.way = Way((*way.weights, True), way.x) if adds else way
 
     def loss_is_mean(self) -> tuple[bool, Any, bool, bool]:
-        """Whether every microbatch's loss has weight 1; found by a trace.
+        """Tell whether every microbatch's loss has weight 1; found by a trace.
 
         Also returns the jaxpr of embed, head and loss, a function of their weights; and whether
         embed adds losses, and whether the head does.
@@ -93,7 +93,7 @@ class LocalModel(Forward):
         return is_mean, body, embed_adds, head_adds
 
     def weight_has_gradient(self) -> bool:
-        """Whether the weight of a loss (sum, weight) has a gradient; found by a trace.
+        """Tell whether the weight of a loss (sum, weight) has a gradient; found by a trace.
 
         That of a count, or of what follows from targets alone, has none.
         """
@@ -193,7 +193,7 @@ class LocalModel(Forward):
 
     @property
     def forward_stage(self) -> Any:
-        """What a forward calls: a stage, with the state behind it where it writes any."""
+        """The function of a forward: a stage, with the state after it where it writes any."""
         return self.stage_and_own_state if self.writes else self.stage
 
     def stage_and_own_state(

@@ -1,4 +1,4 @@
-"""What one rank holds of a model: its chunks' state, that of the ends, its shard of the batch.
+"""The state of one rank: its chunks', that of the ends, and its shard of the batch.
 
 Letters: V chunks per rank, M microbatches, b rows of a microbatch on one data shard. What runs
 lives inside `jax.shard_map`: every array is a rank's local one and varies over all axes the
@@ -81,7 +81,7 @@ class RankState:
 
     @property
     def adds(self) -> bool:
-        """Whether anything but ``loss_fn`` adds to the loss."""
+        """True if `add_loss` adds to the loss."""
         return self.adding_ends or any(self.adding_stages)
 
     @functools.cached_property
@@ -122,11 +122,11 @@ class RankState:
         return gather(shards, spreads, lead=1)
 
     def varied(self, x: Tree) -> Tree:
-        """What passes between stages: all of it varies as any of it does."""
+        """Make all of an activation vary over every axis over which any of it does."""
         x = vary(x, self.axes)
         return x if self.widest is None else vary_like(x, self.widest)
 
     def code(self, seat: Seat) -> Any:
-        """What stages that are one computation have in common, but for their activations."""
+        """Key that stages of one computation share, apart from their activations."""
         states = self.weights.chunks[seat.chunk], self.weights.chunks_rest[seat.chunk]
         return seat.definition, seat.views or signature(states)

@@ -1,4 +1,4 @@
-"""What makes no difference to a step, and was meant to: found in its trace, and warned of.
+"""Inputs that make no difference to a step though they were meant to: found by a trace.
 
 Parameters that a part of a model holds and does not read are trained by nobody. Their gradients are
 zeros. Adapters that were put on a whole model may be so: they act where that model is called, and
@@ -96,7 +96,7 @@ def _unread_in_ends(state: RankState, body: Any) -> list[str]:
 
 
 def _used(body: Any) -> list[bool]:
-    """Which inputs of a jaxpr lead to its results."""
+    """Mark the inputs of a jaxpr that lead to its results."""
     _, used = live(body, keep_inputs=False)
     return used
 

@@ -1,4 +1,4 @@
-"""Where arrays lie: specs over mesh axes, ZeRO and FSDP, several processes, reports.
+"""Placement of arrays: specs over mesh axes, ZeRO and FSDP, several processes, reports.
 
 Which stage a rank holds is a schedule's matter; messages between stages are the kernel's.
 """

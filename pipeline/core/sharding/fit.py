@@ -1,4 +1,4 @@
-"""Whether model and mesh fit: weights that devices hold alike, axes that layers were made for."""
+"""Checks that model and mesh fit: weights held alike by devices, axes that layers were made for."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def warn_of_no_names(sharding: Asked | None) -> None:
 
 
 def _variables(state: Any) -> list[Any]:
-    """Those of a state; plain arrays, which say nothing, are none."""
+    """List the variables of a state; plain arrays have no metadata and are left out."""
     return [leaf for _, leaf in nnx.to_flat_state(state) if isinstance(leaf, nnx.Variable)]
 
 
 def _is_shared(path: Sequence[Any], variable: Any) -> bool:
-    """Whether ranks share it by its rows: of embed and head nothing else lies over ``stage``."""
+    """Tell whether ranks share an array by rows; no other array of the ends is over ``stage``."""
     return path[0] == "ends" and STAGE in variable.get_metadata("out_sharding", ())
 
 
 def _remedy(missing: Collection[str]) -> str:
-    """How a pipeline is told of axes."""
+    """Advise how to name axes for a pipeline."""
     ways = []
     if set(missing) - {STAGE}:
         ways.append(
@@ -79,7 +79,7 @@ def _remedy(missing: Collection[str]) -> str:
 
 
 def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str:
-    """Of layers made for an axis that the mesh lacks, where it has one that divides nothing."""
+    """Warn of layers made for an axis that the mesh lacks, if one of its axes divides nothing."""
     used = {axis for array in arrays for names in array.axes or () for axis in names}
     idle = [
         f"{axis!r} of size {size}"

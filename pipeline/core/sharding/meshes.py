@@ -228,7 +228,7 @@ def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
 
 
 def outputs_specs(mesh: Mesh, outputs: Tree, inputs: Tree, *, shared: bool) -> list[PartitionSpec]:
-    """How outputs lie: rows as those of the inputs if their types say so, or over ``data``.
+    """Specs of outputs: rows as those of the inputs if their types have specs, or over ``data``.
 
     Args:
       mesh: the kernel's.

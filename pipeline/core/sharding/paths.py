@@ -79,7 +79,7 @@ class Asked:
         return self._function(path.text if self._of_text else path, variable)
 
     def _look(self, items: Sequence[tuple[ModelPath, Any]]) -> tuple[bool, Exception | None]:
-        """Whether it has any answer, and the first error that there was."""
+        """Tell whether a path has an answer, and return the first error on the way."""
         failed = None
         for path, variable in items:
             try:

@@ -1,4 +1,4 @@
-"""Where the arrays of a state lie: what each device holds of them, and what all hold alike.
+"""Places of a state's arrays: the part on each device, and the axes along which all hold alike.
 
 An array is *replicated* over a mesh axis when devices along that axis hold equal parts of it: that
 is what each of them could do without.
@@ -42,12 +42,12 @@ class Placed:
 
     @property
     def bytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def device_bytes(self) -> int:
-        """Of the part that one device holds."""
+        """Bytes of the part that one device holds."""
         return math.prod(self.shard) * self.itemsize
 
     @property

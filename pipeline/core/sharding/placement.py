@@ -47,7 +47,7 @@ _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
 
 @dataclass(frozen=True)
 class Spread:
-    """Where one array lies.
+    """Layout of one array.
 
     Attributes:
       stored: the array.
@@ -62,7 +62,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a pipeline's state is laid out.
+    """Layout of a pipeline's state.
 
     Attributes:
       mesh: the mesh.
@@ -79,7 +79,7 @@ class Placement:
     def spread(
         self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
     ) -> Spread:
-        """Where a variable goes.
+        """Lay out a variable.
 
         Args:
           path: its path in the plain model.
@@ -115,7 +115,7 @@ class Placement:
             )
 
     def spread_rows(self, variable: Any) -> Spread:
-        """Where a table goes whose rows the ranks share."""
+        """Lay out a table whose rows the ranks share."""
         return self.spread_as((STAGE,), variable, ())
 
     def names_of(self, path: ModelPath, variable: Any) -> Names:
@@ -124,7 +124,7 @@ class Placement:
         return names if any(map(axes_in, names)) else ()
 
     def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
-        """Where a variable goes whose dims have these names."""
+        """Lay out a variable whose dims have these names."""
         sharded = names
         if isinstance(variable, nnx.Param):
             sharded = self._over_data(_shape(variable), names)
@@ -193,7 +193,7 @@ class Placement:
         return names
 
     def _present(self, entry: Any) -> Any:
-        """Those of a dim's axes that the mesh has."""
+        """Reduce a dim's axes to those that the mesh has."""
         found = tuple(axis for axis in axes_in(entry) if axis in self.mesh.axis_names)
         return found if len(found) > 1 else found[0] if found else None
 
@@ -218,7 +218,7 @@ class Placement:
 
 
 def own_names(variable: Any) -> Names:
-    """What a variable's metadata says of its dims, by the rules for logical names in force."""
+    """Names of a variable's dims, from its metadata and the rules for logical names in force."""
     said = metadata(variable).get("out_sharding")
     said = getattr(said, "sharding", said)  # of a `Format`
     if isinstance(said, NamedSharding):
@@ -233,7 +233,7 @@ def unnamed(variable: Any) -> Any:
 
 
 def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
-    """Where a variable of a pipeline lies, by its metadata."""
+    """Lay out a variable of a pipeline by its metadata."""
     said = metadata(variable)
     deferred = axes_in(said.get(DEFERRED))
     if _OWN not in said:
@@ -244,7 +244,7 @@ def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
 
 
 def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:
-    """Where the leaves of a state lie."""
+    """Lay out the leaves of a state."""
     return tuple(
         spread_of(variable, lead)
         for _, variable in nnx.to_flat_state(state)

@@ -1,4 +1,4 @@
-"""What each device holds of a model, as text; and weights that every device holds whole."""
+"""A text of each device's share of a model; and weights that every device holds whole."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def alike(
     limit: int = LIMIT,
     axes: Collection[str] | None = None,
 ) -> str:
-    """What is said of large arrays that devices along an axis hold alike; empty if there are none.
+    """Describe large arrays that devices along an axis hold alike; empty if there are none.
 
     Args:
       arrays: all that count.
@@ -122,7 +122,7 @@ def _missing(array: Placed, axes: Collection[str] | None) -> list[str]:
 
 
 def _advice(array: Placed, axes: Collection[str] | None) -> str:
-    """What an array takes, along which axes it is the same, and how to divide it."""
+    """Advise on an array: its size, the axes along which it is the same, and how to divide it."""
     missing = _missing(array, axes)
     along = ", ".join(f"{axis} {array.sizes[axis]}" for axis in missing)
     text = f"{array.path} {array.text}: {bytes_text(array.device_bytes)} alike along {along}; "
@@ -137,7 +137,7 @@ def _advice(array: Placed, axes: Collection[str] | None) -> str:
 
 
 def _waste(array: Placed, width: int) -> str:
-    """The same in short; empty where no axis divides the array."""
+    """Describe the waste of an array in short; empty where no axis divides the array."""
     for axis in _missing(array, None):
         dimension = array.dimension_for(axis)
         if dimension is not None:

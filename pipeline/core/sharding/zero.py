@@ -26,7 +26,7 @@ from pipeline.core.sharding.placement import Spread
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the leaves of all state lie.
+    """Places of the leaves of all state.
 
     Attributes:
       chunks: [V] for the leaves of each chunk's parameters; ends: for those of embed and head.
@@ -40,7 +40,7 @@ class StateLayout:
 
 
 def kernel_spec(spec: PartitionSpec, manual: frozenset[str]) -> PartitionSpec:
-    """What a shard_map over some of the axes is told of an array."""
+    """Spec of an array for a shard_map over some of the axes."""
 
     def kept(entry: Any) -> Any:
         if isinstance(entry, tuple):

@@ -54,7 +54,7 @@ class _Watched:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether its value is the array that it was."""
+        """True if its value is the array that it was."""
         return self.value is self.array()
 
 

@@ -1,4 +1,4 @@
-"""What a filter trains, and what nobody must change of arrays that it trains in part.
+"""The parameters that a filter trains, and the rest of arrays that it trains in part.
 
 Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
 model, whatever the layout: about every variable of stage k under ``("stages", k, *path)``, in the
@@ -44,7 +44,7 @@ WHOLE = 0, np.iinfo(np.int32).max
 def find_trained(
     wrt: Any, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> Trained:
-    """What a filter trains.
+    """Find the parameters that a filter trains.
 
     Args:
       wrt: any nnx filter.
@@ -88,7 +88,7 @@ def trained_by(
     known: dict[Any, Any],
     structure: Any = None,
 ) -> tuple[Trained, nnx.filterlib.Filter]:
-    """What a filter trains, and the filter of the pipeline's own state that finds it.
+    """Find the parameters that a filter trains, and the same filter on the pipeline's own state.
 
     Remembered: to ask about every variable of a step takes longer than to start it.
 
@@ -154,7 +154,7 @@ class _Asks:
             ) from None
 
     def mask(self, prefix: Path, params: Flat, rest: Flat) -> Mask:
-        """Which leaves of a module's parameters it trains.
+        """Mark the leaves of a module's parameters that the filter trains.
 
         Args:
           prefix: the path of the module.
@@ -196,7 +196,7 @@ class _Asks:
 
 
 def view_of(chunk: nnx.Module) -> Callable[[int], tuple[Flat, Flat]]:
-    """What gives a rank's stage of a chunk: types of parameters and of other state, by path."""
+    """Make the view of a rank's stage in a chunk: types of parameters and other state, by path."""
     if isinstance(chunk, Overlaid):
         return functools.partial(_overlaid, chunk)
 
@@ -244,12 +244,12 @@ def trained_lines(
 
 
 def _leaves(module: nnx.Module) -> list[Any]:
-    """Of its parameters."""
+    """List the leaves of a module's parameters."""
     return jax.tree.leaves(nnx.state(module, nnx.Param))
 
 
 def spots_of(chunk: nnx.Module, rank: int) -> Sequence[Spot]:
-    """Where the leaves of a rank's stage lie among those of its chunk's parameters."""
+    """Places of a rank's stage's leaves among those of its chunk's parameters."""
     if isinstance(chunk, Overlaid):
         return chunk.views[rank].params.spots
     return [Spot(n, None, leaf.shape[1:]) for n, leaf in enumerate(_leaves(chunk))]

@@ -71,7 +71,7 @@ class _Search:
         self._seen: set[tuple[Any, int]] = set()
 
     def of(self, name: str, part: Any) -> Found:
-        """What a part of a model reads and does not hold."""
+        """Find the parameters that a part of a model reads without holding them."""
         if not isinstance(part, nnx.Module):
             yield from self._used(name, part, 0)
             return
@@ -90,7 +90,7 @@ class _Search:
                     yield item
 
     def _used(self, path: str, value: Any, depth: int) -> Found:
-        """What is read where a value is called, or used in a way that does not show which part."""
+        """Search a value that is called, or used in a way that does not show which part."""
         if depth > _DEPTH:
             return
         match value:
@@ -109,7 +109,7 @@ class _Search:
                 yield from self._run(path, value, depth)
 
     def _run(self, path: str, value: Any, depth: int) -> Found:
-        """What is read where a value that holds no parameter by itself is called."""
+        """Search a value that is called and holds no parameter by itself."""
         match value:
             case functools.partial():
                 for part in (value.func, value.args, value.keywords):
@@ -127,13 +127,13 @@ class _Search:
                     yield from self._called(path, value, depth)
 
     def _called(self, path: str, value: Any, depth: int) -> Found:
-        """What an object's own ``__call__`` reads."""
+        """Search an object's own ``__call__``."""
         call = inspect.getattr_static(type(value), "__call__", None)
         if isinstance(call, types.FunctionType):
             yield from self._function(path, call, value, depth)
 
     def _function(self, path: str, function: types.FunctionType, owner: Any, depth: int) -> Found:
-        """What a function reads; ``owner`` is its first argument, None if that is not known."""
+        """Search a function; ``owner`` is its first argument, None if that is not known."""
         key = function, id(owner)
         if key in self._seen or depth > _DEPTH or len(self._seen) >= _FUNCTIONS:
             return
@@ -148,7 +148,7 @@ class _Search:
                 yield from self._chain(f"{path}: {name}", known[name], attributes, depth + 1)
 
     def _chain(self, path: str, value: Any, attributes: list[str], depth: int) -> Found:
-        """What is read by ``value.attribute.attribute``."""
+        """Search ``value.attribute.attribute``."""
         for name in attributes:
             if isinstance(value, nnx.Variable):
                 if name in _TYPE:
@@ -196,7 +196,7 @@ def _known(function: types.FunctionType, owner: Any) -> dict[str, Any]:
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """What a function closes over, by name."""
+    """Map the names of a function's closure to their values."""
     found: dict[str, Any] = dict.fromkeys(function.__code__.co_freevars)
     for name, cell in zip(found, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not yet filled

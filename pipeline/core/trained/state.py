@@ -1,4 +1,4 @@
-"""Which variables are state: what stages, embed, head and loss may write when they are called.
+"""The choice of state: variables that stages, embed, head and loss may write in a call.
 
 Letters: S ranks, K stages, V chunks. A filter (`flax.nnx.filterlib`) is asked about the plain
 model, as one of what is trained is (`pipeline.core.trained.filters`).
@@ -23,7 +23,7 @@ from schedules import Schedule
 def find_state(
     state: Any, chunks: Sequence[nnx.Module], ends: nnx.Module, stages: Places
 ) -> Declared:
-    """What a filter declares.
+    """Find the variables that a filter declares as state.
 
     Args:
       state: any nnx filter, or None for nothing.
@@ -152,7 +152,7 @@ def check_order(schedule: Schedule) -> None:
 def _paths(
     state: Any, predicate: Callable[..., Any], prefix: Path, params: Flat, rest: Flat
 ) -> list[Path]:
-    """Those of a module's other state that a filter finds."""
+    """Paths of a module's other state that a filter finds."""
     for path, variable in params:
         if predicate(ModelPath((*prefix, *path)), variable):
             raise ValueError(
@@ -173,7 +173,7 @@ def _paths(
 
 
 def _leaf_numbers(flat: Flat) -> dict[Path, list[int]]:
-    """Which leaves of a state each variable has."""
+    """Number the leaves of each variable of a state."""
     found, n = {}, 0
     for path, variable in flat:
         count = len(jax.tree.leaves(variable))

@@ -1,4 +1,4 @@
-"""What a calibration is: costs in seconds, how sure they are, and of what model on what machine.
+"""A calibration: costs in seconds, their uncertainty, and the model and machine they belong to.
 
 Letters: K stages.
 """
@@ -32,7 +32,7 @@ _KINDS = ("f", "b", "i", "w")
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What a model is, in a few words, as far as the time that it takes depends on it.
+    """A short description of a model, as far as the time that it takes depends on it.
 
     Attributes:
       stages: [K] of each stage its class, its number of parameters, and a hash of their shapes.
@@ -87,7 +87,7 @@ def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the actions of a pipeline take, measured or compiled; `Pipeline(costs=)` takes it.
+    """Durations of a pipeline's actions, measured or compiled; `Pipeline(costs=)` takes it.
 
     Attributes:
       costs: seconds, per stage; B has its own price, and messages that of an exchange.
@@ -184,7 +184,7 @@ class Calibration:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a compiler said what actions take, and no device ran them."""
+        """True if a compiler said what actions take, and no device ran them."""
         return "topology" in self.hardware
 
     def _cell(self, seconds: float, spread: float) -> str:
@@ -259,7 +259,7 @@ def _of(record: dict[str, Any]) -> Calibration:
 
 
 def _is_of_a_compiler(hardware: dict[str, Any], versions: dict[str, Any]) -> bool:
-    """Whether all is there that a compiled calibration says beside; a measured one says none."""
+    """Tell whether a compiled calibration has all its further fields; a measured one has none."""
     if "topology" not in hardware:
         return True
     numbers = [hardware.get(name) for name in ("clock", "kernel_efficiency", "kernels", "waits")]
@@ -267,7 +267,7 @@ def _is_of_a_compiler(hardware: dict[str, Any], versions: dict[str, Any]) -> boo
 
 
 def _is_texts(value: Any, kind: Any) -> bool:
-    """Whether it is a list, or a dict, of texts."""
+    """Tell whether a value is a list, or a dict, of texts."""
     if not isinstance(value, kind) or not value:
         return False
     items: Any = value.values() if isinstance(value, dict) else value
@@ -275,7 +275,7 @@ def _is_texts(value: Any, kind: Any) -> bool:
 
 
 def _length(values: Any) -> int:
-    """How many durations there are; -1 if they are none."""
+    """Number of durations; -1 if the values are no durations."""
     good = isinstance(values, list) and all(
         type(v) in (int, float) and 0 <= v < math.inf for v in values
     )

@@ -1,4 +1,4 @@
-"""What each action of a pipeline takes on chips that are not there, by what their compiler says.
+"""Durations of a pipeline's actions on absent chips, estimated by their compiler.
 
 A step of the pipeline's own stages is compiled for a described slice, every microbatch through all
 stages and back, once with whole backwards and once with halves, and its cycles are read
@@ -112,7 +112,7 @@ def _told() -> Iterator[None]:
 
 
 def machine_of(chip: Chip, mesh: Mesh, devices: list[Any]) -> Machine:
-    """What turns bytes into cycles for a program whose devices are those of a mesh.
+    """Make the machine that turns bytes into cycles for programs on a mesh.
 
     Args:
       chip: of what kind they are.
@@ -135,7 +135,7 @@ def calibrate_for(
     split: bool,
     message: Callable[[], int],
 ) -> Calibration:
-    """What the actions of a pipeline, whose class is ``make``, are to take on a described slice.
+    """Estimate the durations of the actions of a pipeline of class ``make`` on a described slice.
 
     ``message()`` is how many bytes a message between its stages has. Other arguments are those of
     `pipeline.Pipeline.calibrate`.
@@ -296,7 +296,7 @@ def beside(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine) -> float:
 
 
 def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: str) -> Cycles:
-    """What one action of a stage takes; nothing, where its program has no such action."""
+    """Read the cycles of one action of a stage; zero if the program has no such action."""
     rank = plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
     first, last = plan.training.ends_of(k)

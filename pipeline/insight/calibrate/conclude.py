@@ -47,7 +47,7 @@ class Timed:
         return [(t - f) / self.repeats for t, f in zip(taken, self.first, strict=True)]
 
     def one_by_one(self, stages: Collection[int]) -> list[Took]:
-        """What each action of some stages adds, where it alone runs."""
+        """Time that each action of some stages adds when it runs alone."""
         return [spread_of(self.each(taken)) for (k, _), taken in self.of.items() if k in stages]
 
 
@@ -67,7 +67,7 @@ def spread_of(times: Sequence[float]) -> Took:
 def conclude(
     timed: Sequence[Timed], names: Mapping[int, str], idle: Collection[Key] = ()
 ) -> dict[Key, Took]:
-    """What each action takes, where a rank does one after the other.
+    """Time that each action takes when a rank runs one after the other.
 
     One by one they say how they compare. How long they take says a rank's turn: all are longer by
     as much as those of all ranks are together.
@@ -109,7 +109,7 @@ def conclude(
 
 
 def _in_turn(one: Timed) -> float:
-    """How much longer actions take where a rank's are run in turn than one by one."""
+    """Ratio of the time of a rank's actions in turn to their time one by one."""
     turns = sum(spread_of(one.each(times)).median for times in one.turns.values())
     return turns / sum(part.median for held in one.turns for part in one.one_by_one(held))
 

@@ -66,7 +66,7 @@ _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
 class Scope(NamedTuple):
-    """Where in a program an instruction stands.
+    """Place of an instruction in a program.
 
     Attributes:
       action: as the kernel names it, such as "B0_last"; one of `COMMON`, `AROUND` or `ONCE`.
@@ -83,7 +83,7 @@ class Scope(NamedTuple):
 
 @dataclass
 class Cycles:
-    """Of one run of an action, of one tick or of one step.
+    """Cycles of one run of an action, of one tick or of one step.
 
     Attributes:
       fusions: that the compiler has written.
@@ -105,7 +105,7 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Machine:
-    """What turns operations and bytes into cycles.
+    """Rates that turn operations and bytes into cycles.
 
     Attributes:
       chip: which, with a clock.
@@ -151,7 +151,9 @@ class Machine:
         return self.chip.link * max(1, links)
 
     def seconds(self, kind: str, size: float, group: Sequence[int]) -> float:
-        """Of a collective over ``size`` bytes: the whole that each gets, gives, or has summed."""
+        """Time a collective of ``size`` bytes: the whole that each device gets, gives, or has
+        summed.
+        """
         n = len(group)
         if kind == "collective-permute":
             return size / self.chip.link
@@ -381,7 +383,7 @@ def _name(line: str) -> str:
 
 
 def _bytes(text: str) -> float:
-    """Of all types that stand in a text."""
+    """Count the bytes of all types in a text."""
     return float(sum(_sizes(text)))
 
 

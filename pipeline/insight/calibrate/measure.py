@@ -1,4 +1,4 @@
-"""What each action of a pipeline takes, in the kernel that runs it.
+"""Measured durations of a pipeline's actions, in the kernel that runs it.
 
 A pipeline of one rank (`pipeline.insight.calibrate.one_rank`) holds the stages that differ, each
 once, and runs its program as any other does. It is timed with its first microbatch alone, with one
@@ -155,7 +155,7 @@ class Calibrator:
                 self._taken[key].append(seconds(self._steps[key]))
 
     def conclude(self, rounds: int | None = None) -> Calibration:
-        """What follows from all rounds, or from so many, the last.
+        """Compute the calibration from all rounds, or from the last so many.
 
         Raises:
           CalibrationError: the times are noise, or they contradict each other.
@@ -205,7 +205,7 @@ def seconds(step: Callable[[], Any]) -> float:
 
 
 def _weighted(one: Timed, chain: Chain) -> Timed:
-    """The same with the times of stages that were not timed because they are as others."""
+    """Extend the times to stages that were not timed because they equal timed ones."""
     twins = [(n, chain.kinds.index(kind)) for n, kind in enumerate(chain.kinds)]
     of = {(n, kind): one.of[m, kind] for n, m in twins for j, kind in one.of if j == m}
     return Timed(one.first, one.turns, of, one.repeats)

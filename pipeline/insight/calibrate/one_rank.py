@@ -160,7 +160,7 @@ def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) ->
 
 
 def entries(program: Program, stages: Collection[int] = (), kinds: str = "") -> Runs:
-    """Those of the first microbatch, and of some kinds of action of some chunks of every rank."""
+    """Mark the first microbatch's entries, and some kinds of action of some chunks of each rank."""
     runs = program.microbatch == 0
     for index, slot in enumerate(program.slots):
         for branch, op in enumerate(slot.ops, start=1):
@@ -170,7 +170,7 @@ def entries(program: Program, stages: Collection[int] = (), kinds: str = "") -> 
 
 
 def operands_of(pipe: Any, inputs: Tree, targets: Tree, extras: Any = None) -> Operands:
-    """What the kernel is given of a training step beside its plan."""
+    """Collect the kernel's arguments of a training step beside its plan."""
     plan, state = pipe.plan, (pipe.chunks, pipe.ends)
     options: dict[str, Any] = {"wrt": plan.wrt, "has_aux": None}
     found = make_operands(plan, *state, inputs, targets, extras, "calibrate", **options)

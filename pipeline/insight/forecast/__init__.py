@@ -1,4 +1,4 @@
-"""What a step will hold, send and cost, predicted from types, and told.
+"""Predictions of a step from types: memory, messages and costs; and their text.
 
 It reads what the kernel traces and is never asked by it.
 """

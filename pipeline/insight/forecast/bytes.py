@@ -1,4 +1,4 @@
-"""What a step will hold on each device, predicted from types alone.
+"""Memory of a step on each device, predicted from types alone.
 
 Letters: S ranks, D data shards. One program runs on all ranks, so every rank allocates the same:
 the most that any of them needs. The prediction is read off the traced step itself, the one that is
@@ -81,12 +81,12 @@ class MemoryPrediction:
 
     @property
     def arguments(self) -> int:
-        """What a step is given."""
+        """Bytes of a step's arguments."""
         return self.weights + self.batch
 
     @property
     def temporaries(self) -> int:
-        """What it holds beside arguments and results."""
+        """Bytes held beside arguments and results."""
         passing = self.messages.size + self.crossings.size + self.kept + self.workspace
         return self.stashes.size + self.totals + max(0, passing - self.lent) + self.casts
 
@@ -171,7 +171,7 @@ def predict(
 
 
 def compiler_of(mesh: Mesh) -> Compiler:
-    """What is known of the compiler for a mesh's devices; CPU's for those it knows nothing of."""
+    """Model of the compiler for a mesh's devices; CPU's for unknown platforms."""
     lone = frozenset(str(axis) for axis, size in mesh.shape.items() if size == 1)
     # Described GPUs call themselves by their runtime, those that are there do not.
     kinds = {
@@ -183,7 +183,7 @@ def compiler_of(mesh: Mesh) -> Compiler:
 
 
 def _name(eqn: Any) -> str:
-    """What a ref is for, by the name scope it was made in."""
+    """Name the use of a ref, by the name scope it was made in."""
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")
 

@@ -1,4 +1,4 @@
-"""What a pipeline says about itself."""
+"""The text of `Pipeline.describe` and `print`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STRAIGHT = (
 
 
 def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """What `print` shows of a pipeline, line by line.
+    """Fields that `print` shows of a pipeline, line by line.
 
     Args:
       pipe: a `Pipeline`.
@@ -94,7 +94,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
 
 
 def _ticks(plan: Plan) -> list[str]:
-    """What the timetable is lowered to, and how long ranks idle in it."""
+    """Describe the lowered timetable, and the ranks' idle time in it."""
     program = plan.training
     lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
     costs = plan.costs_from
@@ -122,7 +122,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 
 
 def _sharded(plan: Plan) -> list[str]:
-    """What is sharded over ``data``, and which axes are the compiler's."""
+    """Describe what is sharded over ``data``, and which axes are the compiler's."""
     whole = {"step": "once a step", "action": "in every action"}[plan.gather]
     lines = {
         "replicated": [],
@@ -135,7 +135,7 @@ def _sharded(plan: Plan) -> list[str]:
 
 
 def _places(program: Program) -> str:
-    """What a rank's memory is divided into."""
+    """Describe the places that a rank's memory is divided into."""
     places = [
         f"{program.num_buffers} message buffers",
         f"{program.num_stashes} residual stashes",

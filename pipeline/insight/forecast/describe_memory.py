@@ -57,7 +57,7 @@ def describe_memory(
 
 
 def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
-    """What each rank is predicted to hold, and what the compiler says.
+    """Write each rank's predicted memory, and the compiler's own figures.
 
     Args:
       found: the prediction.
@@ -83,7 +83,7 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
 
 
 def text_of_temporaries(found: MemoryPrediction) -> str:
-    """What temporaries consist of."""
+    """Write the parts of temporaries."""
     places = [
         _places("messages", found.messages),
         _places("stashes", found.stashes),
@@ -100,7 +100,7 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
 
 
 def known_line(plan: Plan, chunks: nnx.Module, ends: nnx.Module, trained: Trained) -> str:
-    """What is known before any batch is."""
+    """Write the sizes that are known before any batch is."""
 
     def size(module: nnx.Module, *filters: Any) -> int:
         return sum(map(nbytes, jax.tree.leaves(nnx.state(module, *filters))))
@@ -123,7 +123,7 @@ def _places(name: str, places: Places) -> str:
 
 
 def traffic_lines(found: Traffic) -> list[str]:
-    """What the rank that sends most sends in a step, over each set of axes."""
+    """Write the traffic of the rank that sends most in a step, over each set of axes."""
     if not found.sent:
         return ["nothing is sent"]
     least = ", at least" if found.is_least else ""

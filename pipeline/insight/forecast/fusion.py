@@ -20,7 +20,7 @@ _SUMS = "psum", "psum_invariant"
 
 @dataclass(frozen=True)
 class Compiler:
-    """What a platform's compiler makes of a jaxpr.
+    """Model of how a platform's compiler fuses a jaxpr.
 
     Attributes:
       products_fuse: matrix products compute their operands on the way, exponentials too, and
@@ -85,7 +85,7 @@ class Node:
 
     @property
     def counts(self) -> bool:
-        """Whether it makes anything that has memory, or changes any."""
+        """True if the equation allocates memory, or changes it."""
         effects = bool(self.eqn.effects) and self.eqn.primitive.name != "get"
         return any(v.held for v in self.makes) or effects or self.loop
 
@@ -99,17 +99,17 @@ class Node:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix product."""
+        """True if it is a matrix product."""
         return bool(self.eqn.primitive.name == "dot_general")
 
     @property
     def adds(self) -> bool:
-        """Whether it adds to a ref."""
+        """True if it adds to a ref."""
         return bool(self.eqn.primitive.name == "addupdate")
 
     @property
     def is_dear(self) -> bool:
-        """Whether several readers would not each repeat it."""
+        """True if several readers would not each repeat it."""
         return traits(self.eqn).dear
 
 
@@ -145,7 +145,7 @@ class Flow:
         return self._node(eqn, reads)
 
     def _drops(self, eqn: Any) -> bool:
-        """Whether it is a sum over one device that is left out."""
+        """Tell whether an equation is a sum over one device, which the compiler removes."""
         lone = self._compiler.lone
         return eqn.primitive.name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
 
@@ -193,7 +193,7 @@ class Flow:
 
 
 def _keeps(eqn: Any) -> bool:
-    """Whether a result is its operand's bytes in the same order."""
+    """Tell whether a result is its operand's bytes in the same order."""
     if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
         return False
     given, made = eqn.invars[0].aval, eqn.outvars[0].aval

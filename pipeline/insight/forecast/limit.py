@@ -59,7 +59,7 @@ def device_limit(plan: Plan) -> int | None:
 
 
 def reported_limit(device: jax.Device) -> int | None:
-    """What a device's runtime says that it may hold, if it says so."""
+    """Memory limit that a device's runtime reports, if it reports one."""
     try:
         stats = device.memory_stats() or {}
     except (NotImplementedError, RuntimeError):  # a topology without hardware

@@ -1,4 +1,4 @@
-"""How many bytes a computation holds at its worst moment, from its jaxpr.
+"""Peak memory of a computation in bytes, from its jaxpr.
 
 This is what a compiler that fuses well needs, in a good order (`pipeline.insight.forecast.order`):
 

@@ -1,4 +1,4 @@
-"""What the TPU compiler keeps in a narrower dtype than the program says, found in its jaxpr.
+"""Values that the TPU compiler keeps in a narrower dtype than the program's, found in its jaxpr.
 
 A TPU multiplies in bfloat16, and float32 operands of a product at default precision are rounded to
 it. The compiler rounds as early as it can: what products alone read is kept in bfloat16 to begin
@@ -31,7 +31,7 @@ Root = Any  # what a variable is a part of, outside the loops; None if of nothin
 
 @dataclass
 class Readers:
-    """What reads an array, or parts of it.
+    """The equations that read an array, or parts of it.
 
     Attributes:
       casts: the narrower dtypes that it is cast to.
@@ -94,7 +94,7 @@ class _Search:
         return follow(jaxpr, roots, nothing, lambda _: None, self._equation)
 
     def enter(self, eqn: Any, roots: Sequence[Root]) -> list[Root]:
-        """The same for the bodies of an equation. What a loop changes is not followed."""
+        """Search the bodies of an equation. Values that a loop changes are not followed."""
         results: list[Root] = [None] * len(eqn.outvars)
         for body in bodies(eqn):
             given = list(roots[body.first :])
@@ -141,7 +141,7 @@ class _Search:
 
 
 def _keeps(eqn: Any, root: Root) -> bool:
-    """Whether what an equation makes of a root is a part of it, or all of it."""
+    """Tell whether an equation's result is a part of a root, or all of it."""
     what, name = traits(eqn), eqn.primitive.name
     if name == "dynamic_update_slice":  # a ref's, changed in part, is put back
         return is_ref(root.aval)
@@ -149,7 +149,7 @@ def _keeps(eqn: Any, root: Root) -> bool:
 
 
 def _rounds(eqn: Any) -> bool:
-    """Whether it is a product at default precision."""
+    """Tell whether an equation is a product at default precision."""
     if eqn.primitive.name not in _PRODUCTS:
         return False
     asked = eqn.params["precision"]

@@ -90,7 +90,7 @@ def _soon(order: Sequence[int], early: set[int], waits: Sequence[set[int]]) -> l
 
 
 def _dependencies(nodes: Sequence[Node], reads: Sets) -> list[set[int]]:
-    """Which nodes each waits for."""
+    """List the nodes that each node waits for."""
     made: dict[Value, int] = {}
     wrote: dict[Value, int] = {}  # the last that wrote to a ref
     looked: dict[Value, list[int]] = {}  # who has read it since

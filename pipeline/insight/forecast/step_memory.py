@@ -1,4 +1,4 @@
-"""What a step holds when its optimizer's update follows the gradients: prediction and lines.
+"""Memory of a step that ends with the optimizer's update: prediction and lines.
 
 Weights and optimizer state are given away: new values take the old ones' memory. The gradients are
 temporaries then. They take most while microbatches run. The update needs less: arithmetic without
@@ -39,12 +39,12 @@ class StepPrediction:
 
     @property
     def arguments(self) -> int:
-        """What a step is given."""
+        """Bytes of a step's arguments."""
         return self.gradients.arguments + self.optimizer
 
     @property
     def temporaries(self) -> int:
-        """What it holds beside: the more of microbatches and update."""
+        """Bytes beside arguments: the larger of microbatches and update."""
         return max(self.gradients.temporaries, self.update)
 
     @property
@@ -113,7 +113,7 @@ def describe_step(
 
 
 def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
-    """What each rank is predicted to hold, and what the compiler says.
+    """Write each rank's predicted memory, and the compiler's own figures.
 
     Args:
       step: the prediction.

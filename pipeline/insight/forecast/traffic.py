@@ -1,4 +1,4 @@
-"""What each rank sends in a step, read off the traced step.
+"""Messages of each rank in a step, read off the traced step.
 
 Letters: S ranks, n devices that meet in a collective. In a ring each of them sends, of P bytes,
 
@@ -41,7 +41,7 @@ PERMUTE = "collective-permute"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What leaves a rank in a step; a device sends what its rank does.
+    """Bytes that leave a rank in a step; each device of a rank sends as much.
 
     Attributes:
       sent: [S] bytes, by the mesh axes over which devices meet and by the kind of collective.
@@ -66,7 +66,7 @@ class Traffic:
 def predict(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> Traffic:
-    """What `runtime.train` sends; arguments as there, of arrays or of their types."""
+    """Predict the messages of `runtime.train`, whose arguments these are, as arrays or types."""
     traced = runtime.train.trace(plan, model, weights, batch, want_inputs=want_inputs)
     ranks = plan.schedule.num_ranks
     ways = model.trained.ways(want_inputs=want_inputs)
@@ -85,7 +85,7 @@ def predict(
 
 
 def share(kind: str, num_devices: int) -> float:
-    """Of a collective's P bytes, those that each of its devices sends."""
+    """Share of a collective's P bytes that each of its devices sends."""
     if kind == PERMUTE:
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices
@@ -150,7 +150,7 @@ class _Walk:
         self.read(body, times, scope, known=known)
 
     def _bytes(self, body: Any) -> float:
-        """What a body sends."""
+        """Count the bytes that a body sends."""
         walk = _Walk(self._program, self._sizes, self._ranks)
         walk.read(body, np.ones(self._ranks), "", known=True)
         return float(sum(sent.sum() for sent in walk.sent.values()))

@@ -1,4 +1,4 @@
-"""What a profile says of a step: when each rank ran which action.
+"""The timetable of a real step, read off a profile: each rank's actions and their times.
 
 Here live the reading of compiled steps and of profiles, and the report that they make. A step is
 run here, and never changed: what it is made of is the kernel's, and what it was to take a clock's.

@@ -1,4 +1,4 @@
-"""What devices did of a step's loops, read off a profile.
+"""Times of a step's loops on devices, read off a profile.
 
 XLA shows a loop in one of two ways. On CPUs and TPUs as one event, from its beginning to its end.
 On GPUs as the fetches of its condition to the host, one at every tick and one after every trip: the
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 def events(
     profile: ProfileData, loops: Mapping[str, Loop], platform: str, module: str | None = None
 ) -> list[Event]:
-    """What devices did of the loops.
+    """Read the events of the loops on devices.
 
     Args:
       profile: as jax writes it.

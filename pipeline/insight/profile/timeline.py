@@ -39,7 +39,7 @@ def report(
     pattern: str | None = None,
     partners: bool = False,
 ) -> Report:
-    """What each rank did when, the median over steps and over the devices of a rank, in seconds.
+    """Time each action of each rank, in seconds: the median over steps and over a rank's devices.
 
     What the compiler left out (with remat the last stage's F, whose output nobody reads) takes no
     time, just before the rank's next action.
@@ -129,7 +129,7 @@ def runs_of(
 
 
 def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Interval]:
-    """Of runs, each with the time at which its step began; medians keep an order that all have."""
+    """Median times over runs, each from its step's begin; the order that all runs share is kept."""
     middle: dict[Key, Interval] = {}
     for key in runs[0][0]:
         start, end = np.median([np.subtract(run[key], zero) for run, zero in runs], axis=0)
@@ -138,7 +138,7 @@ def _median(runs: Sequence[tuple[dict[Key, Interval], float]]) -> dict[Key, Inte
 
 
 def _together(medians: Sequence[Mapping[Key, Interval]]) -> dict[tuple[int, int, str], Interval]:
-    """What all ranks do together: from when the last has begun until the first has ended."""
+    """Intervals of shared work: from the begin on the last rank to the end on the first."""
     found = {}
     for key in medians[0]:
         if not isinstance(key, Action):

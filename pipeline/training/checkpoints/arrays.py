@@ -103,7 +103,7 @@ def _get(tree: Any, name: str) -> Any:
 
 
 def _is_local(array: Any, model: Any) -> bool:
-    """Whether several processes have an array each, which Orbax would not write."""
+    """Tell whether several processes have an array each, which Orbax would not write."""
     several = jax.process_count() > 1 and isinstance(model, Pipeline)
     return several and getattr(array, "is_fully_addressable", True)
 
@@ -113,7 +113,7 @@ def _of_all(array: Any, model: Any) -> Any:
 
 
 def _wanted(leaf: Leaf, model: Any) -> Any:
-    """What Orbax is to read."""
+    """Describe to Orbax the array to read."""
     value = leaf.cell.value
     if _is_local(value, model):
         sharding = NamedSharding(model.plan.mesh, P())
@@ -122,7 +122,7 @@ def _wanted(leaf: Leaf, model: Any) -> Any:
 
 
 def _own(found: Any, leaf: Leaf) -> Any:
-    """What Orbax has read, as the leaf's cell takes it."""
+    """Convert an array that Orbax has read to the form of the leaf's cell."""
     if isinstance(leaf.cell.value, np.ndarray):
         return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
     return found

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: leaves by name in layer order, plain values, a position in the data.
+"""The contents of a checkpoint: leaves by name in layer order, plain values, a place in the data.
 
 Names are paths in the model without a pipeline: ``model.layers.3.up``, ``model.head.kernel``,
 ``optimizer.opt_state.0.mu.layers.3.up``, ``shaped.ema.layers.3.up``. Layers are counted through all
@@ -216,7 +216,7 @@ def _described(leaf: Leaf) -> dict[str, Any]:
 
 
 def _layout(model: Any) -> dict[str, Any] | None:
-    """How the model lay that was saved; nothing is read by it."""
+    """Record the layout of the saved model, for people; nothing is read by it."""
     if not isinstance(model, Pipeline):
         return None
     schedule = model.schedule
@@ -273,7 +273,7 @@ def _position(data: Any) -> Any:
 
 
 def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
-    """Where this process goes on.
+    """Read the place in the data at which this process goes on.
 
     Raises:
       ValueError: other processes than now were each elsewhere.
@@ -350,7 +350,7 @@ def check_same(
 def _different(
     folder: pathlib.Path, name: str, saved: Mapping[str, Any], own: Mapping[str, Any]
 ) -> str:
-    """Which leaf is the first that differs, and how many do."""
+    """Name the first leaf that differs, and count all that do."""
     count = sum(saved.get(one) != own.get(one) for one in {*saved, *own})
     more = f", and {count - 1} more differ" if count > 1 else ""
     part = name.partition(".")[0]

@@ -91,7 +91,7 @@ class Checkpoints:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """Folder of the checkpoints."""
         return self._folder
 
     @property
@@ -343,7 +343,7 @@ class Checkpoints:
         return [choose(values, key=lambda step: values[step])]
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
-        """What is said of a checkpoint that could not be written, of which nothing remains."""
+        """Make the error for a checkpoint that could not be written, of which nothing remains."""
         if jax.process_index() == 0:
             shutil.rmtree(self._folder / f".{_name(step)}.tmp", ignore_errors=True)
         kept = self._kept()
@@ -356,7 +356,7 @@ class Checkpoints:
         )
 
     def _kept(self) -> str:
-        """Which checkpoints there are, in words."""
+        """List the checkpoints, in words."""
         steps = ", ".join(map(str, self.steps))
         return f"those of steps {steps} are there" if steps else "none is there"
 

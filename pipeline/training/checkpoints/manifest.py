@@ -77,7 +77,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+    """Read the manifest of a checkpoint.
 
     Raises:
       DamagedError: there is no manifest, or not the one that was written.

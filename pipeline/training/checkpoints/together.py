@@ -1,4 +1,4 @@
-"""What processes tell each other beside their arrays: JSON, by jax's coordination service."""
+"""Messages between processes beside their arrays: JSON, by jax's coordination service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT = 600.0  # seconds that processes wait for each other
 
 
 def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """What each process says on a topic, in their order; alone, one hears oneself.
+    """Gather each process's value on a topic, in their order; a single process gets its own.
 
     Args:
       topic: a path that is used once.
@@ -31,7 +31,7 @@ def everyone(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
 
 
 def from_first(topic: str, value: Any, *, timeout: float = TIMEOUT) -> Any:
-    """What process 0 says on a topic; what the others have is not looked at."""
+    """Take process 0's value on a topic; the values of the others are ignored."""
     if jax.process_count() == 1:
         return value
     if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a configuration, alone and together: a line for each fault."""
+"""Faults of a configuration's values, alone and together: a line for each."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def rates() -> Mapping[str, Callable[..., Any]]:
 def wrong_arguments(
     where: str, function: Callable[..., Any], given: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with the names of arguments."""
+    """List the faults in the names of arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of some built-in functions

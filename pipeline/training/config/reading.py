@@ -31,7 +31,7 @@ class RunConfigError(ValueError):
 
 
 def read_file(path: Path) -> Table:
-    """What a TOML file says."""
+    """Read a TOML file."""
     try:
         return read_toml(path)
     except ValueError as error:

@@ -26,13 +26,13 @@ class Source:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def call(self) -> Any:
-        """What the function returns."""
+        """Call the function with its arguments."""
         return load(self.function)(**self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained: what a function makes, or the decoder of a checkpoint.
+    """The model to train: made by a function, or read as the decoder of a checkpoint.
 
     Attributes:
       function: "package.module:function", and arguments: by name.
@@ -49,14 +49,14 @@ class Model:
     activations: str | None = None
 
     def reading(self) -> Table:
-        """What is said of how a checkpoint is read."""
+        """Options of `pipeline.weights.load`, for a checkpoint."""
         names = ("num_stages", "layout", "dtype", "activations")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Source):
-    """Where batches come from.
+    """The source of batches.
 
     Attributes:
       pad: whether ragged batches are padded to a multiple of M * D, with a masked loss.
@@ -67,7 +67,7 @@ class Data(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Source):
-    """What is evaluated on, and when.
+    """Data and times of evaluations.
 
     Attributes:
       interval: updates from one evaluation to the next; 0: at the end.
@@ -80,7 +80,9 @@ class Evaluation(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What `pipeline.Pipeline` is told beside [parallel]; as there."""
+    """Options of `pipeline.Pipeline` beside [parallel], with the names and defaults of its
+    arguments.
+    """
 
     schedule: str | None = None
     remat: Literal["stage", "gathered", "none"] = "stage"
@@ -107,7 +109,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What makes an update.
+    """The optimizer, and the schedule of its learning rate.
 
     Attributes:
       name: of a function of optax that takes a learning rate, such as "adamw".
@@ -130,7 +132,7 @@ class Optimizer:
     loss_scale: float | Literal["dynamic"] | None = None
 
     def transformation(self) -> optax.GradientTransformation:
-        """Of optax; clipping is the step's own."""
+        """Make the optax transformation; clipping is the step's own."""
         rate: Any = self.learning_rate
         if self.schedule is not None:
             rate = rates()[self.schedule.name](**self.schedule.arguments)
@@ -139,7 +141,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long, where to, and what is told.
+    """Length, folder and output of a run.
 
     Attributes:
       steps: updates.
