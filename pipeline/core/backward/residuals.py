@@ -1,4 +1,4 @@
-"""Values that a forward pass keeps for its backward, and values that it can leave out.
+"""Values that a forward pass leaves for its backward, and values that it need not leave.
 
 `jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
 

@@ -1,4 +1,4 @@
-"""Messages of each rank in a step, read off the traced step.
+"""Bytes that each rank sends in a step, read off the traced step.
 
 Letters: S ranks, n devices that meet in a collective. In a ring each of them sends, of P bytes,
 
