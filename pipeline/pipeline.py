@@ -240,12 +240,12 @@ class Pipeline(nnx.Module):
         asked = None if sharding is None else Asked(sharding, variables_of(stages, ends))
         if not was_made:
             warn_of_no_names(asked)
-        placement = Placement(plan.home, data_parallel, asked, plan.auto_axes)
+        placement = Placement(plan.home, plan.axes, data_parallel, asked)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, check_dtype("param_dtype", param_dtype))
         check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
-        warn_of_undivided_weights(self, plan.mesh, given)
+        warn_of_undivided_weights(self, plan.mesh, plan.axes, given)
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
@@ -331,7 +331,7 @@ class Pipeline(nnx.Module):
         self._keep(plan, model, kept)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
-        specs = meshes.outputs_specs(mesh, found, given, shared=shared)
+        specs = meshes.outputs_specs(mesh, plan.axes, found, given, shared=shared)
         return meshes.typed(found, meshes.mesh_of_results(mesh, given), specs)
 
     def logprobs(
@@ -365,7 +365,7 @@ class Pipeline(nnx.Module):
             found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
-        specs = meshes.outputs_specs(mesh, found, (inputs, extras), shared=False)
+        specs = meshes.outputs_specs(mesh, plan.axes, found, (inputs, extras), shared=False)
         return meshes.typed(found, meshes.mesh_of_results(mesh, (inputs, extras)), specs)
 
     def loss(

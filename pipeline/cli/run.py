@@ -251,7 +251,7 @@ def _held_out(config: Config, model: Any) -> Iterable[Any]:
 def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
     if not config.data.pad:
         return batches
-    return padded(batches, model.num_microbatches * model.plan.data_size)
+    return padded(batches, model.num_microbatches * model.plan.axes.num_rows)
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from collectives import DATA, STAGE, vary
+from collectives import STAGE, vary
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree, signature
 from pipeline.core.kernel.jitted import PerPlan
@@ -100,9 +100,9 @@ def generate(
     _check_numbers(max_new_tokens=max_new_tokens)
     prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
     if num_microbatches is None:
-        num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.data_size))
+        num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
     _check_numbers(num_microbatches=num_microbatches)
-    unit = num_microbatches * plan.data_size
+    unit = num_microbatches * plan.axes.num_rows
     more = -rows % unit
     keys = _row_keys(key, rows)
 
@@ -179,8 +179,7 @@ def _decode(
             out = jax.lax.psum(out, STAGE)
         return out.reshape(-1, choice.max_new_tokens)
 
-    rows = PartitionSpec(DATA) if DATA in plan.axes else PartitionSpec()
-    return run_on_ranks(plan, model, plan.forward, body, rows)(weights, batch, draw)
+    return run_on_ranks(plan, model, plan.forward, body, plan.axes.row_spec)(weights, batch, draw)
 
 
 def _begin(begin: Start, rows: int, length: int, module: Any) -> None:
@@ -275,7 +274,7 @@ def _in_a_loop(pipe: Any) -> Any:
 
 def _check_pipe(pipe: Any) -> None:
     plan = pipe.plan
-    others = sorted(set(plan.mesh.axis_names) - {DATA, STAGE})
+    others = sorted(plan.axes.others)
     if others:
         raise ValueError(
             f"generate() runs on meshes of 'stage' and 'data', and this one has "

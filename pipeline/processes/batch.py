@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from collectives import DATA
+from pipeline.base.axes import find_axes
 from pipeline.base.tree import Tree
 from pipeline.processes import service
 from pipeline.processes.agreement import Fields, differences
@@ -28,8 +28,8 @@ REMEDY = (
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch on a mesh: rows over ``data``."""
-    return NamedSharding(mesh, PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec())
+    """Sharding of a batch on a mesh: rows over row axes."""
+    return NamedSharding(mesh, find_axes(mesh).row_spec)
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
     Raises:
       ValueError: D does not divide N, or no device of the mesh is this process's.
     """
-    shards = mesh.shape.get(DATA, 1)
+    shards = find_axes(mesh).num_rows
     if num_rows % shards:
         raise ValueError(
             f"num_rows={num_rows}: the mesh's data axis has {shards} shards, which take equally "
@@ -55,7 +55,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
 
 def _shards_here(mesh: Mesh) -> np.ndarray:
     """[D] which data shards this process has."""
-    shards = mesh.shape.get(DATA, 1)
+    shards = find_axes(mesh).num_rows
     found = rows_sharding(mesh).addressable_devices_indices_map((shards,)).values()
     here = np.zeros(shards, bool)
     for index in found:

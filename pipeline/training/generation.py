@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from collectives import DATA, STAGE
 from pipeline.decoding.caches import keeps_caches
 from pipeline.decoding.generate import generate
 from pipeline.decoding.sampling import sample
@@ -67,7 +66,7 @@ def remembers(model: Any) -> bool:
     """Tell whether a model is a pipeline whose text `pipeline.generate` can make."""
     if not isinstance(model, Pipeline):
         return False
-    return set(model.plan.mesh.axis_names) <= {DATA, STAGE} and keeps_caches(model)
+    return not model.plan.axes.others and keeps_caches(model)
 
 
 class _Chain(nnx.Module):

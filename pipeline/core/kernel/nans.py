@@ -109,7 +109,7 @@ class _Search:
     def text(self) -> str:
         """Text about the first bad value."""
         what, option = self._kinds[0], _KINDS[self._kinds[0]]
-        others = set(self._plan.mesh.axis_names) - {DATA, STAGE}
+        others = set(self._plan.axes.names) - {DATA, STAGE}
         if others or self._model.tables.is_used or not _is_here(self._weights):
             return (
                 f"a step of the pipeline returns {what} ({option}); its stages cannot be run by "
@@ -195,9 +195,9 @@ class _Search:
         return "no operation by itself does"
 
     def _message(self, part: _Part, way: str, microbatch: int, op: str) -> str:
-        rows = len(jax.tree.leaves(self._batch)[0]) // self._plan.data_size
+        rows = len(jax.tree.leaves(self._batch)[0]) // self._plan.axes.num_rows
         size = rows // self._plan.schedule.num_microbatches
-        shards = " of each data shard" if self._plan.data_size > 1 else ""
+        shards = " of each data shard" if self._plan.axes.num_rows > 1 else ""
         return (
             f"{part.name} is the first to compute {self._said}, in its {way} pass of microbatch "
             f"{microbatch}, rows {microbatch * size} to {(microbatch + 1) * size - 1}{shards}; run "
@@ -207,7 +207,7 @@ class _Search:
     def _rows(self, x: jax.Array) -> jax.Array:
         """[D, M, b, ...] from [N, ...]."""
         num_microbatches = self._plan.schedule.num_microbatches
-        return x.reshape(self._plan.data_size, num_microbatches, -1, *x.shape[1:])
+        return x.reshape(self._plan.axes.num_rows, num_microbatches, -1, *x.shape[1:])
 
     def _parts(self) -> list[_Part]:
         model, weights = self._model, self._weights
@@ -252,7 +252,7 @@ class _Search:
         self, definition: Definition, rest: Tree, method: Any, *, computes: bool = True
     ) -> Callable[..., Tree]:
         streams, fixed = split_streams(rest)
-        dtype, axes = self._model.compute_dtype, self._plan.axes
+        dtype, axes = self._model.compute_dtype, self._plan.axes.split
 
         def run(params: Tree, microbatch: int, *given: Any) -> Tree:
             own = nnx.merge_state(fold(streams, microbatch, axes), fixed)

@@ -66,8 +66,8 @@ def make_operands(
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
     stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
-    batch = make_batch(inputs, targets, extras, num_microbatches=M, data_size=plan.data_size)
-    batch = place(untyped(batch, plan.mesh), plan.mesh)
+    batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=plan.axes)
+    batch = place(untyped(batch, plan.mesh), plan.mesh, plan.axes)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])

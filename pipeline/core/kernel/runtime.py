@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from collectives import DATA, STAGE, vary
+from collectives import STAGE, vary
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
 from pipeline.core.jaxpr.primitives import makes_ref
@@ -92,7 +92,7 @@ def train(
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         scale, of_added = scale if isinstance(scale, tuple) else (scale, scale)
-        calls = plan.schedule.num_microbatches * plan.data_size
+        calls = plan.schedule.num_microbatches * plan.axes.num_parts
         state = rank_state(plan, model, weights, batch)
         added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
         state, activations = follow(dataclasses.replace(state, added_share=added_share))
@@ -119,7 +119,7 @@ def train(
             loss_share=share,
         )
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        total, weight, *measured = total_over(sums.loss.all(), plan.axes)
+        total, weight, *measured = total_over(sums.loss.all(), plan.axes.varying)
         value = total
         if normalise and known is None:
             value, share = mean_of(total, weight)
@@ -129,14 +129,13 @@ def train(
         def gradients(
             totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
         ) -> Leaves:
-            # Over `data` once, here, and not once per microbatch.
+            # Over row and position axes once, here, and not once per microbatch.
             summed = reduce_gradients(totals.all(), chosen(spreads, mask), axes, lead=lead)
             leaves = chosen(jax.tree.leaves(like), mask)
             return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 
-        data = tuple(axis for axis in plan.axes if axis != STAGE)
         chunks = tuple(
-            [g[None] for g in gradients(totals, params, spreads, mask, data, lead=1)]
+            [g[None] for g in gradients(totals, params, spreads, mask, plan.axes.split, lead=1)]
             for totals, params, spreads, mask in zip(
                 sums.chunk_grads,
                 weights.chunks,
@@ -146,7 +145,11 @@ def train(
             )
         )
         ends = gradients(
-            sums.ends_grads, weights.ends, model.layout.ends, model.trained.ends, plan.axes
+            sums.ends_grads,
+            weights.ends,
+            model.layout.ends,
+            model.trained.ends,
+            plan.axes.varying,
         )
         inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
         if known is not None:
@@ -157,13 +160,13 @@ def train(
         )
         return value, (chunks, ends), inputs, _kept(local, weights, plan, training=True)
 
-    layout, data = model.layout, P(DATA) if DATA in plan.axes else P()
+    layout, rows = model.layout, plan.axes.row_spec
     trained = model.trained
     specs = (
         tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
         _gradient_specs(layout.ends, trained.ends),
     )
-    out_specs = P(), _manual(plan, specs), data, _manual(plan, model.state_specs)
+    out_specs = P(), _manual(plan, specs), rows, _manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, kept = run(weights, batch, scale)
     if plan.auto_axes:
@@ -206,7 +209,7 @@ def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) ->
     held, declared = local.state.held, local.model.declared
     if held is not None:
         hook = plan.after_step if training else None
-        chunks, ends = held.finish(plan.schedule, plan.axes, hook)
+        chunks, ends = held.finish(plan.schedule, plan.axes.split, hook)
         return [[x[None] for x in of] for of in chunks], ends
     rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
     chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]
@@ -229,8 +232,8 @@ def _with_metrics(
 
 def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
     """A step's loss and the mean of what stages add to it."""
-    calls = plan.schedule.num_microbatches * plan.data_size
-    for added in total_over(sums.added.all(), plan.axes):
+    calls = plan.schedule.num_microbatches * plan.axes.num_parts
+    for added in total_over(sums.added.all(), plan.axes.varying):
         value += added.astype(value.dtype) / calls
     return value
 
@@ -278,7 +281,7 @@ def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool)
     is None if it is not known; the value is if the step needs it.
     """
     if is_mean:
-        return None, 1 / (plan.schedule.num_microbatches * plan.data_size)
+        return None, 1 / (plan.schedule.num_microbatches * plan.axes.num_parts)
     # d(S / W) = (dS - S / W dW) / W.
     if "head" not in plan.shared and local.weight_has_gradient():
         _check_that_it_is_all(local.model)
@@ -290,8 +293,7 @@ def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool)
     weight = local.weight_of_targets()
     if weight is None:
         return _of_outputs(local, plan) if local.state.adds else (None, None)
-    data = tuple(axis for axis in plan.axes if axis != STAGE)
-    return None, mean_of(jnp.zeros_like(weight), total_over(weight, data))[1]
+    return None, mean_of(jnp.zeros_like(weight), total_over(weight, plan.axes.split))[1]
 
 
 def _check_that_it_is_all(model: Model) -> None:
@@ -337,7 +339,7 @@ def _of_outputs(local: LocalModel, plan: Plan) -> tuple[Any, Any]:
     step = Step(training=False, take_loss=True)
     actions = make_actions(local, program, step)
     run_ticks(actions, program, tables, masked=plan.is_masked)
-    total, weight, *_ = total_over(actions.memory.loss.all(), plan.axes)
+    total, weight, *_ = total_over(actions.memory.loss.all(), plan.axes.varying)
     return mean_of(total, weight)
 
 
@@ -399,7 +401,7 @@ def infer(
         actions = make_actions(local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes)
+            total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes.varying)
             value, share = mean_of(total, weight)
             value = _with_added(actions.memory, value, plan)
             found = _with_metrics(local, value, weight, measured, is_mean=is_mean)
@@ -411,13 +413,13 @@ def infer(
         total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
         return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
 
-    data, shares_head = (DATA,) if DATA in plan.axes else (), "head" in plan.shared
+    rows, shares_head = plan.axes.row_spec, "head" in plan.shared
     specs = _manual(plan, model.state_specs)
     if shares_head and not (take_loss or logprobs):
-        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *data), specs))
+        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *rows), specs))
         found, kept = run(weights, batch)
         return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
-    out_specs = P() if take_loss else P(*data), specs
+    out_specs = P() if take_loss else rows, specs
     return run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch)
 
 
@@ -434,13 +436,13 @@ def run_on_ranks(
     A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
     are not idle, if not all.
     """
-    data = P(DATA) if DATA in plan.axes else P()
     found = {name: jnp.asarray(getattr(program, name)) for name in FIELDS}
     if runs is not None:
         found["op"] = jnp.where(runs, found["op"], 0)
         sent = was_sent(program, runs)
         found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
     tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
+    rows = plan.axes.row_spec
     of_tables = dict.fromkeys(FIELDS, P(STAGE))
     if program.shared:
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
@@ -454,9 +456,9 @@ def run_on_ranks(
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), data, P()),
+            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), rows, P()),
             out_specs=out_specs,
-            axis_names=plan.manual_axes,
+            axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
         )
         return sharded(tables, weights, batch, same)
@@ -481,7 +483,7 @@ def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
 
 def _manual(plan: Plan, specs: Tree) -> Tree:
     """Reduce specs to the axes that the kernel handles."""
-    return jax.tree.map(lambda spec: kernel_spec(spec, plan.manual_axes), specs)
+    return jax.tree.map(lambda spec: kernel_spec(spec, plan.axes.manual), specs)
 
 
 def rank_state(
@@ -503,12 +505,13 @@ def rank_state(
     ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
     local = Weights(chunks, ends, *rests)
     num_microbatches = num_microbatches or plan.schedule.num_microbatches
+    axes = plan.axes.varying
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
-    local, batch = vary(local, plan.axes), vary(jax.tree.map(split, batch), plan.axes)
-    return RankState(model, local, batch, plan.axes, gathers=plan.gather == "action")
+    local, batch = vary(local, axes), vary(jax.tree.map(split, batch), axes)
+    return RankState(model, local, batch, axes, gathers=plan.gather == "action")
 
 
 def _squeeze(tree: Tree) -> Tree:

@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from collectives import DATA
+from pipeline.base.axes import Axes
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.model import Batch
 from pipeline.core.sharding.distribute import distribute
 
 
 def make_batch(
-    inputs: Tree, targets: Tree, extras: Any, *, num_microbatches: int, data_size: int
+    inputs: Tree, targets: Tree, extras: Any, *, num_microbatches: int, axes: Axes
 ) -> Batch:
     """Arrays of a step, [N, ...] on every leaf.
 
@@ -62,17 +62,16 @@ def make_batch(
                 f"{_advice(name, given, 'stack') or _advice(first_name, given, 'stack')}"
             )
     _warn_of_square_masks(batch, rows)
-    _check_rows(rows, num_microbatches, data_size)
+    _check_rows(rows, num_microbatches, axes)
     return batch
 
 
-def place(batch: Batch, mesh: Mesh) -> Batch:
-    """Move what lies elsewhere to the mesh, its rows over ``data``.
+def place(batch: Batch, mesh: Mesh, axes: Axes) -> Batch:
+    """Move what lies elsewhere to the mesh, its rows over row axes.
 
     A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
     """
-    rows = PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec()
-    sharding = NamedSharding(mesh, rows)
+    sharding = NamedSharding(mesh, axes.row_spec)
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
@@ -161,17 +160,18 @@ def _warn_of_square_masks(batch: Batch, rows: int) -> None:
             )
 
 
-def _check_rows(rows: int, num_microbatches: int, data_size: int) -> None:
-    if rows % data_size:
+def _check_rows(rows: int, num_microbatches: int, axes: Axes) -> None:
+    shards, over = axes.num_rows, " x ".join(axes.rows)
+    if rows % shards:
         raise ValueError(
-            f"the batch has {rows} rows, which the mesh's data axis of {data_size} shards cannot "
-            f"share equally; {_nearest(rows, data_size)}, or use another data axis"
+            f"the batch has {rows} rows, which the mesh's {over} axis of {shards} shards cannot "
+            f"share equally; {_nearest(rows, shards)}, or use another {over} axis"
         )
-    unit = num_microbatches * data_size
+    unit = num_microbatches * shards
     if rows == 0 or rows % unit:
-        shards = f" on each of {data_size} data shards" if data_size > 1 else ""
+        each = f" on each of {shards} {over} shards" if shards > 1 else ""
         raise ValueError(
-            f"the batch has {rows} rows, which num_microbatches={num_microbatches}{shards} cannot "
+            f"the batch has {rows} rows, which num_microbatches={num_microbatches}{each} cannot "
             f"share equally; {_nearest(rows, unit)}, or use another num_microbatches"
         )
 

@@ -2,8 +2,8 @@
 
 A stage runs in whatever order a timetable says, twice if its forward is recomputed. So its keys
 are not advanced by use: within a call, the key of every random stream is folded with the call's
-count, the microbatch and the data shard. Each stage has streams of its own, which makes the
-layer part of the key.
+count, the microbatch and the rank's place on row and position axes. Each stage has streams of its
+own, which makes the layer part of the key.
 
 Ranks of a further axis (``tensor``) may all hold the same activation, and must then drop the same
 of it. Where each holds its own part (sequence parallelism) they must not: what a stage is given
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives import DATA
+from collectives import STAGE
 from collectives.compat import varying_in
 from pipeline.base.tree import Tree, is_float
 
@@ -107,8 +107,8 @@ def fold(streams: Tree, microbatch: Any, axes: tuple[str, ...], own: tuple[str, 
         value = variable.get_value()
         if isinstance(variable, nnx.RngKey):
             numbers = [flat[(*path[:-1], "count")].get_value(), microbatch]
-            data = (DATA,) if DATA in axes else ()
-            apart = (*data, *(() if variable.get_metadata(ALIKE, None) else own))
+            parts = tuple(axis for axis in axes if axis != STAGE)
+            apart = (*parts, *(() if variable.get_metadata(ALIKE, None) else own))
             value = _folded(value, [*numbers, *map(jax.lax.axis_index, apart)])
         else:
             value = jnp.zeros_like(value)

@@ -97,7 +97,7 @@ def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> t
                 f"auto_axes={tuple(auto_axes)!r}: the mesh has no axis {axis!r}; its axes are "
                 f"{', '.join(map(repr, mesh.axis_names))}"
             )
-        if axis in (STAGE, DATA):
+        if axis in (STAGE, DATA):  # before there are roles
             raise ValueError(
                 f"auto_axes={tuple(auto_axes)!r}: a pipeline exchanges and reduces over {axis!r} "
                 f"itself, so it cannot be left to the compiler; leave out {axis!r}"

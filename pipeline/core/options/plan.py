@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 from flax import nnx
 from jax.sharding import Mesh
 
-from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
+from pipeline.base.axes import Axes
 from pipeline.base.precision import GradDtype
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.checks import Bubbles, Gather, Remat
@@ -85,7 +85,7 @@ class Plan:
       grad_dtype: in which gradients are summed: None, "weights" or a dtype.
       data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
       gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
-      auto_axes: mesh axes left to the compiler.
+      axes: the roles of the mesh's axes.
       shared: which of embed and head all ranks share.
       memory_limit: bytes that a device may hold, or None for what its runtime says.
       wrt: a filter, what is trained.
@@ -99,6 +99,7 @@ class Plan:
 
     mesh: Mesh
     home: Mesh
+    axes: Axes
     schedule: Schedule
     loss_fn: Loss | None
     remat: Remat
@@ -110,7 +111,6 @@ class Plan:
     grad_dtype: GradDtype = None
     data_parallel: DataParallel = "replicated"
     gather: Gather = "step"
-    auto_axes: tuple[str, ...] = ()
     compute_dtype: Any = None
     shared: Shared = ()
     memory_limit: int | None = None
@@ -156,14 +156,9 @@ class Plan:
         return self.schedule.num_stages // self.schedule.num_ranks
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which all of a rank's values are made to vary."""
-        return tuple(axis for axis in (DATA, STAGE) if axis in self.mesh.axis_names)
-
-    @property
-    def manual_axes(self) -> frozenset[str]:
-        """The mesh axes that the kernel deals with itself."""
-        return frozenset(self.mesh.axis_names) - frozenset(self.auto_axes)
+    def auto_axes(self) -> tuple[str, ...]:
+        """The mesh axes left to the compiler."""
+        return self.axes.auto
 
     @property
     def tracks_varying(self) -> bool:
@@ -173,12 +168,7 @@ class Plan:
         gradients follow from such types. Elsewhere they would only get in the way of what stages
         are made of: a fresh carry of a scan, a Pallas kernel, a derivative that mixes them.
         """
-        return bool(self.manual_axes - {DATA, STAGE})
-
-    @property
-    def data_size(self) -> int:
-        """Number of shards into which the batch is split before microbatches."""
-        return int(self.mesh.shape.get(DATA, 1))
+        return bool(self.axes.shared)
 
     @property
     def sends(self) -> Sends:

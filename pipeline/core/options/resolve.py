@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from collectives import STAGE
 from pipeline.base.arguments import DataParallel
+from pipeline.base.axes import find_axes
 from pipeline.base.precision import check_dtype
 from pipeline.core.backward.accumulate import check_grad_dtype
 from pipeline.core.model.ends import Mode, choose_shared
@@ -84,8 +85,8 @@ def make_plan(
     mesh = without_types(choose_mesh(mesh, num_stages, schedule))
     home = with_types_in_force(mesh)
     partners = not exchanges_are_barriers(mesh)
-    auto = check_axes(mesh, auto_axes, data_parallel, gather)
-    bubbles = choose_bubbles(bubbles, auto, partners=partners)
+    axes = find_axes(mesh, check_axes(mesh, auto_axes, data_parallel, gather))
+    bubbles = choose_bubbles(bubbles, axes.auto, partners=partners)
     pattern = choose_pattern(pattern, bubbles)
     shared = choose_shared(vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # alone with all words
@@ -105,6 +106,7 @@ def make_plan(
     return Plan(
         mesh,
         home,
+        axes,
         timetable,
         LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
         remat,
@@ -116,7 +118,6 @@ def make_plan(
         check_grad_dtype(grad_dtype),
         data_parallel=data_parallel,
         gather=gather,
-        auto_axes=auto,
         compute_dtype=check_dtype("compute_dtype", compute_dtype),
         shared=shared,
         memory_limit=memory_limit,

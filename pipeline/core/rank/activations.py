@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from collectives import DATA, STAGE
 from collectives.compat import has_check
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
@@ -135,7 +134,7 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
                 f"stages[{k}] cannot run on {types_text(before[k])} ({first}); stages is one "
                 f"module whose arrays all have a leading axis of {state.model.stack}: {REMEDY}"
             ) from error
-        _note_what_is_tracked(error)
+        _note_what_is_tracked(error, state.axes)
         taken = None
         if k > 0 and isinstance(error, _REFUSALS):
             weights = jax.eval_shape(lambda: stage.weights[stage.home])
@@ -191,10 +190,10 @@ def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
         )
 
 
-def _note_what_is_tracked(error: Exception) -> None:
+def _note_what_is_tracked(error: Exception, varying: tuple[str, ...]) -> None:
     """Tell whoever reads an error that values have types here which they lack under `jax.jit`."""
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    axes = sorted(manual - {DATA, STAGE})
+    axes = sorted(manual - {*varying})
     if axes:
         error.add_note(
             f"the mesh has the axis {' and '.join(map(repr, axes))}, so a stage runs as under "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from collectives import DATA, STAGE, vary
+from collectives import STAGE, vary
 from collectives.compat import live
 from pipeline.base.tree import Leaves, Tree, vary_like, zeros
 from pipeline.core.jaxpr.forwarded import forwarded
@@ -165,16 +165,21 @@ class Held:
         part[...] = leaf if real is True else jnp.where(real, leaf, before)
 
     def finish(
-        self, schedule: Any, plan_axes: tuple[str, ...], hook: Callable[..., Any] | None
+        self, schedule: Any, axes: tuple[str, ...], hook: Callable[..., Any] | None
     ) -> tuple[list[Leaves], Leaves]:
         """Return the state after the step: of each chunk, and of the ends.
 
-        Shards of ``data`` have seen rows of their own: of floats the result is their mean, of
-        others what it was and what all shards have added.
-        """
-        declared, axes = self._model.declared, (DATA,) if DATA in plan_axes else ()
+        Ranks along row and position axes have seen parts of the batch: of floats the result is
+        their mean, of others what it was and what all of them have added.
 
-        def over_data(place: Any) -> jax.Array:
+        Args:
+          schedule: the timetable.
+          axes: row and position axes.
+          hook: what is called with every stage, if anything.
+        """
+        declared = self._model.declared
+
+        def over_parts(place: Any) -> jax.Array:
             value = self._now[place][...]
             if not several(axes, value):
                 return value
@@ -186,7 +191,7 @@ class Held:
             return first + jax.lax.psum(value - first, axes).astype(value.dtype)
 
         # Of a type that does not vary over shards, as the results.
-        self._now = {place: jax.new_ref(over_data(place)) for place in self._now}
+        self._now = {place: jax.new_ref(over_parts(place)) for place in self._now}
         if hook is not None:
             self._run(hook, schedule)
         first, last = schedule.placement[0], schedule.placement[-1]

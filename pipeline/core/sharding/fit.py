@@ -10,7 +10,8 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from collectives import DATA, STAGE
+from collectives import STAGE
+from pipeline.base.axes import Axes
 from pipeline.core.sharding.paths import Asked
 from pipeline.core.sharding.placed import Placed, placed
 from pipeline.core.sharding.report import alike
@@ -18,20 +19,23 @@ from pipeline.core.sharding.report import alike
 _OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
-def warn_of_undivided_weights(pipe: nnx.Module, mesh: Mesh, given: Sequence[Any]) -> None:
+def warn_of_undivided_weights(
+    pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any]
+) -> None:
     """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
 
     Args:
       pipe: the pipeline, whose state is placed.
       mesh: its mesh.
+      axes: the roles of its axes.
       given: the stages, embed and head as the user gave them.
     """
     params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
     # Tables that ranks share are divided, and no other axis can divide them further.
     whole = [item for item in params if not _is_shared(*item)]
     arrays = placed(nnx.from_flat_state(whole), mesh)
-    message = alike(arrays, remedy=_remedy)
-    for text in (message, _misspelt(given, arrays, mesh)):
+    message = alike(arrays, remedy=_remedy, axes={*axes.names} - {*axes.split})
+    for text in (message, _misspelt(given, arrays, mesh, axes)):
         if text:
             warnings.warn(text, stacklevel=outside())
 
@@ -78,13 +82,13 @@ def _remedy(missing: Collection[str]) -> str:
     return "; ".join(ways)
 
 
-def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh) -> str:
+def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: Axes) -> str:
     """Warn of layers made for an axis that the mesh lacks, if one of its axes divides nothing."""
     used = {axis for array in arrays for names in array.axes or () for axis in names}
     idle = [
         f"{axis!r} of size {size}"
         for axis, size in mesh.shape.items()
-        if size > 1 and axis not in (STAGE, DATA) and axis not in used
+        if size > 1 and axis in axes.others and axis not in used
     ]
     wanted = dict.fromkeys(
         axis

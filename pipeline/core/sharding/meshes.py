@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
+from pipeline.base.axes import Axes
 from pipeline.base.tree import Tree
 from pipeline.core.sharding.distribute import distribute
 from pipeline.core.sharding.placement import axes_in
@@ -227,11 +228,14 @@ def mesh_of_results(mesh: Mesh, inputs: Tree = ()) -> Mesh | None:
     return _with_types(mesh, here.axis_types) if here and here.explicit_axes else None
 
 
-def outputs_specs(mesh: Mesh, outputs: Tree, inputs: Tree, *, shared: bool) -> list[PartitionSpec]:
-    """Specs of outputs: rows as those of the inputs if their types have specs, or over ``data``.
+def outputs_specs(
+    mesh: Mesh, axes: Axes, outputs: Tree, inputs: Tree, *, shared: bool
+) -> list[PartitionSpec]:
+    """Specs of outputs: rows as those of the inputs if their types have specs, or over row axes.
 
     Args:
       mesh: the kernel's.
+      axes: the roles of its axes.
       outputs: [N, ...] leaves.
       inputs: likewise.
       shared: whether they are logits that all ranks share; those stay divided over ``stage`` where
@@ -239,7 +243,7 @@ def outputs_specs(mesh: Mesh, outputs: Tree, inputs: Tree, *, shared: bool) -> l
     """
     found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
     rows = next((x.spec[0] for x in found if len(x.spec) and x.spec[0] is not None), None)
-    rows = rows or (DATA if DATA in mesh.axis_names else None)
+    rows = rows or next(iter(axes.row_spec), None)
 
     def one(leaf: Any) -> PartitionSpec:
         divided = shared and leaf.shape[-1] % mesh.shape[STAGE] == 0

@@ -6,9 +6,10 @@ axis longer, and its metadata says so: ``("stage", None, "tensor")``, with the m
 names are kept beside it, and come back wherever the stage is whole again: inside the kernel and in
 `Pipeline.stages`.
 
-With ``data_parallel="fsdp"`` the first dim that D shards can share is sharded over ``data`` too,
-and with "zero1" that of the gradient and of the optimizer's state, of which the metadata
-``optimizer_sharding`` speaks.
+With ``data_parallel="fsdp"`` the first dim that has room is sharded over row axes too (``data``,
+and others that the variable does not name), and with "zero1" that of the gradient and of the
+optimizer's state, of which the metadata ``optimizer_sharding`` speaks. Where these axes are others
+than ``data``, the metadata ``zero_over`` names them.
 
 A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
 scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
@@ -18,6 +19,7 @@ backward would take it once a microbatch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
+from pipeline.base.axes import Axes
 from pipeline.base.tree import Tree
 from pipeline.base.variables import metadata, raw, remade, with_value
 from pipeline.core.sharding.distribute import distribute
@@ -42,7 +45,8 @@ _OWN = "own_sharding"  # metadata: what a variable said of its sharding before i
 DEFERRED = "gradient_over"
 # Metadata: in which order a pipeline's stacks hold layers (`pipeline.core.layerwise.layout`).
 LAYERS = "layers"
-_KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh")
+_ZERO = "zero_over"  # metadata: row axes that share it by ZeRO or FSDP, if not `data` alone
+_KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh", _ZERO)
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,18 @@ class Spread:
       stored: the array.
       gradient: its gradient, and what an optimizer keeps of it.
       deferred: axes whose ranks each have a part of its gradient until the step ends.
+      zero: row axes that share it by ZeRO or FSDP. All other axes in the specs are its own.
     """
 
     stored: PartitionSpec
     gradient: PartitionSpec
     deferred: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> frozenset[str]:
+        """The axes that the array itself names: each rank along them has a part of its own."""
+        return frozenset(axis for entry in self.gradient for axis in axes_in(entry)) - {*self.zero}
 
 
 @dataclass(frozen=True)
@@ -68,13 +79,13 @@ class Placement:
       mesh: the mesh.
       data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
       sharding: (path, variable) to the axes of its dims, or None for what its metadata says.
-      auto_axes: axes left to the compiler.
+      axes: the roles of the mesh's axes.
     """
 
     mesh: Mesh
+    axes: Axes
     data_parallel: DataParallel = "replicated"
     sharding: Sharding | None = None
-    auto_axes: tuple[str, ...] = ()
 
     def spread(
         self, path: ModelPath, variable: Any, *, lead: tuple[str, ...] = (), stacked: bool = False
@@ -125,11 +136,11 @@ class Placement:
 
     def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
         """Lay out a variable whose dims have these names."""
-        sharded = names
+        sharded, zero = names, tuple[str, ...]()
         if isinstance(variable, nnx.Param):
-            sharded = self._over_data(_shape(variable), names)
+            sharded, zero = self._over_rows(_shape(variable), names)
         stored = sharded if self.data_parallel == "fsdp" else names
-        return Spread(_spec(lead, stored), _spec(lead, sharded))
+        return Spread(_spec(lead, stored), _spec(lead, sharded), zero=zero)
 
     def put(self, value: Any, spread: Spread) -> Any:
         """An array, or its type, where it belongs."""
@@ -155,6 +166,8 @@ class Placement:
         said |= {_OWN: own, "out_sharding": tuple(spread.stored), "mesh": self.mesh}
         if spread.gradient != spread.stored:
             said["optimizer_sharding"] = tuple(spread.gradient)
+        if spread.zero not in ((), (DATA,)):
+            said[_ZERO] = spread.zero
         return remade(variable, value, said)
 
     def _names(
@@ -197,21 +210,28 @@ class Placement:
         found = tuple(axis for axis in axes_in(entry) if axis in self.mesh.axis_names)
         return found if len(found) > 1 else found[0] if found else None
 
-    def _over_data(self, shape: tuple[int, ...], names: Names) -> Names:
-        """The names with ``data`` at the first dim that has room for it, if any has."""
-        shards = self.mesh.shape.get(DATA, 1)
-        if self.data_parallel == "replicated" or shards == 1:
-            return names
+    def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
+        """The names with row axes at the first dim that has room for them, and those axes.
+
+        All that the array does not name itself, or else as many as find room.
+        """
+        own = {axis for entry in names for axis in axes_in(entry)}
+        free = tuple(a for a in self.axes.rows if a not in own and self.axes.size((a,)) > 1)
+        if self.data_parallel == "replicated":
+            return names, ()
         names = names + (None,) * (len(shape) - len(names))
-        # A dim that is sharded already only if no other will do, and never one of the compiler's.
-        for wanted in (True, False):
-            for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
-                over = axes_in(entry)
-                room = size and size % (self._size(over) * shards) == 0
-                if (not over) is wanted and room and not set(over) & set(self.auto_axes):
-                    new = (*over, DATA) if over else DATA
-                    return (*names[:dim], new, *names[dim + 1 :])
-        return names
+        subsets = (c for n in range(len(free), 0, -1) for c in itertools.combinations(free, n))
+        for zero in sorted(subsets, key=self._size, reverse=True):
+            # A dim that is sharded already only if no other will do, never one of the compiler's.
+            for wanted in (True, False):
+                for dim, (size, entry) in enumerate(zip(shape, names, strict=True)):
+                    over = axes_in(entry)
+                    room = size and size % self._size((*over, *zero)) == 0
+                    if (not over) is wanted and room and not set(over) & set(self.axes.auto):
+                        new = (*over, *zero)
+                        name = new if len(new) > 1 else new[0]
+                        return (*names[:dim], name, *names[dim + 1 :]), zero
+        return names, ()
 
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -240,7 +260,9 @@ def spread_of(variable: Any, lead: tuple[str, ...]) -> Spread:
         return Spread(PartitionSpec(*lead), PartitionSpec(*lead), deferred)
     stored = said["out_sharding"]
     gradient = said.get("optimizer_sharding", stored)
-    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), deferred)
+    has_data = any(DATA in axes_in(entry) for entry in gradient)
+    zero = tuple(said.get(_ZERO, (DATA,) if has_data else ()))
+    return Spread(PartitionSpec(*stored), PartitionSpec(*gradient), deferred, zero)
 
 
 def spreads(state: Tree, lead: tuple[str, ...] = ()) -> tuple[Spread, ...]:

@@ -1,10 +1,11 @@
 """ZeRO and FSDP: weights gathered, gradients summed over ``data`` or scattered; kernel specs.
 
-Letters: D data shards. With ZeRO-1 a gradient leaves the kernel as a reduce-scatter, D times
-smaller than as an all-reduce, and the optimizer's state lies as it does; with FSDP the weights do
-too, and are gathered before they are used (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models", SC 2020). An array none of whose dims D shards can share stays
-whole on every shard, and its gradient is summed.
+Letters: D data shards, along all row axes that a weight does not name. With ZeRO-1 a gradient
+leaves the kernel as a reduce-scatter, D times smaller than as an all-reduce, and the optimizer's
+state lies as it does; with FSDP the weights do too, and are gathered before they are used
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020). An array none of whose dims D shards can share stays whole on every shard, and its gradient
+is summed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from collectives import DATA, STAGE, vary
+from collectives import vary
 from collectives.compat import platform, varying_in
 from collectives.tensor import is_manual
 from pipeline.base.tree import Leaves, Tree, is_float
-from pipeline.core.sharding.placement import Spread
+from pipeline.core.sharding.placement import Spread, axes_in
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ def gather(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leave
     """
 
     def one(leaf: Any, spread: Spread) -> Any:
-        dim = data_dim(spread.stored)
+        dim = _dim_over(spread.zero, spread.stored)
         if dim is None:
             return leaf
-        return jax.lax.all_gather(leaf, DATA, axis=dim - lead, tiled=True)
+        return jax.lax.all_gather(leaf, spread.zero, axis=dim - lead, tiled=True)
 
     return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
 
@@ -109,21 +110,25 @@ def _as_cpu_can_add(x: Any) -> Any:
 def reduce_gradients(
     leaves: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...], *, lead: int = 0
 ) -> Leaves:
-    """Sums over some axes, of those that are sharded over ``data`` only this shard's part.
+    """Sums over some axes; of what ZeRO shares out only this rank's part.
 
-    Arguments as in `gather`; ``axes`` are those over which to sum, beside those over which a
-    gradient's reduction was deferred.
+    What an array itself names is not summed over: each rank along that axis has its part (a rank's
+    experts, its words of a table that ranks share).
+
+    Args:
+      leaves: local gradients.
+      spreads: where each lies.
+      axes: over which to sum, beside those over which a gradient's reduction was deferred.
+      lead: as of `gather`.
     """
-    dims = [data_dim(spread.gradient) if DATA in axes else None for spread in spreads]
+    dims = [_dim_over(spread.zero, spread.gradient) for spread in spreads]
     parts = [
-        g if dim is None else _scattered(g, dim - lead) for g, dim in zip(leaves, dims, strict=True)
+        g if dim is None else _scattered(g, spread.zero, dim - lead)
+        for g, dim, spread in zip(leaves, dims, spreads, strict=True)
     ]
-    # Of a table that ranks share, each keeps the gradient of its part.
-    rows = [_dim_over(STAGE, spread.gradient) is not None for spread in spreads]
     over = [
-        tuple(a for a in axes if not (a == DATA and dim is not None) and not (a == STAGE and own))
-        + _deferred(spread)
-        for dim, own, spread in zip(dims, rows, spreads, strict=True)
+        tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
+        for spread in spreads
     ]
     found = list(parts)
     for group in dict.fromkeys(over):
@@ -148,23 +153,16 @@ def _deferred(spread: Spread) -> tuple[str, ...]:
     return tuple(filter(is_manual, spread.deferred))
 
 
-def _scattered(gradient: Any, dim: int) -> Any:
+def _scattered(gradient: Any, axes: tuple[str, ...], dim: int) -> Any:
     wide = _as_cpu_can_add(gradient)
-    total = jax.lax.psum_scatter(wide, DATA, scatter_dimension=dim, tiled=True)
+    total = jax.lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True)
     return total.astype(gradient.dtype)
 
 
-def data_dim(spec: PartitionSpec) -> int | None:
-    """The dim that is sharded over ``data``, if any is."""
-    return _dim_over(DATA, spec)
-
-
-def _dim_over(axis: str, spec: PartitionSpec) -> int | None:
-    """The dim that is sharded over an axis, perhaps among others."""
-    for dim, entry in enumerate(spec):
-        if entry == axis or (isinstance(entry, tuple) and axis in entry):
-            return dim
-    return None
+def _dim_over(axes: tuple[str, ...], spec: PartitionSpec) -> int | None:
+    """The dim that is sharded over some axes, perhaps among others; None if none is."""
+    found = (dim for dim, entry in enumerate(spec) if axes and set(axes) <= set(axes_in(entry)))
+    return next(found, None)
 
 
 def constrain(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:

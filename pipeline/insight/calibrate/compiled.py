@@ -317,7 +317,7 @@ def _calibration(
     """Costs, and what is to be known about them."""
     K = plan.schedule.num_stages
     leaf = jax.tree.leaves(inputs)[0]
-    rows = leaf.shape[0] // MICROBATCHES // plan.data_size
+    rows = leaf.shape[0] // MICROBATCHES // plan.axes.num_rows
     actions = [each for scope, each in read.items() if scope.action not in (AROUND, ONCE)]
     total = sum(each.total for each in actions)
     return Calibration(

@@ -266,7 +266,7 @@ def _calibration(
         spread |= {"i": spread["b"], "w": (0.0,) * len(stages)}
     costs = Costs(of["F"], of["I"], of["W"], b=of["B"], comm=max(0.0, exchanged.median), **ends)
     leaves = jax.tree.leaves(batch[0])
-    each = leaves[0].shape[0] // (repeats + 1) // plan.data_size
+    each = leaves[0].shape[0] // (repeats + 1) // plan.axes.num_rows
     device = plan.mesh.devices.flat[0]
     return Calibration(
         costs,

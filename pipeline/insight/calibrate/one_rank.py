@@ -190,7 +190,7 @@ def partial_step(plan: Plan, operands: Operands) -> Callable[[Any], Any]:
 
 def rows_of(leaf: Any, plan: Plan, num_microbatches: int) -> Any:
     """As many microbatches of the same size as are timed: those that there are, over and over."""
-    shards, given = plan.data_size, plan.schedule.num_microbatches
+    shards, given = plan.axes.num_rows, plan.schedule.num_microbatches
     each = leaf.shape[0] // given
     if num_microbatches <= given and shards == 1:
         return leaf[: num_microbatches * each]

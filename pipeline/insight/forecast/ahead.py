@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from collectives import DATA
 from pipeline.base.tree import Tree
 
 
@@ -42,17 +41,17 @@ def lower_step(
         optimizer.update(pipe, grads)
         return nnx.state((pipe, optimizer)), loss
 
-    return step.lower(state, *(_placed(part, pipe.mesh) for part in (inputs, targets, extras)))
+    return step.lower(state, *(_placed(part, pipe) for part in (inputs, targets, extras)))
 
 
-def _placed(batch: Tree, mesh: Mesh) -> Tree:
-    """A batch whose types say that its rows lie over ``data``, unless they say other."""
-    rows = PartitionSpec(DATA) if DATA in mesh.axis_names else PartitionSpec()
+def _placed(batch: Tree, pipe: Any) -> Tree:
+    """A batch whose types say that its rows lie over row axes, unless they say other."""
+    sharding = NamedSharding(pipe.mesh, pipe.plan.axes.row_spec)
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, rows))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(one, batch)
 

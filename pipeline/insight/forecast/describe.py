@@ -126,8 +126,8 @@ def _sharded(plan: Plan) -> list[str]:
     whole = {"step": "once a step", "action": "in every action"}[plan.gather]
     lines = {
         "replicated": [],
-        "zero1": [f"gradients and optimizer state sharded over {plan.data_size} data shards"],
-        "fsdp": [f"weights sharded over {plan.data_size} data shards, gathered {whole}"],
+        "zero1": [f"gradients and optimizer state sharded over {plan.axes.num_rows} data shards"],
+        "fsdp": [f"weights sharded over {plan.axes.num_rows} data shards, gathered {whole}"],
     }[plan.data_parallel]
     if plan.auto_axes:
         lines.append(f"left to the compiler: {', '.join(plan.auto_axes)}")

@@ -87,7 +87,7 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
         if other and (alike or other.placement == schedule.placement):
             yield f'schedule="{name}"', _replace(plan, schedule=other), model
     double = 2 * schedule.num_microbatches
-    rows = jax.tree.leaves(batch)[0].shape[0] // plan.data_size
+    rows = jax.tree.leaves(batch)[0].shape[0] // plan.axes.num_rows
     known = schedule.name in names() and rows % double == 0
     other = _build(schedule.name, {**sizes, "num_microbatches": double}) if known else None
     if other:
