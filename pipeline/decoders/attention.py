@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives.tensor import group_size
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attention import attend
@@ -67,7 +68,9 @@ class DecoderAttention(nnx.Module):
 
     def start_decoding(self, rows: int, length: int) -> None:
         """Have room for the keys and values of that many sequences of that many positions."""
-        shape = rows, length, self.kv_heads, self.qkv.head_dim
+        # Within a stage, a rank of the axis keeps those of its own heads.
+        heads = self.kv_heads // group_size(self.qkv.linear.axis)
+        shape = rows, length, heads, self.qkv.head_dim
         self.keys = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
         self.values = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
         self.seen = nnx.Cache(jnp.zeros((), jnp.int32))

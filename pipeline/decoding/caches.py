@@ -5,6 +5,7 @@ Letters: V chunks, b rows of a microbatch on one data shard.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -14,11 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives import STAGE
-from pipeline.base.tree import Tree, zeros
+from collectives.compat import varying_in
+from pipeline.base.tree import Leaves, Tree, at, blank, vary_like, zeros
 from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.model.unlike import Views
+from pipeline.core.rank.held import state_spots
+from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
 
 Cells = tuple[int, ...]  # numbers of leaves
@@ -146,8 +150,66 @@ def make_decoder(state: RankState, cache: Any, start: Callable[[Any], None]) -> 
         tuple(cells for _, cells, _ in parts),
         ends.cells,
     )
-    decoding = replace(model, stages=stages, ends=ends.definition, declared=declared)
+    decoding = replace(model, stages=stages, ends=ends.definition, declared=declared, loss_fn=None)
     return Decoder(decoding, (*(begin for _, _, begin in parts), ends.begin))
+
+
+def with_types_of_writes(
+    state: RankState, kinds: Sequence[tuple[Seat, LocalModel]]
+) -> Weights | None:
+    """A rank's weights whose caches vary over all mesh axes over which what is written does.
+
+    Args:
+      state: what the rank holds, caches among it.
+      kinds: its model of each kind of stages, with the seat of one of them.
+
+    Returns:
+      None if they do so already.
+    """
+    weights, declared = state.weights, state.model.declared
+    chunks = [jax.tree.leaves(rest) for rest in weights.chunks_rest]
+    ends = jax.tree.leaves(weights.ends_rest)
+    before = [*map(varying_in, (*itertools.chain(*chunks), *ends))]
+    for seat, local in kinds:
+        spots, v = state_spots(state, seat), seat.chunk
+        for spot, written in zip(spots, _stage_writes(local), strict=True):
+            chunks[v][spot.cell] = vary_like(chunks[v][spot.cell], written)
+    for leaves in _ends_writes(kinds[0][1]) if declared.ends_cells else ():
+        for n, written in zip(declared.ends_cells, leaves, strict=True):
+            ends[n] = vary_like(ends[n], written)
+    if before == [*map(varying_in, (*itertools.chain(*chunks), *ends))]:
+        return None
+    return replace(
+        weights,
+        chunks_rest=tuple(map(_with_leaves, weights.chunks_rest, chunks)),
+        ends_rest=_with_leaves(weights.ends_rest, ends),
+    )
+
+
+def _stage_writes(local: LocalModel) -> Leaves:
+    """The types of what a stage leaves in its declared state, in its order."""
+
+    def run() -> Tree:
+        arguments = *local.stage_arguments(local.home, 0), blank(local.activation, ())
+        return local.stage_and_state(*arguments, local.state_paths)[1]
+
+    return jax.tree.leaves(jax.eval_shape(run))
+
+
+def _ends_writes(local: LocalModel) -> list[Leaves]:
+    """The types of what embed, and head, leave in the declared state of the ends, in its order."""
+    inputs, weights = at(local.batch.inputs, 0), local.ends_weights
+    found = []
+    if local.model.has_embed:
+        found.append(lambda: local.embed_and_state(weights, inputs, 0)[1])
+    if local.model.has_head:
+        y = blank(local.output, local.axes)
+        found.append(lambda: local.head_and_state(weights, y, 0)[1])
+    return [jax.tree.leaves(jax.eval_shape(run)) for run in found]
+
+
+def _with_leaves(tree: Tree, leaves: Sequence[Any]) -> Tree:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _ready_unlike(

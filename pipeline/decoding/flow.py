@@ -14,6 +14,7 @@ stage to the first, b tokens. Caches are refs with a place for each microbatch
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives import STAGE, exchange, vary
+from collectives.compat import varying_axes
 from pipeline.base.tree import Tree, at
 from pipeline.core.kernel.memory import Pool, at_most_once, unwritten
 from pipeline.core.kernel.vocabulary import look_up, own_logits
@@ -39,6 +41,7 @@ class Choice:
       top_k: how many words may be drawn, 0 for all.
       nucleus: whether only the likeliest words that have a share of all may be.
       stop: tokens that end a row; pad: what stands behind the end.
+      words: how many words the head says that it has (an attribute ``words``); None if it does not.
     """
 
     max_new_tokens: int
@@ -46,6 +49,7 @@ class Choice:
     nucleus: bool = False
     stop: tuple[int, ...] = ()
     pad: int = 0
+    words: int | None = None
 
     def ends(self, tokens: jax.Array) -> jax.Array:
         """Mark the tokens that end their rows."""
@@ -76,20 +80,28 @@ class Rows:
         axes: tuple[str, ...],
     ) -> None:
         self.prompts, self.lengths, self.keys = prompts, lengths, keys
-        self.draw, self.choice = draw, choice
+        self.draw, self.choice, self.axes = draw, choice, axes
         M, b, _ = prompts.shape
         out = jnp.full((M, b, choice.max_new_tokens), choice.pad, jnp.int32)
         self.out = jax.new_ref(vary(out, axes))
         self.done = jax.new_ref(vary(jnp.zeros((M, b), jnp.bool_), axes))
 
-    def choose(self, logits: jax.Array, microbatch: Any, position: Any, words: int) -> jax.Array:
+    def choose(
+        self,
+        logits: jax.Array,
+        microbatch: Any,
+        position: Any,
+        words: int = 0,
+        axes: tuple[str, ...] = (),
+    ) -> jax.Array:
         """[b] the tokens behind a position: of prompts as long as they last, then of the model.
 
         Args:
-          logits: [b, N] of that position; [b, n] if ``words`` says how many all ranks share.
+          logits: [b, N] of that position; [b, n] of this rank's words if ranks share them.
           microbatch: its index.
           position: of what was fed.
-          words: N if ranks share the words, else 0.
+          words: N if ranks share the words.
+          axes: the mesh axes of these ranks; none if each has all words.
         """
         choice, length = self.choice, at(self.lengths, microbatch)
         index = position + 1 - length  # of a row's new tokens
@@ -97,7 +109,7 @@ class Rows:
         if self.keys is not None:
             keys = jax.vmap(jax.random.fold_in)(at(self.keys, microbatch), jnp.maximum(index, 0))
         rest = keys, self.draw, choice
-        sampled = sample_shared(logits, *rest, words) if words else sample_rows(logits, *rest)
+        sampled = sample_shared(logits, *rest, words, axes) if axes else sample_rows(logits, *rest)
         done, is_new = self.done[microbatch], index >= 0
         new = jnp.where(done, jnp.int32(choice.pad), sampled)
         column = jnp.arange(choice.max_new_tokens)[None] == index[:, None]
@@ -116,8 +128,7 @@ class Rows:
         left = jnp.sum(~self.done[...]).astype(jnp.int32)
         if rank is not None:
             left = jnp.where(jax.lax.axis_index(STAGE) == rank, left, 0)
-        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        return jax.lax.psum(left, axes) == 0
+        return jax.lax.psum(left, self.axes) == 0  # ranks of further axes have the same rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +267,7 @@ class Flow:
             z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
             position = self._first(step) + self.width - 1
             words = self.shared.head_words
-            self.tokens[lane] = self.rows.choose(z, microbatch, position, words)
+            self.tokens[lane] = self.rows.choose(z, microbatch, position, words, (STAGE,))
 
         at_most_once(real & (chunk == local.num_chunks - 1), work, None)
 
@@ -284,7 +295,36 @@ class Flow:
             logits, after = local.head_and_state(local.ends_weights, logits, microbatch)
             local.state.held.write_ends(("head",), microbatch, after, True)
         position = self._first(step) + self.width - 1
-        return self.rows.choose(logits[:, -1], microbatch, position, 0)
+        logits = logits[:, -1]
+        axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
+        words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
+        if axes:
+            _check_parts(axes, logits.shape[-1], words, self.rows.choice.words)
+        return self.rows.choose(logits, microbatch, position, words, axes)
+
+
+def _check_parts(axes: tuple[str, ...], each: int, words: int, wanted: int | None) -> None:
+    """Check that logits which differ along other mesh axes are those of each rank's own words.
+
+    Args:
+      axes: these.
+      each: how many logits a rank has.
+      words: how many all of its ranks have.
+      wanted: how many words the head has, if it says so.
+
+    Raises:
+      ValueError: the head does not say that it has more words than a rank has logits.
+    """
+    if wanted is not None and each < wanted <= words:
+        return
+    said = f"head.words is {wanted}" if wanted is not None else "head has no attribute words"
+    raise ValueError(
+        f"head returned {each} logits that differ between the ranks of axis "
+        f"{' and '.join(map(repr, axes))}, which have {words} together, and {said}: gather all "
+        f"logits (jax.lax.all_gather(..., to='invarying')), or, if each rank has those of its own "
+        f"words, in order, let head.words be the number of all words, as VocabularyHead of "
+        f"pipeline.layers does"
+    )
 
 
 def last_of(y: Tree, width: int) -> Tree:

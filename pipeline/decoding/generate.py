@@ -30,7 +30,13 @@ from pipeline.core.rank.held import Held
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding import meshes
-from pipeline.decoding.caches import make_decoder, may_have_caches, start_decoding, takes_many
+from pipeline.decoding.caches import (
+    make_decoder,
+    may_have_caches,
+    start_decoding,
+    takes_many,
+    with_types_of_writes,
+)
 from pipeline.decoding.flow import Choice, Flow, Kind, Rows
 from pipeline.decoding.recompute import evaluating, recompute
 from schedules.core.timetable import loop_placement
@@ -60,8 +66,9 @@ def generate(
 
     Every stage keeps the caches of its own layers, for each microbatch, and microbatches follow
     each other through the ranks, each with its next token as soon as that is known: with M >= S no
-    rank waits. All of it is one program, which is compiled once for its shapes and options. A
-    causal model without caches is run on all of the text again for every token, by ``pipe(text)``.
+    rank waits. All of it is one program, which is compiled once for its placement, M, shapes and
+    options. A causal model without caches is run on all of the text again for every token, by
+    ``pipe(text)``.
 
     Args:
       pipe: a `Pipeline` of tokens, [b, t] integers to [b, t, words] logits, whose stages are alike.
@@ -110,7 +117,9 @@ def generate(
         """With rows that nobody will see behind the last."""
         return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
 
-    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad)
+    words = getattr(pipe.head, "words", None)
+    words = words if is_whole(words, 1, numpy=True) else None
+    choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad, words)
     draw = _draw(temperature, top_p)
     if not has_caches:
         own = None if keys is None else filled(keys)
@@ -168,15 +177,16 @@ def _decode(
         rows = Rows(prompts, lengths, keys, draw, choice, state.axes)
         lanes = max(M, plan.schedule.num_ranks) + 1
         tokens = jax.new_ref(vary(jnp.zeros((lanes, prompts.shape[1]), jnp.int32), state.axes))
+        phases = _phases(*prefilled, length)
+        state = _with_cache_types(state, prompts[:, :, : phases[0][0]])
         held = None
-        for width, first, steps in _phases(*prefilled, length):
+        for width, first, steps in phases:
             held, kinds = _kinds(state, prompts[:, :, :width], held, M)
             Flow(kinds, rows, tokens, width=width, start=first, steps=steps).run()
+        # The last rank has all tokens; a sum over ranks is equal on all of them, also by its type.
         out = rows.out[...]
-        if not plan.shared or "head" not in plan.shared:
-            is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
-            out = jnp.where(is_last, out, jnp.zeros_like(out))
-            out = jax.lax.psum(out, STAGE)
+        is_last = jax.lax.axis_index(STAGE) == plan.schedule.num_ranks - 1
+        out = jax.lax.psum(jnp.where(is_last, out, jnp.zeros_like(out)), STAGE)
         return out.reshape(-1, choice.max_new_tokens)
 
     return run_on_ranks(plan, model, plan.forward, body, plan.axes.row_spec)(weights, batch, draw)
@@ -223,10 +233,41 @@ def _prefilled(
     return shortest // calls, calls
 
 
+def _with_cache_types(state: RankState, inputs: Tree) -> RankState:
+    """The state with caches that vary over the mesh axes over which what is written to them does.
+
+    On a mesh with ``tensor`` a rank writes keys and values of its own heads to caches that begin as
+    the same zeros everywhere; the kernel's types tell the two apart. One cache may feed another, so
+    this is repeated until nothing changes.
+    """
+    while True:
+        found, made = _local_models(state, inputs)
+        seats = found.model.stages
+        wider = with_types_of_writes(found, [(seats[own[0]], local) for own, local in made])
+        if wider is None:
+            return state
+        state = replace(state, weights=wider)
+
+
 def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[Held, list[Kind]]:
     """A rank's model for calls of one width, with caches that may hold something already."""
-    batch = Batch(inputs, (), {})
-    state, activations = follow(replace(state, batch=batch))
+    state, made = _local_models(state, inputs)
+    seats = state.model.stages
+    if held is None:
+        usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
+        usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
+        held = Held(state, usages, made[0][1].ends_usage(), M, again=False, each=True)
+    kinds = []
+    for own, local in _local_models(replace(state, held=held), inputs)[1]:
+        kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
+    return held, kinds
+
+
+def _local_models(
+    state: RankState, inputs: Tree
+) -> tuple[RankState, list[tuple[list[int], LocalModel]]]:
+    """A rank's model of each kind of stages, with the numbers of these; and the state they have."""
+    state, activations = follow(replace(state, batch=Batch(inputs, (), {})))
     x, *others = activations.types
     if any(signature(y) != signature(x) for y in others):
         raise ValueError(
@@ -240,27 +281,15 @@ def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[H
     for k, seat in enumerate(seats):
         members.setdefault((seat.chunk, state.code(seat)), []).append(k)
 
-    def make(state: RankState) -> list[tuple[list[int], LocalModel]]:
-        return [
-            (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x))
-            for own in members.values()
-        ]
-
-    if held is None:
-        made = make(state)
-        usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
-        usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
-        held = Held(state, usages, made[0][1].ends_usage(), M, again=False, each=True)
-    kinds = []
-    for own, local in make(replace(state, held=held)):
-        kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))
-    return held, kinds
+    return state, [
+        (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x)) for own in members.values()
+    ]
 
 
 def _in_a_loop(pipe: Any) -> Any:
     """The pipeline, or one with its weights in whose placement messages travel in a ring.
 
-    Its layout is found once, and with it what is compiled for it.
+    Its plan is made once, and kept beside that of the pipeline with what is compiled for it.
     """
     plan = pipe.plan
     if plan.schedule.placement == loop_placement(plan.schedule.num_stages, plan.schedule.num_ranks):
@@ -269,16 +298,25 @@ def _in_a_loop(pipe: Any) -> Any:
     if (like := plan.traces.jitted.get("in a loop")) is None:
         like = plan.traces.jitted["in a loop"] = typed(pipe).replace(**changes)
     found = with_weights_of(pipe, like)
-    return pipe.replace(**changes) if found is None else found
+    if found is None:  # stages share storage, or move to other devices: they are laid out anew
+        found = pipe.replace(**changes)
+        found.plan = like.plan
+    return found
 
 
 def _check_pipe(pipe: Any) -> None:
-    plan = pipe.plan
-    others = sorted(plan.axes.others)
-    if others:
+    auto, positions = pipe.plan.auto_axes, pipe.plan.axes.positions
+    if positions:
         raise ValueError(
-            f"generate() runs on meshes of 'stage' and 'data', and this one has "
-            f"{', '.join(map(repr, others))}; use pipe.replace(mesh=...) with one of those axes"
+            f"generate() of a model with caches feeds one position at a time, and this mesh splits "
+            f"positions over {' and '.join(map(repr, positions))}; use pipe.replace(mesh=...) with "
+            f"a mesh of the other axes"
+        )
+    if auto:
+        raise ValueError(
+            f"generate() of a model with caches runs where the kernel has every mesh axis in its "
+            f"own hands, and auto_axes={auto!r} leaves {' and '.join(map(repr, auto))} to the "
+            f"compiler; use pipe.replace(auto_axes=(), mesh=...) with a mesh of the other axes"
         )
 
 

@@ -1,6 +1,6 @@
 """The next token, of logits: the likeliest, or one that is drawn.
 
-Letters: N words, S ranks with n words each. Drawing is by Gumbel noise: the largest of
+Letters: N words, R ranks with n words each. Drawing is by Gumbel noise: the largest of
 logit / temperature + noise has the probabilities of a softmax. So what is drawn is a maximum, which
 ranks that share the words find together from a few numbers each.
 """
@@ -27,6 +27,26 @@ class Choosing(Protocol):
     def nucleus(self) -> bool:
         """True if only the likeliest words with a given share of all are drawn."""
         ...
+
+
+class _Own(NamedTuple):
+    """A rank's words among those that ranks share.
+
+    Attributes:
+      first: its first word.
+      words: how many all ranks have.
+      axes: the mesh axes of these ranks.
+    """
+
+    first: jax.Array
+    words: int
+    axes: tuple[str, ...]
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """[R, ...] the values of all ranks, in the order of their words."""
+        if self.axes == (STAGE,):  # over which all values of the kernel vary
+            return jax.lax.all_gather(x, STAGE)
+        return jax.lax.all_gather(x, self.axes, to="invarying")
 
 
 class _Of(NamedTuple):
@@ -67,7 +87,12 @@ def sample_rows(
 
 
 def sample_shared(
-    logits: jax.Array, keys: jax.Array | None, draw: Draw, choice: Choosing, words: int
+    logits: jax.Array,
+    keys: jax.Array | None,
+    draw: Draw,
+    choice: Choosing,
+    words: int,
+    axes: tuple[str, ...] = (STAGE,),
 ) -> jax.Array:
     """Draw from [b, n] logits of this rank's words; all ranks find the same token.
 
@@ -77,10 +102,11 @@ def sample_shared(
       draw: temperature and share.
       choice: which words may be drawn.
       words: N.
+      axes: mesh axes whose ranks share the words: row-major, each with n of them.
     """
-    first = jax.lax.axis_index(STAGE) * logits.shape[-1]
-    value, token = _best(logits, keys, draw, choice, first=first, words=words)
-    values, tokens = (jax.lax.all_gather(x, STAGE) for x in (value, token))  # [S, b]
+    own = _Own(jax.lax.axis_index(axes) * logits.shape[-1], words, axes)
+    value, token = _best(logits, keys, draw, choice, own)
+    values, tokens = (own.gather(x) for x in (value, token))  # [R, b]
     return jnp.take_along_axis(tokens, values.argmax(axis=0)[None], axis=0)[0]
 
 
@@ -89,46 +115,44 @@ def _best(
     keys: jax.Array | None,
     draw: Draw,
     choice: Choosing,
-    *,
-    first: jax.Array | None = None,
-    words: int | None = None,
+    own: _Own | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """[b] the largest number among [b, n] columns, and its word; the first of equals."""
-    z, each, is_shared = logits.astype(jnp.float32), logits.shape[-1], first is not None
+    z, each = logits.astype(jnp.float32), logits.shape[-1]
     if keys is not None:
         if choice.top_k:
-            z = jnp.where(z >= _least(z, choice.top_k, shared=is_shared), z, -jnp.inf)
+            z = jnp.where(z >= _least(z, choice.top_k, own), z, -jnp.inf)
         z = z / draw[0]
         if choice.nucleus:
-            z = jnp.where(z >= _least_of_nucleus(z, draw[1], shared=is_shared), z, -jnp.inf)
-        z = z + jax.vmap(lambda key: _noise(key, each, first, words))(keys)
+            z = jnp.where(z >= _least_of_nucleus(z, draw[1], own), z, -jnp.inf)
+        z = z + jax.vmap(lambda key: _noise(key, each, own))(keys)
     token = z.argmax(axis=-1).astype(jnp.int32)
     value = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
-    return value, token if first is None else token + first.astype(jnp.int32)
+    return value, token if own is None else token + own.first.astype(jnp.int32)
 
 
-def _least(z: jax.Array, top_k: int, *, shared: bool) -> jax.Array:
+def _least(z: jax.Array, top_k: int, own: _Own | None) -> jax.Array:
     """[b, 1] the smallest logit that may be drawn."""
     found = jax.lax.top_k(z, min(top_k, z.shape[-1]))[0]
-    if shared:
-        found = jnp.moveaxis(jax.lax.all_gather(found, STAGE), 0, 1).reshape(z.shape[0], -1)
+    if own is not None:
+        found = jnp.moveaxis(own.gather(found), 0, 1).reshape(z.shape[0], -1)
         found = jax.lax.top_k(found, min(top_k, found.shape[-1]))[0]
     return found[:, -1:]
 
 
-def _least_of_nucleus(z: jax.Array, top_p: Any, *, shared: bool) -> jax.Array:
+def _least_of_nucleus(z: jax.Array, top_p: Any, own: _Own | None) -> jax.Array:
     """[b, 1] the smallest logit of the likeliest words that have a share of all."""
-    if shared:
-        z = jnp.moveaxis(jax.lax.all_gather(z, STAGE), 0, 1).reshape(z.shape[0], -1)
+    if own is not None:
+        z = jnp.moveaxis(own.gather(z), 0, 1).reshape(z.shape[0], -1)
     z = jnp.sort(z, axis=-1, descending=True)
     shares = jax.nn.softmax(z, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # of words that are likelier
     return jnp.where(before < top_p, z, jnp.inf).min(axis=-1, keepdims=True)
 
 
-def _noise(key: jax.Array, each: int, first: jax.Array | None, words: int | None) -> jax.Array:
+def _noise(key: jax.Array, each: int, own: _Own | None) -> jax.Array:
     """Gumbel noise of a rank's words: the part of that of all words."""
-    if first is None or words is None:
+    if own is None:
         return jax.random.gumbel(key, (each,))
-    noise = jax.random.gumbel(key, (words,))
-    return jax.lax.dynamic_slice(jnp.pad(noise, (0, each)), (first,), (each,))
+    noise = jax.random.gumbel(key, (own.words,))
+    return jax.lax.dynamic_slice(jnp.pad(noise, (0, each)), (own.first,), (each,))

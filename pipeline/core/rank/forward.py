@@ -133,7 +133,7 @@ class Forward:
     def writes(self) -> bool:
         """True if a stage's forward writes any of it."""
         held = self.state.held
-        return held is not None and held.writes[id(self._seat)]
+        return held is not None and held.writes[self._seat.rank, self._seat.chunk]
 
     def stage_usage(self) -> Usage:
         """Find how a stage uses the state that it may write."""

@@ -56,12 +56,11 @@ class Held:
         self._state, self._model = state, state.model
         self._rests = [jax.tree.leaves(rest) for rest in state.weights.chunks_rest]
         self._ends = jax.tree.leaves(state.weights.ends_rest)
-        self.writes: dict[int, bool] = {}  # by the seats of stages
+        self.writes: dict[tuple[int, int], bool] = {}  # of a stage, by its rank and chunk
         kept: set[Place] = set()
         for seat, (written, read) in zip(self._model.stages, usages, strict=True):
-            self.writes[id(seat)] = any(written)
-            spots = [spot for of in self._spots(seat) for spot in of]
-            for spot, a, b in zip(spots, written, read, strict=True):
+            self.writes[seat.rank, seat.chunk] = any(written)
+            for spot, a, b in zip(state_spots(state, seat), written, read, strict=True):
                 kept |= {(seat.chunk, spot.cell)} if a and b else set()
         declared = self._model.declared
         for n, a, b in zip(declared.ends_cells, *ends, strict=True):
@@ -85,22 +84,6 @@ class Held:
         chunk, n = place
         found: jax.Array = self._ends[n] if chunk is None else self._rests[chunk][n]
         return found
-
-    def _spots(self, seat: Any) -> list[list[Spot]]:
-        """Places of the leaves of each declared variable of a stage, in the order of its state."""
-        rest = self._state.weights.chunks_rest[seat.chunk]
-        if seat.views is None:
-            spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
-            numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
-        else:
-            spots = list(seat.views.rest.spots)
-            numbers = jax.tree.unflatten(seat.views.rest.treedef, range(len(spots)))
-        flat = nnx.to_flat_state(numbers)
-        return [
-            [spots[n] for n in jax.tree.leaves(of)]
-            for path, of in flat
-            if path in seat.definition.state
-        ]
 
     def leaves(self, chunk: int | None, microbatch: Any, *, now: bool) -> Leaves:
         """Read a chunk's non-parameter state, or that of the ends, as a microbatch must see it.
@@ -130,7 +113,7 @@ class Held:
           values: of its declared variables, in the order of its state.
           real: whether it is to be left, perhaps traced.
         """
-        spots = [spot for of in self._spots(seat) for spot in of]
+        spots = state_spots(self._state, seat)
         leaves = [leaf for of in values for leaf in of]
         for v in range(len(self._rests)) if not isinstance(chunk, int) else [chunk]:
             yes = real if isinstance(chunk, int) else (chunk == v) & real
@@ -235,6 +218,20 @@ class Held:
             paths = state_paths(rest, seat.definition.state)
             _, values = seat.definition.update(hook, params, rest, paths=paths)
             self.write(seat, seat.chunk, 0, values, real=mine)
+
+
+def state_spots(state: RankState, seat: Any) -> list[Spot]:
+    """The places of the leaves of a stage's declared variables, in the order of its state."""
+    rest = state.weights.chunks_rest[seat.chunk]
+    if seat.views is None:
+        spots = [Spot(n, None, x.shape) for n, x in enumerate(jax.tree.leaves(rest))]
+        numbers = jax.tree.unflatten(jax.tree.structure(rest), range(len(spots)))
+    else:
+        spots = list(seat.views.rest.spots)
+        numbers = jax.tree.unflatten(seat.views.rest.treedef, range(len(spots)))
+    flat = nnx.to_flat_state(numbers)
+    declared = [of for path, of in flat if path in seat.definition.state]
+    return [spots[n] for of in declared for n in jax.tree.leaves(of)]
 
 
 def state_paths(rest: Tree, state: frozenset[Any]) -> list[Any]:
