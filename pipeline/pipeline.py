@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from pipeline.base.arguments import DataParallel
+from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
@@ -24,31 +24,24 @@ from pipeline.core.kernel.nans import watched
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.layerwise.convert import from_layers, to_layers
 from pipeline.core.layerwise.layout import Layout, check_layout, mark, types_of
-from pipeline.core.layerwise.replace import check_changes, refusal, replaced, typed
+from pipeline.core.layerwise.replace import check_changes, refusal, replaced
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
-from pipeline.core.model.ends import Mode
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
-from pipeline.core.model.loss import LossFn, check_has_aux
+from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Model
 from pipeline.core.model.randomness import counting
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
-from pipeline.core.options.checks import (
-    Bubbles,
-    Gather,
-    Remat,
-    check_functions,
-    check_microbatches,
-    check_scale,
-)
+from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
+from pipeline.core.options.options import Arguments, Options, Parts
 from pipeline.core.options.plan import Plan
-from pipeline.core.options.resolve import make_plan
+from pipeline.core.options.resolve import make_plan, with_microbatches
 from pipeline.core.sharding import meshes
 from pipeline.core.sharding.fit import warn_of_no_names, warn_of_undivided_weights
 from pipeline.core.sharding.paths import Asked
-from pipeline.core.sharding.placement import Placement, Sharding
+from pipeline.core.sharding.placement import Placement
 from pipeline.core.trained.copies import Copies
 from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.core.trained.outside import warn_of_parameters_read_from_outside
@@ -65,7 +58,7 @@ from pipeline.insight.forecast.step_memory import describe_step
 from pipeline.insight.profile import trace
 from pipeline.layers.weights import check_layers
 from pipeline.processes.replicas import check_replicas
-from schedules import Costs, Report, Schedule
+from schedules import Report, Schedule
 
 
 class Pipeline(nnx.Module):
@@ -73,71 +66,6 @@ class Pipeline(nnx.Module):
 
     Letters: S ranks on the mesh axis ``stage``, K stages, V = K // S chunks per rank, M
     microbatches, D data shards, N rows of a batch.
-
-    Args:
-      stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes
-        what the stage before it returns; ``x`` may be a pytree. Stages may differ in structure and
-        in what they return; where they are alike, all ranks share their code and a rank stores
-        them as they are. The pipeline holds copies: the modules given here, and embed and head,
-        stay as they are, untrained, and what is written to them later it does not see.
-      num_microbatches: M; a batch of N rows is split into M * D equal parts.
-      schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
-        stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
-        the path of a CSV timetable; or None to choose one.
-      mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
-        devices as share K stages equally.
-      embed: a module or function of one microbatch of inputs; makes the first stage's input.
-      head: a module or function of the last stage's output; makes what the user sees.
-      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
-        module is trained as embed and head are, with which it may share parameters.
-      remat: "stage" keeps each stage's input and runs its forward again in the backward; None
-        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
-        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
-      bubbles: "skip" branches around idle slots; "masked" computes through them without any
-        conditional.
-      pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
-        default the fastest on this mesh.
-      delayed: whether a message between ranks travels beside the work of the slot after its own,
-        which hides exchanges that are no longer than that work; an edge takes one slot more.
-      param_dtype: in which parameters are kept; None keeps them as they are.
-      compute_dtype: to which parameters and activations are cast before they are used, such as
-        jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and
-        extras, has the dtype that the model gives it.
-      grad_dtype: in which gradients are summed over microbatches and data shards: None for each
-        weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
-        jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
-        of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
-      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
-        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
-      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
-      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
-        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
-        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
-      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
-        CPU devices bubbles are then masked.
-      vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
-        `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
-        ranks, which share the work on every microbatch. Losses are then a
-        `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
-      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
-        CPU is nothing. A step predicted to exceed it warns before it is compiled.
-      ignore: names of attributes that make no difference to what a stage computes, such as
-        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
-        have the value of the first; `stages()` gives each its own back.
-      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
-        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
-        is frozen has no gradient, and stages before the first that is trained no backward.
-      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
-        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
-        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
-        repeats; embed and head count nothing.
-      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
-        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
-        ascending order; where they write it in a call, the pipeline has the new values behind it.
-        Data shards have rows of their own: of floats the result is the mean over ``data``, of
-        integers what it was and the sum of what all shards have added.
-      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
-        its microbatches are through, and may write declared state.
 
     Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
     each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
@@ -154,102 +82,60 @@ class Pipeline(nnx.Module):
       ValueError: options that do not fit each other; the message says which and what to do.
     """
 
-    def __init__(
-        self,
-        stages: Any,
-        num_microbatches: int,
-        *,
-        schedule: Any = None,
-        mesh: Mesh | None = None,
-        embed: Any = None,
-        head: Any = None,
-        loss_fn: LossFn | None = None,
-        remat: Remat = "stage",
-        bubbles: Bubbles = "skip",
-        pattern: str | None = None,
-        delayed: bool = False,
-        param_dtype: Any = None,
-        compute_dtype: Any = None,
-        grad_dtype: Any = None,
-        data_parallel: DataParallel = "replicated",
-        gather: Gather = "step",
-        sharding: Sharding | None = None,
-        auto_axes: Sequence[str] = (),
-        vocabulary: Mode = "ends",
-        memory_limit: int | None = None,
-        ignore: Sequence[str] = (),
-        wrt: nnx.filterlib.Filter = nnx.Param,
-        costs: Costs | Calibration | None = None,
-        state: nnx.filterlib.Filter | None = None,
-        after_step: Callable[[Any], None] | None = None,
-    ) -> None:
-        options = {name: value for name, value in locals().items() if name in _REMEMBERED}
+    __signature__ = ConstructorSignature()
+
+    @takes(Arguments, "Pipeline()")
+    def __init__(self, arguments: Arguments) -> None:
+        options, stages = arguments.options, arguments.stages
+        embed, head, loss_fn = arguments.embed, arguments.head, arguments.loss_fn
         was_made = hasattr(self, "plan")  # `replace` lays a pipeline out anew
-        check_functions(sharding=sharding)
         check_kinds(stages, embed=embed, head=head, loss_fn=loss_fn)
         given_stages, count = stages, count_stages(stages)
         _check_nested([stages] if is_stacked(stages) else stages, embed=embed, head=head)
-        model = signature_of(
-            stages,
-            embed,
-            head,
-            remat=remat,
-            compute_dtype=check_dtype("compute_dtype", compute_dtype),
-            param_dtype=check_dtype("param_dtype", param_dtype),
-        )
-        known, costs_from = costs_for(costs, model)
+        param_dtype = check_dtype("param_dtype", options.param_dtype)
+        dtypes = {
+            "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
+            "param_dtype": param_dtype,
+        }
+        model = signature_of(stages, embed, head, remat=options.remat, **dtypes)
+        known, costs_from = costs_for(options.costs, model)
         self.plan = plan = make_plan(
+            options,
             count,
-            num_microbatches,
-            schedule=schedule,
-            mesh=mesh,
             embed=embed,
             head=head,
             loss_fn=loss_fn,
-            remat=remat,
-            bubbles=bubbles,
-            pattern=pattern,
-            delayed=delayed,
-            compute_dtype=compute_dtype,
-            grad_dtype=grad_dtype,
-            data_parallel=data_parallel,
-            gather=gather,
-            auto_axes=auto_axes,
-            vocabulary=vocabulary,
-            memory_limit=memory_limit,
-            wrt=wrt,
-            state=state,
-            after_step=after_step,
             costs=known,
             costs_from=costs_from,
             signature=model,
-            options=options,
         )
         if is_stacked(stages) and check_stack(stages) == "unknown":
             self.plan.traces.stack = count
-        if not was_made and mesh is None and meshes.default_mesh() is None:
-            warn_of_idle_devices(schedule, plan.mesh, count)
+        if not was_made and options.mesh is None and meshes.default_mesh() is None:
+            warn_of_idle_devices(options.schedule, plan.mesh, count)
         warn_of_parameters_read_from_outside(
             [stages] if is_stacked(stages) else stages, embed=embed, head=head, loss_fn=loss_fn
         )
         stages, ends = unshared(stages, embed, head, loss_fn)
-        stages, self.ignored = ignoring(stages, ignore)
+        stages, self.ignored = ignoring(stages, options.ignore)
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
         check_layers(given, plan.mesh, plan.auto_axes)
-        asked = None if sharding is None else Asked(sharding, variables_of(stages, ends))
+        named, asked = options.sharding, None
+        if named is not None:
+            asked = Asked(named, variables_of(stages, ends))
         if not was_made:
             warn_of_no_names(asked)
-        placement = Placement(plan.home, plan.axes, data_parallel, asked)
+        placement = Placement(plan.home, plan.axes, plan.data_parallel, asked)
         self.chunks = nnx.List(make_chunks(stages, placement, plan.schedule.stages_of))
         self.ends = make_ends(ends, placement, plan.shared)
-        keep_params_in(self, check_dtype("param_dtype", param_dtype))
+        keep_params_in(self, param_dtype)
         check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
         warn_of_undivided_weights(self, plan.mesh, plan.axes, given)
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)
-        if state is not None:
+        if plan.state is not None:
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
@@ -259,7 +145,7 @@ class Pipeline(nnx.Module):
         hold(plan, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "stages" or name in _OPTIONS:
+        if name in _ARGUMENTS:
             raise AttributeError(refusal(name))
         super().__setattr__(name, value)
 
@@ -267,7 +153,7 @@ class Pipeline(nnx.Module):
         """Fields that `print` shows, here or within another module; `describe` shows more."""
         sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
         yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
-        for name, text in summary(self, _DEFAULTS).items():
+        for name, text in summary(self).items():
             yield nnx.reprlib.Attr(name, text, use_raw_value=True)
 
     @property
@@ -606,7 +492,7 @@ class Pipeline(nnx.Module):
           TypeError: ``stages``, or no option of a pipeline.
           ValueError: as the constructor.
         """
-        check_changes(options, _OPTIONS)
+        check_changes(options)
         return replaced(self, options, Pipeline.__init__)
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
@@ -700,14 +586,15 @@ class Pipeline(nnx.Module):
             return self.plan
         known = self.plan.traces.plans
         if num_microbatches not in known:
-            check_microbatches(num_microbatches)
-            plan = typed(self).replace(num_microbatches=num_microbatches).plan
+            plan = with_microbatches(self.plan, num_microbatches)
             if plan.schedule.stages_of != self.schedule.stages_of:
                 raise ValueError(
                     f"num_microbatches={num_microbatches} of a call: the schedule that is chosen "
                     f"for it, {plan.schedule.name!r}, places stages otherwise; name a schedule, or "
                     f"use pipe.replace(num_microbatches={num_microbatches})"
                 )
+            if plan.state is not None:
+                check_order(plan.schedule)
             known[num_microbatches] = plan
         return known[num_microbatches]
 
@@ -760,10 +647,10 @@ class Pipeline(nnx.Module):
         return self._trained_by(wrt)[1]
 
 
-_PARAMETERS = inspect.signature(Pipeline.__init__).parameters
-_OPTIONS = tuple(_PARAMETERS)[2:]  # but self and stages
-_DEFAULTS = {name: _PARAMETERS[name].default for name in _OPTIONS[_OPTIONS.index("remat") :]}
-_REMEMBERED = frozenset(_OPTIONS) - {"embed", "head"}  # which the pipeline has
+_ARGUMENTS = described(Parts, Options)
+Pipeline.__doc__ = inspect.cleandoc(Pipeline.__doc__ or "").replace(
+    "\n\nAttributes:", "\n".join(["\n\nArgs:", *_ARGUMENTS.values(), "\nAttributes:"])
+)
 
 
 def _check_nested(stages: Any, **ends: Any) -> None:

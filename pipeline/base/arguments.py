@@ -1,10 +1,19 @@
-"""Types of arguments: whole numbers and numbers, of which a bool is neither; and choices."""
+"""Types and names of arguments, and functions whose arguments are the fields of a dataclass."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
+
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Owner = TypeVar("Owner")
 
 DataParallel = Literal["replicated", "zero1", "fsdp"]  # how weights lie over data shards
 
@@ -24,3 +33,80 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
 def is_number(value: Any) -> bool:
     """Tell whether a value is an integer or a float, such as a number of seconds; NaN is one."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def hint_at(word: str, known: Iterable[str]) -> str:
+    """A hint at the name that was meant."""
+    known = sorted(set(known))
+    near = difflib.get_close_matches(word, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known)}" if 0 < len(known) <= 12 else ""
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check that all options of a call exist.
+
+    Raises:
+      TypeError: some do not; it names them, and of each the nearest option.
+    """
+    known = list(known)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        every = f"; its options are {', '.join(known)}"
+        faults = [f"{function} has no option {n!r}{hint_at(n, known) or every}" for n in unknown]
+        raise TypeError("\n".join(faults))
+
+
+def takes(
+    kind: Callable[P, Given], function: str
+) -> Callable[[Callable[[Owner, Given], None]], Callable[Concatenate[Owner, P], None]]:
+    """Decorate a method of one argument, a dataclass, to take the fields of the dataclass.
+
+    Args:
+      kind: the dataclass. Signature, defaults and types of the method are those of its fields.
+      function: the name of the method in errors.
+    """
+    signature = inspect.signature(kind)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def decorate(method: Callable[[Owner, Given], None]) -> Callable[Concatenate[Owner, P], None]:
+        @functools.wraps(method)
+        def call(self: Owner, /, *args: P.args, **options: P.kwargs) -> None:
+            check_names(function, options, signature.parameters)
+            try:
+                signature.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{function}: {error}") from None
+            return method(self, kind(*args, **options))
+
+        parameters = [own, *signature.parameters.values()]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return call
+
+    return decorate
+
+
+class ConstructorSignature:
+    """The signature of a class is the one of its constructor, also below a metaclass.
+
+    An instance has no signature of this name, so that `inspect` reads that of its ``__call__``.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any]) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        found = inspect.signature(owner.__init__)
+        return found.replace(parameters=list(found.parameters.values())[1:])
+
+
+def described(*kinds: type[Any]) -> dict[str, str]:
+    """The texts of the fields of dataclasses, as the section "Attributes" has them, by name."""
+    found = {}
+    for kind in kinds:
+        section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
+        for entry in re.split(r"^(?=  \w+: )", section, flags=re.MULTILINE):
+            if entry.strip():
+                found[entry.split(":")[0].strip()] = entry.rstrip()
+    return found

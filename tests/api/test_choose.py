@@ -142,7 +142,7 @@ def test_costs_given_are_those_of_the_bubble_and_of_the_choice():
     assert pipe.describe().splitlines()[5] == (
         f"predicted bubble at the costs given: a step loses {want:.1%} in lockstep"
     )
-    assert pipe.replace(costs=None).plan.costs == make().plan.costs
+    assert pipe.replace(costs=None).plan.durations == make().plan.durations
 
 
 def test_auto_searches_for_the_program_under_the_clock_of_the_mesh():

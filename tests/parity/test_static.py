@@ -64,8 +64,8 @@ def test_a_plan_is_data():
     assert [name for name, v in values.items() if isinstance(v, (list, dict, set))] == []
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.remat = None
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        plan.options["remat"] = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.options.remat = None
 
 
 @pytest.mark.few

@@ -10,18 +10,22 @@ Letters: S ranks, K stages, V chunks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pipeline.base.arguments import check_names
 from pipeline.base.tree import is_abstract
 from pipeline.base.variables import raw, with_value
 from pipeline.core.model.stage import Ends, check_kinds
 from pipeline.core.model.unlike import Overlaid
+from pipeline.core.options.options import Options
 from pipeline.core.sharding.distribute import distribute
 from pipeline.core.sharding.placement import as_before
 
@@ -29,7 +33,7 @@ Pick = tuple[int, int]  # where a stage was: its rank and its chunk
 _ENDS = "embed", "head", "loss_fn"
 
 
-def check_changes(changes: Mapping[str, Any], options: Sequence[str]) -> None:
+def check_changes(changes: Mapping[str, Any]) -> None:
     """Check that only options of a pipeline are to be changed.
 
     Raises:
@@ -40,12 +44,7 @@ def check_changes(changes: Mapping[str, Any], options: Sequence[str]) -> None:
             "replace(stages=...): replace() keeps the stages with their weights; for others make "
             "another Pipeline(stages, ...)"
         )
-    unknown = [repr(name) for name in changes if name not in options]
-    if unknown:
-        raise TypeError(
-            f"replace() takes options of Pipeline, which are {', '.join(options)}; it was given "
-            f"{' and '.join(unknown)}"
-        )
+    check_names("replace()", changes, (*_ENDS, *(one.name for one in fields(Options))))
 
 
 def refusal(name: str) -> str:
@@ -69,7 +68,8 @@ def replaced(pipe: Any, changes: Mapping[str, Any], make: Callable[..., None]) -
       changes: options, and perhaps embed and head.
       make: ``make(pipe, stages, **options)``, the constructor of `Pipeline`.
     """
-    options = pipe.plan.options | {k: v for k, v in changes.items() if k not in _ENDS}
+    changed = {name: value for name, value in changes.items() if name not in _ENDS}
+    options = dataclasses.replace(pipe.plan.options, **changed).to_dict()
     new = nnx.merge(*nnx.split(pipe), copy=True)  # with what the user has added
 
     def lay_out(whole: Any, ends: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def _filled(
 
 
 def ends_of(pipe: Any) -> dict[str, Any]:
-    """Embed and head as they were before they were placed."""
+    """Embed, head and loss as they were before they were placed."""
     graphdef, state = nnx.split(pipe.ends)
     ends = nnx.merge(graphdef, as_before(state))
     for name in pipe.plan.shared:  # behind the last word there may be rows of zeros
@@ -122,7 +122,7 @@ def ends_of(pipe: Any) -> dict[str, Any]:
             shape = end.words, *table.shape[1:]
             cut = jax.ShapeDtypeStruct(shape, table.dtype) if is_abstract(table) else None
             end.table.set_value(table[: end.words] if cut is None else cut)
-    return _held(ends)
+    return {"loss_fn": pipe.plan.loss_fn} | _held(ends)
 
 
 def _held(ends: Ends) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from pipeline.core.model.stage import Ends
 from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, VocabularyHead
 from schedules.clocks.shared import Shared
 
-Mode = Literal["ends", "stage"]
 _REMEDY = {  # for what does more than the class that ranks can share
     "embed": "let the first stage do the rest",
     "head": "do the rest in its norm= or its features()",
@@ -73,13 +72,8 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     """Choose the ends that all ranks share.
 
     Raises:
-      ValueError: an unknown mode, or ends that cannot be split by vocabulary.
+      ValueError: ends that cannot be split by vocabulary.
     """
-    if mode not in ("ends", "stage"):
-        raise ValueError(
-            f"vocabulary={mode!r}: must be 'ends', embed on the first rank and head on the last, "
-            f"or 'stage', both split by vocabulary over all ranks"
-        )
     if mode == "ends":
         return ()
     kinds = {"embed": VocabularyEmbedding, "head": VocabularyHead}

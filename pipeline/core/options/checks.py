@@ -18,6 +18,7 @@ from pipeline.base.tree import real, shape_text
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
 Gather = Literal["step", "action"]
+Vocabulary = Literal["ends", "stage"]
 
 
 def check_microbatches(num_microbatches: Any) -> int:
@@ -31,15 +32,28 @@ def check_microbatches(num_microbatches: Any) -> int:
     return found
 
 
-def check_options(remat: Any, bubbles: Any) -> None:
-    """Raise ValueError for an option that cannot be."""
+def check_remat(remat: Any) -> None:
+    """Raise ValueError for anything that does not say what a forward keeps for its backward."""
     if not (remat in ("stage", "gathered", None) or callable(remat)):
         raise ValueError(
             f"remat={remat!r}: must be 'stage', 'gathered', None, or a jax.checkpoint policy such "
             f"as jax.checkpoint_policies.dots_saveable"
         )
-    if bubbles not in ("skip", "masked"):
-        raise ValueError(f"bubbles={bubbles!r}: must be 'skip' or 'masked'")
+
+
+def check_word(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raise ValueError for an option that is none of its words."""
+    if value not in words:
+        raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, words))}")
+
+
+def check_vocabulary(vocabulary: Any) -> None:
+    """Raise ValueError for an unknown way to hold the vocabulary."""
+    if vocabulary not in ("ends", "stage"):
+        raise ValueError(
+            f"vocabulary={vocabulary!r}: must be 'ends', embed on the first rank and head on the "
+            f"last, or 'stage', both split by vocabulary over all ranks"
+        )
 
 
 def check_functions(**functions: Any) -> None:
@@ -73,12 +87,8 @@ def check_scale(loss_scale: Any) -> jax.Array | None:
     return jnp.asarray(float(loss_scale) if is_number else loss_scale, real())
 
 
-def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> tuple[str, ...]:
-    """The axes left to the compiler.
-
-    Raises:
-      ValueError: an axis that the mesh lacks or that the kernel needs, or an unknown option.
-    """
+def check_data_parallel(data_parallel: Any, gather: Any) -> None:
+    """Raise ValueError for an unknown way to shard over ``data``, or to gather what is sharded."""
     if data_parallel not in ("replicated", "zero1", "fsdp"):
         raise ValueError(
             f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "
@@ -89,20 +99,33 @@ def check_axes(mesh: Mesh, auto_axes: Any, data_parallel: Any, gather: Any) -> t
             f"gather={gather!r} with data_parallel={data_parallel!r}: must be 'step', or 'action' "
             f"with data_parallel='fsdp', whose weights every action may gather for itself"
         )
+
+
+def check_axes(auto_axes: Any) -> tuple[str, ...]:
+    """The names of the axes left to the compiler; ValueError for anything but a sequence."""
     if isinstance(auto_axes, str) or not isinstance(auto_axes, Sequence):
         raise ValueError(f"auto_axes={auto_axes!r}: must be a tuple of axes, such as ('tensor',)")
+    return tuple(auto_axes)
+
+
+def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes left to the compiler, checked against the mesh.
+
+    Raises:
+      ValueError: an axis that the mesh lacks or that the kernel needs.
+    """
     for axis in auto_axes:
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"auto_axes={tuple(auto_axes)!r}: the mesh has no axis {axis!r}; its axes are "
+                f"auto_axes={auto_axes!r}: the mesh has no axis {axis!r}; its axes are "
                 f"{', '.join(map(repr, mesh.axis_names))}"
             )
         if axis in (STAGE, DATA):  # before there are roles
             raise ValueError(
-                f"auto_axes={tuple(auto_axes)!r}: a pipeline exchanges and reduces over {axis!r} "
+                f"auto_axes={auto_axes!r}: a pipeline exchanges and reduces over {axis!r} "
                 f"itself, so it cannot be left to the compiler; leave out {axis!r}"
             )
-    return tuple(auto_axes)
+    return auto_axes
 
 
 def check_limit(memory_limit: Any) -> int | None:

@@ -20,9 +20,7 @@ from pipeline.core.sharding.fit import outside
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
 from schedules.build import options, stages_per_rank
 from schedules.clocks.shared import Shared
-from schedules.clocks.ticks import check_pattern
 from schedules.core.action import Action, Kind
-from schedules.core.arguments import need
 from schedules.families.constructions.sizes import StagesPerRankError
 from schedules.schedule import from_orders
 
@@ -118,15 +116,10 @@ def choose_bubbles(bubbles: Bubbles, auto_axes: Sequence[str], *, partners: bool
 
 
 def choose_pattern(pattern: str | None, bubbles: str) -> str | None:
-    """The slots of a tick, None for the fastest.
-
-    Raises:
-      ScheduleError: no such pattern.
-    """
+    """The slots of a tick, None for the fastest."""
     if pattern is None:
         # Without conditionals a slot computes every kind it may hold: keep F and B apart.
         return "paired" if bubbles == "masked" else None
-    check_pattern(pattern)
     return pattern
 
 
@@ -158,10 +151,8 @@ def choose_schedule(
       origin: why, if a timetable is given.
 
     Raises:
-      ScheduleError: unknown name, illegal timetable, or one made for other sizes; or
-        ``delayed`` is no bool.
+      ScheduleError: unknown name, illegal timetable, or one made for other sizes.
     """
-    need("delayed", delayed, bool, "give True or False")
     sizes: dict[str, Any] = {
         "num_ranks": num_ranks,
         "num_microbatches": num_microbatches,

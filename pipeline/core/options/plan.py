@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypedDict
 
-from flax import nnx
 from jax.sharding import Mesh
 
-from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import Axes
-from pipeline.base.precision import GradDtype
 from pipeline.core.model.loss import Loss
-from pipeline.core.options.checks import Bubbles, Gather, Remat
 from pipeline.core.options.choose import is_straight
 from pipeline.core.options.costs import own_costs
+from pipeline.core.options.options import Options
 from schedules import Costs
 from schedules.clocks.shared import Shared
 from schedules.lowering.lower import lower
@@ -65,63 +60,44 @@ class Traces:
     stack: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(Options):
     """The options of a pipeline, resolved. Compared by identity, as a compilation key.
+
+    Fields of `Options` that the user may leave open have the value that was chosen.
 
     Attributes:
       mesh: with an axis ``stage`` of S ranks and perhaps ``data``, all of them Auto.
-      home: the same with the axis types that state has.
       schedule: the timetable that runs.
-      loss_fn: the user's, or that it is a module; or None.
-      remat: "stage" keeps a stage's input, None its residuals, "gathered" these but for what ranks
-        gathered, a policy what it says.
-      bubbles: "skip" branches around idle slots, "masked" computes through them.
+      costs: how long actions take, as it was given; None for what follows from the program.
+      home: the mesh with the axis types that state has.
       why: one line on how the schedule was chosen.
-      pattern: the slots of a tick, or None for the fastest.
+      loss_fn: the user's, or that it is a module; or None.
       partners: exchanges keep only those ranks that they join, not all.
-      delayed: messages to other ranks travel beside the work of the slot after their own.
-      compute_dtype: to which parameters and activations are cast, or None.
-      grad_dtype: in which gradients are summed: None, "weights" or a dtype.
-      data_parallel: what is sharded over ``data``: nothing, gradients, or weights too.
-      gather: when weights sharded over ``data`` are made whole: once a step, or in every action.
       axes: the roles of the mesh's axes.
       shared: which of embed and head all ranks share.
-      memory_limit: bytes that a device may hold, or None for what its runtime says.
-      wrt: a filter, what is trained.
-      state: a filter, what stages may write; or None. after_step: what is done with it once a step.
-      given_costs: how long actions take, as it was given; None for what follows from the program.
-      costs_from: where it is from, in a few words.
+      costs_from: where the costs are from, in a few words.
       signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
-      options: those of the pipeline, as the user gave them.
+      options: the options as the user gave them.
       traces: what was found when its steps were traced; all else is never written.
     """
 
     mesh: Mesh
+    schedule: Schedule
+    costs: Costs | None = None
     home: Mesh
     axes: Axes
-    schedule: Schedule
-    loss_fn: Loss | None
-    remat: Remat
-    bubbles: Bubbles
     why: str
-    pattern: str | None = None
+    loss_fn: Loss | None
     partners: bool = False
-    delayed: bool = False
-    grad_dtype: GradDtype = None
-    data_parallel: DataParallel = "replicated"
-    gather: Gather = "step"
-    compute_dtype: Any = None
     shared: Shared = ()
-    memory_limit: int | None = None
-    wrt: Any = nnx.Param
-    state: Any = None
-    after_step: Any = None
-    given_costs: Costs | None = None
     costs_from: str = ""
     signature: Any = None
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    options: Options = field(repr=False)
     traces: Traces = field(default_factory=Traces, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check nothing: the options have been checked as they were given."""
 
     def forget(self) -> None:
         """Drop what can be made again: tables, and what was jitted."""
@@ -156,11 +132,6 @@ class Plan:
         return self.schedule.num_stages // self.schedule.num_ranks
 
     @property
-    def auto_axes(self) -> tuple[str, ...]:
-        """The mesh axes left to the compiler."""
-        return self.axes.auto
-
-    @property
     def tracks_varying(self) -> bool:
         """True if the kernel's types say over which mesh axes a value varies (``check_vma``).
 
@@ -176,16 +147,16 @@ class Plan:
         return {"partners": self.partners, "delayed": self.delayed}
 
     @property
-    def costs(self) -> Costs:
+    def durations(self) -> Costs:
         """Durations of actions: as given, or of this program in units of a forward pass."""
-        if self.given_costs is not None:
-            return self.given_costs
+        if self.costs is not None:
+            return self.costs
         return own_costs(self.schedule.num_stages, self.remat)
 
     @property
     def clock(self) -> dict[str, Any]:
         """Options for `simulate` that describe this program in lockstep."""
-        sizes = {"costs": self.costs, "pattern": self.pattern, "shared": self.shared}
+        sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}
         return {"clock": "lockstep", **sizes, **self.sends}
 
     @functools.cached_property
@@ -205,7 +176,7 @@ class Plan:
             self.schedule,
             keep=self.keep,
             pattern=self.pattern,
-            costs=self.costs,
+            costs=self.durations,
             shared=self.shared,
             **self.sends,
         )

@@ -1,31 +1,20 @@
-"""From what a user asks for to a plan: options checked, what was left open chosen."""
+"""From options to a plan: what was left open is chosen, for this mesh and these stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MappingProxyType
+import dataclasses
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from collectives import STAGE
-from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import find_axes
 from pipeline.base.precision import check_dtype
 from pipeline.core.backward.accumulate import check_grad_dtype
-from pipeline.core.model.ends import Mode, choose_shared
+from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
-from pipeline.core.options.checks import (
-    Bubbles,
-    Gather,
-    Remat,
-    check_axes,
-    check_functions,
-    check_limit,
-    check_microbatches,
-    check_options,
-)
+from pipeline.core.options.checks import check_axes_of
 from pipeline.core.options.choose import (
     choose_bubbles,
     choose_mesh,
@@ -35,97 +24,111 @@ from pipeline.core.options.choose import (
     read,
 )
 from pipeline.core.options.costs import check_costs, own_costs
+from pipeline.core.options.options import Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.sharding.meshes import default_mesh, with_types_in_force, without_types
+from schedules import Costs, Schedule
+from schedules.clocks.shared import Shared
 
 
 def make_plan(
+    options: Options,
     num_stages: int,
-    num_microbatches: int,
     *,
-    schedule: Any,
-    mesh: Mesh | None,
     embed: Any,
     head: Any,
     loss_fn: LossFn | None,
-    remat: Remat,
-    bubbles: Bubbles,
-    pattern: str | None,
-    delayed: bool,
-    compute_dtype: Any,
-    grad_dtype: Any,
-    data_parallel: DataParallel,
-    gather: Gather,
-    auto_axes: Sequence[str],
-    vocabulary: Mode,
-    memory_limit: int | None,
-    wrt: Any,
-    state: Any,
-    after_step: Any,
-    costs: Any,
+    costs: Costs | None,
     costs_from: str,
     signature: Any,
-    options: dict[str, Any],
 ) -> Plan:
-    """The plan of K stages; arguments as of `pipeline.Pipeline`, and what of them is remembered.
+    """The plan of K stages.
 
-    But ``costs`` are no calibration: ``costs_from`` says where they are from, and ``signature`` is
-    what a calibration of this pipeline would be of.
+    Args:
+      options: as the user gave them.
+      num_stages: K.
+      embed: as the user gave it, or its types.
+      head: as the user gave it, or its types.
+      loss_fn: as the user gave it, or its types.
+      costs: durations of ``options.costs``, which may be a calibration.
+      costs_from: where they are from.
+      signature: the model, for costs that are measured.
 
     Raises:
-      ValueError: options that do not fit each other.
+      ValueError: options that do not fit the mesh or the stages.
     """
-    num_microbatches = check_microbatches(num_microbatches)
-    check_options(remat, bubbles)
-    memory_limit = check_limit(memory_limit)
     costs = check_costs(costs, num_stages)
-    check_functions(loss_fn=loss_fn, embed=embed, head=head)
-    mesh = default_mesh() if mesh is None else mesh
-    schedule, origin = read(schedule)
-    mesh = without_types(choose_mesh(mesh, num_stages, schedule))
-    home = with_types_in_force(mesh)
+    # The mesh first: the rest depends on its ranks and on how they exchange messages.
+    mesh = default_mesh() if options.mesh is None else options.mesh
+    given = read(options.schedule)
+    mesh = without_types(choose_mesh(mesh, num_stages, given[0]))
     partners = not exchanges_are_barriers(mesh)
-    axes = find_axes(mesh, check_axes(mesh, auto_axes, data_parallel, gather))
-    bubbles = choose_bubbles(bubbles, axes.auto, partners=partners)
-    pattern = choose_pattern(pattern, bubbles)
-    shared = choose_shared(vocabulary, embed, head, loss_fn)
-    if mesh.shape[STAGE] == 1:  # alone with all words
+    axes = find_axes(mesh, check_axes_of(mesh, tuple(options.auto_axes)))
+    bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
+    shared = choose_shared(options.vocabulary, embed, head, loss_fn)
+    if mesh.shape[STAGE] == 1:  # one rank holds the whole vocabulary
         shared = ()
-    timetable, why = choose_schedule(
+    chosen: dict[str, Any] = {
+        "mesh": mesh,
+        "partners": partners,
+        "pattern": choose_pattern(options.pattern, bubbles),
+        "costs": costs,
+        "shared": shared,
+    }
+    timetable, why = _timetable(options, num_stages, given, **chosen)
+    chosen |= {
+        "schedule": timetable,
+        "why": why,
+        "home": with_types_in_force(mesh),
+        "axes": axes,
+        "bubbles": bubbles,
+        "compute_dtype": check_dtype("compute_dtype", options.compute_dtype),
+        "grad_dtype": check_grad_dtype(options.grad_dtype),
+        "loss_fn": LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
+        "costs_from": costs_from,
+        "signature": signature,
+        "options": options,
+    }
+    return Plan(**(options.to_dict() | chosen))
+
+
+def with_microbatches(plan: Plan, num_microbatches: int) -> Plan:
+    """The plan of the same pipeline for another M: only the timetable is chosen again.
+
+    Raises:
+      ValueError: M is no integer >= 1; or the timetable that was given is for another M.
+    """
+    options = dataclasses.replace(plan.options, num_microbatches=num_microbatches)
+    names = "mesh", "partners", "pattern", "costs", "shared"
+    chosen: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    given = read(options.schedule)
+    timetable, why = _timetable(options, plan.schedule.num_stages, given, **chosen)
+    sizes: dict[str, Any] = {"num_microbatches": options.num_microbatches, "options": options}
+    return dataclasses.replace(plan, schedule=timetable, why=why, **sizes)
+
+
+def _timetable(
+    options: Options,
+    num_stages: int,
+    given: tuple[Any, str],
+    *,
+    mesh: Mesh,
+    partners: bool,
+    pattern: str | None,
+    costs: Costs | None,
+    shared: Shared,
+) -> tuple[Schedule, str]:
+    """The timetable that the user asked for, or the one that is chosen; and why it runs."""
+    schedule, origin = given
+    return choose_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
         num_stages=num_stages,
-        num_microbatches=num_microbatches,
+        num_microbatches=options.num_microbatches,
         partners=partners,
-        delayed=delayed,
+        delayed=options.delayed,
         pattern=pattern,
-        costs=own_costs(num_stages, remat) if costs is None else costs,
+        costs=own_costs(num_stages, options.remat) if costs is None else costs,
         shared=shared,
         origin=origin,
-    )
-    return Plan(
-        mesh,
-        home,
-        axes,
-        timetable,
-        LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
-        remat,
-        bubbles,
-        why,
-        pattern,
-        partners,
-        delayed,
-        check_grad_dtype(grad_dtype),
-        data_parallel=data_parallel,
-        gather=gather,
-        compute_dtype=check_dtype("compute_dtype", compute_dtype),
-        shared=shared,
-        memory_limit=memory_limit,
-        wrt=wrt,
-        state=state,
-        after_step=after_step,
-        given_costs=costs,
-        costs_from=costs_from,
-        signature=signature,
-        options=MappingProxyType(options),
     )

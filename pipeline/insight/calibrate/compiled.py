@@ -209,7 +209,7 @@ def timetable(schedule: Schedule, kinds: str) -> Schedule:
 
 def typed(pipe: Any, make: Callable[..., Any], mesh: Mesh, schedule: Schedule) -> Any:
     """A pipeline of the types of another's stages, on another mesh and with another timetable."""
-    options = dict(pipe.plan.options) | {
+    options = pipe.plan.options.to_dict() | {
         "mesh": mesh,
         "num_microbatches": schedule.num_microbatches,
         "schedule": schedule,

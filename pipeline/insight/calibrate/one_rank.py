@@ -105,7 +105,7 @@ def one_rank(
     """A pipeline of the stages of a chain on the devices of the first rank."""
     plan, mesh = pipe.plan, pipe.plan.mesh
     devices = np.take(mesh.devices, [0], axis=mesh.axis_names.index(STAGE))
-    options = dict(plan.options) | {
+    options = plan.options.to_dict() | {
         "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
         "num_microbatches": microbatches,
         "schedule": timetable(len(chain.stages), kinds, microbatches, in_flight),

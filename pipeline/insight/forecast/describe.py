@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.core.model.difference import difference
@@ -17,19 +18,16 @@ _STRAIGHT = (
 )
 
 
-def summary(pipe: Any, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """Fields that `print` shows of a pipeline, line by line.
-
-    Args:
-      pipe: a `Pipeline`.
-      defaults: options that are shown only if they have other values.
-    """
+def summary(pipe: Any) -> dict[str, str]:
+    """Fields that `print` shows of a pipeline, line by line; only options that are no defaults."""
     schedule, plan = pipe.schedule, pipe.plan
     stages = [stage for chunk in pipe.chunks for stage in getattr(chunk, "stages", [chunk])]
+    given = {one: getattr(plan.options, one.name) for one in dataclasses.fields(plan.options)}
     changed = [
-        f"{name}={_short(value)}"
-        for name, value in plan.options.items()
-        if name in defaults and value is not defaults[name] and value != defaults[name]
+        f"{one.name}={_short(value)}"
+        for one, value in given.items()
+        if one.name not in ("num_microbatches", "schedule", "mesh")
+        if value is not one.default and value != one.default
     ]
     ours = "chunks", "ends", "ignored", "layout", "plan"
     added = [n for n in vars(pipe) if n not in ours and not n.startswith("_")]
@@ -98,7 +96,7 @@ def _ticks(plan: Plan) -> list[str]:
     program = plan.training
     lost = simulate(plan.schedule, **plan.clock).step_bubble_rate
     costs = plan.costs_from
-    if plan.given_costs is None:
+    if plan.costs is None:
         costs = "F = I = W" + " and F again in each backward" * (plan.remat == "stage")
     return [
         f"{program.num_ticks} ticks of slots {' + '.join(program.pattern)}: {_why_slots(plan)}",

@@ -91,7 +91,8 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
     known = schedule.name in names() and rows % double == 0
     other = _build(schedule.name, {**sizes, "num_microbatches": double}) if known else None
     if other:
-        yield f"num_microbatches={double}", _replace(plan, schedule=other), model
+        changed = _replace(plan, schedule=other, num_microbatches=double)
+        yield f"num_microbatches={double}", changed, model
 
 
 def _build(name: str, sizes: dict[str, Any]) -> Any:

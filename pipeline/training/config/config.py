@@ -74,7 +74,7 @@ class Config(Tables):
             return Source(function=own.function, arguments=own.arguments)
         given: Table = {
             "folder": own.weights,
-            "vocabulary": self.pipeline.vocabulary,
+            "vocabulary": self.pipeline.options()["vocabulary"],
         } | own.reading()
         if own.layout is None and own.num_stages is None and self.parallel is not None:
             given["num_stages"] = self.parallel.stage

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.base.arguments import hint_at
 from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
-from pipeline.training.config.functions import hint_at, rates, rules, wrong_arguments
+from pipeline.training.config.functions import rates, rules, wrong_arguments
 from pipeline.training.config.tables import PipelineOptions, Tables
 
 

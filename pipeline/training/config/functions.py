@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
+
+from pipeline.base.arguments import hint_at
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -80,12 +81,3 @@ def wrong_arguments(
         except TypeError as error:
             faults.append(f"{where}: {function.__name__} is {error}")
     return faults
-
-
-def hint_at(word: str, known: Iterable[str]) -> str:
-    """A hint at what was meant."""
-    known = sorted(set(known))
-    near = difflib.get_close_matches(word, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(known)}" if 0 < len(known) <= 12 else ""

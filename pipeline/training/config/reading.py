@@ -6,14 +6,14 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pipeline.base.arguments import hint_at
 from pipeline.base.files import read_toml
 from pipeline.config import ConfigError, ParallelConfig
-from pipeline.training.config.functions import hint_at
 from pipeline.training.config.tables import Table
 
 
@@ -110,18 +110,26 @@ def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
     if classes and (isinstance(value, Mapping) or type(None) not in options):
         return read_table(classes[0], value, name, faults)
     for one in options:
-        if get_origin(one) is Literal:
-            if isinstance(value, str) and value in get_args(one):
-                return value
-        elif get_origin(one) is dict:
-            if isinstance(value, dict):
-                return value
-        elif one is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        elif type(value) is one:  # and no bool for a number
-            return value
+        found = _fitting(one, value)
+        if found is not None:
+            return found
     faults.append(f"{name}={value!r}: must be {' or '.join(_said(options))}")
     return None
+
+
+def _fitting(kind: Any, value: Any) -> Any:
+    """A value as one of a type; None if it is none."""
+    is_fitting = type(value) is kind  # and no bool for a number
+    if get_origin(kind) is Literal:
+        is_fitting = isinstance(value, str) and value in get_args(kind)
+    elif get_origin(kind) is dict:
+        is_fitting = isinstance(value, dict)
+    elif get_origin(kind) is Sequence:
+        is_fitting = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        value = tuple(value) if is_fitting else value
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        is_fitting, value = True, float(value)
+    return value if is_fitting else None
 
 
 def _said(options: Iterable[Any]) -> list[str]:
@@ -132,6 +140,8 @@ def _said(options: Iterable[Any]) -> list[str]:
             said += [repr(word) for word in get_args(one)]
         elif get_origin(one) is dict or is_dataclass(one):
             said.append("a table")
+        elif get_origin(one) is Sequence:
+            said.append("a list of texts")
         elif one in names:
             said.append(names[one])
     return said

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import optax
 
 from pipeline.config import ParallelConfig
+from pipeline.core.options.options import Options
 from pipeline.training.config.functions import load, rates, rules
 
 Table = dict[str, Any]
+T = TypeVar("T")
+# M comes from [parallel]. Filters are classes or functions; a word would mean something else.
+_ELSEWHERE = "num_microbatches", "wrt", "state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +83,46 @@ class Evaluation(Source):
     ema: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Options of `pipeline.Pipeline` beside [parallel], with the names and defaults of its
-    arguments.
-    """
+def _written() -> dict[str, tuple[Any, Any]]:
+    """The options of `pipeline.Pipeline` that TOML can spell: the type of each and its default.
 
-    schedule: str | None = None
-    remat: Literal["stage", "gathered", "none"] = "stage"
-    bubbles: Literal["skip", "masked"] = "skip"
-    pattern: str | None = None
-    delayed: bool = False
-    data_parallel: Literal["replicated", "zero1", "fsdp"] = "replicated"
-    gather: Literal["step", "action"] = "step"
-    vocabulary: Literal["ends", "stage"] = "ends"
-    memory_limit: int | None = None
+    TOML has no null: where None is no default, a file says "none".
+    """
+    found = {}
+    hints = get_type_hints(Options)
+    for one in fields(Options):
+        kinds = get_args(hints[one.name]) or (hints[one.name],)
+        kinds = (hints[one.name],) if get_origin(hints[one.name]) in (Literal, Sequence) else kinds
+        plain = [
+            kind
+            for kind in kinds
+            if kind in (str, int, float, bool) or get_origin(kind) in (Literal, Sequence)
+        ]
+        if not plain or one.name in _ELSEWHERE:
+            continue
+        if type(None) in kinds:
+            plain.append(type(None) if one.default is None else Literal["none"])
+        found[one.name] = (Union[tuple(plain)], one.default)  # noqa: UP007
+    return found
+
+
+def _with_options(kind: type[T]) -> type[T]:
+    """A class as a dataclass whose fields are the options that a file can set."""
+    fields_ = [(name, hint, field(default=value)) for name, (hint, value) in _written().items()]
+    own = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return make_dataclass(
+        kind.__name__, fields_, bases=(kind,), namespace=own, frozen=True, kw_only=True
+    )
+
+
+@_with_options
+class PipelineOptions:
+    """Options of `pipeline.Pipeline` that a file can set, beside [parallel]."""
 
     def options(self) -> Table:
-        """Arguments of `Pipeline`."""
-        return asdict(self) | {"remat": None if self.remat == "none" else self.remat}
+        """The arguments of `Pipeline`, by name."""
+        values: Table = asdict(self)  # type: ignore[call-overload]
+        return {name: None if value == "none" else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,5 +203,5 @@ class Tables:
     run: Run
     evaluation: Evaluation | None = None
     parallel: ParallelConfig | None = None
-    pipeline: PipelineOptions = PipelineOptions()
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     optimizer: Optimizer = Optimizer(learning_rate=1e-3)

@@ -1,0 +1,205 @@
+"""The options of a pipeline: the one place where an option has its name, default, text and check.
+
+`Pipeline` takes the fields of `Arguments`, so its signature and its documentation come from here. A
+configuration file may set each option whose type has a spelling in TOML.
+
+Letters: S ranks, K stages, M microbatches, D data shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Protocol
+
+from flax import nnx
+from flax.nnx.filterlib import Filter  # by this name its own parts can be resolved
+from jax.sharding import Mesh
+
+from pipeline.base.arguments import DataParallel
+from pipeline.base.precision import check_dtype
+from pipeline.core.backward.accumulate import check_grad_dtype
+from pipeline.core.model.loss import LossFn
+from pipeline.core.options.checks import (
+    Bubbles,
+    Gather,
+    Remat,
+    Vocabulary,
+    check_axes,
+    check_data_parallel,
+    check_functions,
+    check_limit,
+    check_microbatches,
+    check_remat,
+    check_vocabulary,
+    check_word,
+)
+from pipeline.core.sharding.placement import Sharding
+from schedules import Costs, Schedule
+from schedules.clocks.ticks import check_pattern
+from schedules.core.arguments import need
+
+
+class Measured(Protocol):
+    """Costs that `pipe.calibrate` has measured, with the model they belong to."""
+
+    @property
+    def costs(self) -> Costs:
+        """Durations of the actions, in seconds."""
+
+    @property
+    def model(self) -> Any:
+        """The signature of the model that was measured."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options of a pipeline as the user gave them; None leaves a choice open.
+
+    Attributes:
+      num_microbatches: M; a batch of N rows is split into M * D equal parts.
+      schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
+        stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
+        the path of a CSV timetable; or None to choose one.
+      mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
+        devices as share K stages equally.
+      remat: "stage" keeps each stage's input and runs its forward again in the backward; None
+        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
+        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
+      bubbles: "skip" branches around idle slots; "masked" computes through them without any
+        conditional.
+      pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
+        default the fastest on this mesh.
+      delayed: whether a message between ranks travels beside the work of the slot after its own,
+        which hides exchanges that are no longer than that work; an edge takes one slot more.
+      param_dtype: in which parameters are kept; None keeps them as they are.
+      compute_dtype: to which parameters and activations are cast before they are used, such as
+        jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and
+        extras, has the dtype that the model gives it.
+      grad_dtype: in which gradients are summed over microbatches and data shards: None for each
+        weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
+        jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
+        of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
+      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
+        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
+      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
+      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
+        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
+        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
+        CPU devices bubbles are then masked.
+      vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
+        `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
+        ranks, which share the work on every microbatch. Losses are then a
+        `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
+      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
+        CPU is nothing. A step predicted to exceed it warns before it is compiled.
+      ignore: names of attributes that make no difference to what a stage computes, such as
+        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
+        have the value of the first; `stages()` gives each its own back.
+      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
+        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
+        is frozen has no gradient, and stages before the first that is trained no backward.
+      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
+        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
+        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
+        repeats; embed and head count nothing.
+      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
+        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
+        ascending order; where they write it in a call, the pipeline has the new values behind it.
+        Data shards have rows of their own: of floats the result is the mean over ``data``, of
+        integers what it was and the sum of what all shards have added.
+      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
+        its microbatches are through, and may write declared state.
+    """
+
+    num_microbatches: int
+    _: KW_ONLY
+    schedule: str | os.PathLike[str] | Schedule | None = None
+    mesh: Mesh | None = None
+    remat: Remat = "stage"
+    bubbles: Bubbles = "skip"
+    pattern: str | None = None
+    delayed: bool = False
+    param_dtype: Any = None
+    compute_dtype: Any = None
+    grad_dtype: Any = None
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    sharding: Sharding | None = None
+    auto_axes: Sequence[str] = ()
+    vocabulary: Vocabulary = "ends"
+    memory_limit: int | None = None
+    ignore: Sequence[str] = ()
+    wrt: Filter = nnx.Param
+    costs: Costs | Measured | None = None
+    state: Filter | None = None
+    after_step: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option by itself, and pairs of options that exclude each other.
+
+        Checks that need the mesh or the stages follow in `pipeline.core.options.resolve`.
+        """
+        # Integers of numpy's become Python's: sizes are static.
+        object.__setattr__(self, "num_microbatches", check_microbatches(self.num_microbatches))
+        object.__setattr__(self, "memory_limit", check_limit(self.memory_limit))
+        check_remat(self.remat)
+        check_word("bubbles", self.bubbles, ("skip", "masked"))
+        if self.pattern is not None:
+            check_pattern(self.pattern)
+        need("delayed", self.delayed, bool, "give True or False")
+        check_dtype("param_dtype", self.param_dtype)
+        check_dtype("compute_dtype", self.compute_dtype)
+        check_grad_dtype(self.grad_dtype)
+        check_data_parallel(self.data_parallel, self.gather)
+        check_functions(sharding=self.sharding)
+        object.__setattr__(self, "auto_axes", check_axes(self.auto_axes))
+        check_vocabulary(self.vocabulary)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options by name, as the constructor of `Pipeline` takes them."""
+        return {one.name: getattr(self, one.name) for one in fields(Options)}
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The model of a pipeline, in parts.
+
+    Attributes:
+      stages: K modules, or one module stacked on a leading axis of length K. ``stage(x)`` takes
+        what the stage before it returns; ``x`` may be a pytree. Stages may differ in structure and
+        in what they return; where they are alike, all ranks share their code and a rank stores
+        them as they are. The pipeline holds copies: the modules given here, and embed and head,
+        stay as they are, untrained, and what is written to them later it does not see.
+      embed: a module or function of one microbatch of inputs; makes the first stage's input.
+      head: a module or function of the last stage's output; makes what the user sees.
+      loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
+        module is trained as embed and head are, with which it may share parameters.
+    """
+
+    stages: Any
+    _: KW_ONLY
+    embed: Any = None
+    head: Any = None
+    loss_fn: LossFn | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the parts are modules or functions."""
+        check_functions(loss_fn=self.loss_fn, embed=self.embed, head=self.head)
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments(Options, Parts):
+    """The arguments of `Pipeline`: the parts of the model and the options."""
+
+    def __post_init__(self) -> None:
+        """Check the options, then the parts."""
+        Options.__post_init__(self)
+        Parts.__post_init__(self)
+
+    @property
+    def options(self) -> Options:
+        """The options without the model."""
+        return Options(**self.to_dict())
