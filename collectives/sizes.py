@@ -12,6 +12,8 @@ from typing import Any
 STAGE = "stage"
 DATA = "data"
 TENSOR = "tensor"
+EXPERT = "expert"
+CONTEXT = "context"
 
 _SHOWN = 6  # factorizations in an error
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from pipeline.base.imports import check_releases, exports
 
 if TYPE_CHECKING:
+    from pipeline.base.added import add_loss
     from pipeline.config import ParallelConfig
-    from pipeline.core.model.added_losses import add_loss, with_losses
+    from pipeline.core.model.added_losses import with_losses
     from pipeline.core.sharding.report import check_sharding, describe_sharding
     from pipeline.decoding.generate import generate
     from pipeline.decoding.sampling import sample
@@ -58,7 +59,7 @@ _HOMES = {
     "Parts": "pipeline.splitting.split",
     "Pipeline": "pipeline.pipeline",
     "Plans": "pipeline.planner.plans",
-    "add_loss": "pipeline.core.model.added_losses",
+    "add_loss": "pipeline.base.added",
     "check_sharding": "pipeline.core.sharding.report",
     "describe_sharding": "pipeline.core.sharding.report",
     "generate": "pipeline.decoding.generate",

@@ -1,11 +1,13 @@
 """The leaves of a module's state: `nnx.Variable`s, and arrays that are attributes as they are.
 
 A plain array (``self.frequencies = jnp.arange(8)``) is state that nobody trains. It has no
-metadata, so nothing can be said of its sharding.
+metadata, so nothing can be said of its sharding. A placeholder remembers what one was without its
+value.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,3 +52,31 @@ def with_value(leaf: Any, value: Any) -> Any:
 def remade(leaf: Any, value: Any, said: Mapping[str, Any]) -> Any:
     """One of its type with another value and other metadata, of which a plain array has none."""
     return type(leaf).from_metadata(value, dict(said)) if isinstance(leaf, nnx.Variable) else value
+
+
+class Placeholder(nnx.Variable[Any]):
+    """Placeholder of a variable whose value lies in a cell of `pipeline.core.model.unlike`."""
+
+
+def without_values(stage: nnx.Module) -> nnx.Module:
+    """The module with a placeholder for each of its arrays."""
+    graphdef, state = nnx.split(stage)
+    empty = [(path, Placeholder(None)) for path, _ in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(empty))
+
+
+def with_arrays(module: Any) -> Any:
+    """The module with its plain arrays, for each of which a placeholder stood."""
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, Placeholder):
+            name: Any = path[-1]
+            parent: Any = functools.reduce(_member, path[:-1], module)
+            if isinstance(parent, nnx.List):
+                parent[name] = node.get_raw_value()
+            else:
+                setattr(parent, name, node.get_raw_value())
+    return module
+
+
+def _member(parent: Any, name: Any) -> Any:
+    return parent[name] if isinstance(parent, nnx.List) else getattr(parent, name)

@@ -9,7 +9,13 @@ in the dtype of the input.
 
 from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
 from pipeline.layers.dropout import Dropout
+from pipeline.layers.experts import (
+    ExpertState,
+    advance_experts,
+    settle_experts,
+)
 from pipeline.layers.linear import ColumnLinear, RowLinear
+from pipeline.layers.mixture import MixtureOfExperts
 from pipeline.layers.mlp import SwiGLU, fuse_gate_up
 from pipeline.layers.norm import LayerNorm, RMSNorm
 from pipeline.layers.replicated import ReplicatedKV
@@ -21,9 +27,11 @@ __all__ = [
     "Attention",
     "ColumnLinear",
     "Dropout",
+    "ExpertState",
     "FusedQKV",
     "LayerNorm",
     "LinearScaling",
+    "MixtureOfExperts",
     "RMSNorm",
     "ReplicatedKV",
     "RopeScaling",
@@ -32,9 +40,11 @@ __all__ = [
     "VocabularyEmbedding",
     "VocabularyHead",
     "YarnScaling",
+    "advance_experts",
     "check_axis",
     "fuse_gate_up",
     "fuse_qkv",
     "rotary",
     "rotate",
+    "settle_experts",
 ]

@@ -28,7 +28,7 @@ def make_weight(
     *,
     init: Initializer,
     dtype: Any,
-    axis: str,
+    axis: str | None,
     dim: int,
     pieces: Pieces,
 ) -> nnx.Param[Any]:

@@ -27,8 +27,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.base.arguments import is_whole
-from pipeline.base.placeholders import Placeholder
 from pipeline.base.tree import shape_text, times
+from pipeline.base.variables import Placeholder
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
 

@@ -39,7 +39,7 @@ def _count(jaxpr: Any, measure: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inner = [_count(body, measure) for body in held(eqn)]
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             total += measure(eqn)
         elif eqn.primitive.name == "cond":
             total += max(inner)

@@ -17,10 +17,9 @@ import jax
 from flax import nnx
 
 from pipeline.base.alike import alike, digest
-from pipeline.base.placeholders import with_arrays
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
-from pipeline.base.variables import kind_text, raw
+from pipeline.base.variables import kind_text, raw, with_arrays
 from pipeline.core.jaxpr.forwarded import forwarded
 from pipeline.core.model.randomness import with_streams_of
 from pipeline.core.model.unlike import Overlaid, Views

@@ -28,9 +28,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives import STAGE
-from pipeline.base.placeholders import with_arrays, without_values
 from pipeline.base.tree import Tree, is_abstract, is_key, nbytes, zeros
-from pipeline.base.variables import filled, metadata, raw
+from pipeline.base.variables import filled, metadata, raw, with_arrays, without_values
 from pipeline.core.model.overlay import Cell, Leaf, Spot, View, overlay
 from pipeline.core.sharding.distribute import constrained
 from pipeline.core.sharding.paths import ModelPath, of_stage

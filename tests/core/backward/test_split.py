@@ -18,6 +18,7 @@ import pytest
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.residuals import Residuals, stage_pullback
 from pipeline.core.backward.split_backward import SplitBackward
+from pipeline.layers.experts import Router, combine, route, run_grouped
 from tests.support import dots
 from tests.support.close import assert_close
 
@@ -207,6 +208,22 @@ def scratch(w, fixed, side, x):
     return x + ref[...]
 
 
+def grouped(w, fixed, side, x):
+    """Rows in groups, each with a matrix of its own."""
+    return x + jax.lax.ragged_dot(jnp.tanh(jax.lax.ragged_dot(x, w[0], side)), w[1], side)
+
+
+def experts(w, fixed, side, x):
+    """A router, and products of what it chose."""
+    routing = route(x @ w[2], Router(2, 1))
+
+    def run(rows, product, pick):
+        return product(jnp.tanh(product(rows, w[0])), w[1])
+
+    y = run_grouped(x, routing.chosen, run, 2, all_here=True)
+    return x + combine(y, routing.weights)
+
+
 class Case(NamedTuple):
     """A stage, and what its backward is known to be.
 
@@ -231,6 +248,8 @@ class Case(NamedTuple):
 HALF = [UP.astype(jnp.bfloat16), DOWN.astype(jnp.bfloat16)]
 ROWS_TREE = {"row": X, "kind": jnp.array([0, 1, 2, 1, 0]), "gate": X + 1}
 PAIR = {BD: 2, BE: 2}  # input and output gradient of each product
+UPS, DOWNS = jnp.stack([UP, 2 * UP]), jnp.stack([DOWN, DOWN + 1])
+EXPERTS = PAIR | {BD: 3, "float32[5,2]": 1, "int32[2]": 1}
 CASES = [
     Case(mlp, [UP, DOWN], (2, 2), 1, PAIR),
     Case(with_biases, [UP, DOWN, jnp.ones((1, E)), ONES], (2, 2), 1, PAIR),
@@ -265,6 +284,9 @@ CASES = [
     Case(tied, [UP], (2, 2), 1, PAIR),
     Case(sliced, [LAYER], (2, 2), 1, {BD: 4}),
     Case(mlp, [UP, DOWN, SQUARE], (2, 2), 1, PAIR),  # the last is not used
+    Case(grouped, [UPS, DOWNS], (2, 2), 1, PAIR, side=jnp.array([3, 2]), simplified=True),
+    # The router has a product, and the sum over a token's experts is one with two in its backward.
+    Case(experts, [UPS, DOWNS, SQUARE[:, :2]], (5, 3), 3, EXPERTS, simplified=True),
     Case(unweighted, [], (0, 0), 0, {}),
     Case(deaf, [SQUARE], (0, 0), 0, {BD: 1}),
 ]
@@ -329,7 +351,7 @@ def assert_same(found: Any, wanted: Any, *, simplified: bool = False) -> None:
             assert_close(a, b, tolerance=2e-6)
 
 
-FROM_INPUT = (mlp, normalised, normalised_layers, checkpointed, branches_of_layers, tree)
+FROM_INPUT = (mlp, experts, normalised, normalised_layers, checkpointed, branches_of_layers, tree)
 
 
 def marks_of(f, keep="residuals"):

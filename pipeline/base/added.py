@@ -1,0 +1,126 @@
+"""Adding a loss where it arises: `add_loss`, and what it does in a part of a model that is traced.
+
+Letters: M microbatches, D data shards. `pipeline.core.model.added_losses` reads what was added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from collectives import vary
+from collectives.compat import varying_in
+from pipeline.base.tree import is_array, is_float, real, shape_text
+
+T = TypeVar("T")
+
+
+def add_loss(x: T, value: Any) -> T:
+    """Add a loss where it arises; returns ``x``, to be used in its place.
+
+    ``x = add_loss(x, value)`` in a stage, embed or head of a pipeline adds the value's mean over
+    microbatches and data shards to the loss: to the value that `Pipeline.value_and_grad` and
+    `Pipeline.loss` return, and to its gradients. A loss of (sum, weight) is divided by its weight
+    first: the mean over M * D calls is added to Σ sum / Σ weight. Each call of `add_loss` adds its
+    own value, so of layers in a scan, or of examples under `jax.vmap`, it is the sum.
+
+    Without a pipeline a call of the stage under `jax.grad` has the gradients of loss + value, if
+    what is differentiated is the loss itself, once, and nothing multiplied with it; the loss does
+    not contain the value. `with_losses` returns values to do anything with.
+
+    Args:
+      x: a tree of arrays with a float in it, on which the loss depends.
+      value: a float scalar, of this microbatch.
+
+    Raises:
+      ValueError: no float in ``x``, or a value that is no float scalar; in a pipeline also one that
+        differs between the ranks of a further mesh axis, or a place that adds to no loss.
+    """
+    leaves, treedef = jax.tree.flatten(x)
+    index = next((n for n, leaf in enumerate(leaves) if is_array(leaf) and is_float(leaf)), None)
+    if index is None:
+        given = jax.tree.map(lambda leaf: shape_text(leaf) if is_array(leaf) else repr(leaf), x)
+        raise ValueError(
+            f"add_loss was given x={given}; x is an array of floats, or a tree with one, that the "
+            f"loss depends on: what comes back takes its place, x = add_loss(x, value)"
+        )
+    is_scalar = isinstance(value, float) or (is_array(value) and value.shape == ())
+    if not is_scalar or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        given = shape_text(value) if is_array(value) else repr(value)
+        raise ValueError(
+            f"add_loss was given value={given}; a loss is a float scalar, that of the microbatch: "
+            f"reduce it, for example with .mean()"
+        )
+    adding = _CONTEXT.value or Adding()
+    adding.is_used = True
+    value = jnp.asarray(value)
+    if adding.probe is None:
+        share, probe = jnp.ones((), value.dtype), jnp.zeros((), real())
+    else:
+        share, probe = adding.share, adding.probe
+        if others := sorted(set(varying_in(value)) - set(varying_in(probe))):
+            raise ValueError(
+                f"add_loss was given a value that differs between the ranks of axis "
+                f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
+                f"sharded over it: reduce it (jax.lax.psum) before it is added"
+            )
+        value = vary(value, varying_in(probe))
+    leaves[index] = _inject(leaves[index], value, share, probe)
+    found: T = jax.tree.unflatten(treedef, leaves)
+    return found
+
+
+@jax.custom_vjp
+def _inject(x: jax.Array, value: jax.Array, share: jax.Array, probe: jax.Array) -> jax.Array:
+    """``x``; in the backward pass value's cotangent is share, and probe's is value."""
+    del value, share, probe
+    return x
+
+
+def _inject_forward(x: Any, value: Any, share: Any, probe: Any) -> Any:
+    return x, (value, share, probe)
+
+
+def _inject_backward(kept: Any, ct: Any) -> Any:
+    value, share, probe = kept
+    # A number that a stage adds is a literal in what JAX traces, and comes back as one.
+    added = jax.lax.convert_element_type(value, probe.dtype)
+    return ct, share.astype(value.dtype), jnp.zeros_like(share), added
+
+
+_inject.defvjp(_inject_forward, _inject_backward)
+
+
+@dataclass(eq=False)
+class Adding:
+    """Effect of `add_loss` in a part of a model while it is traced.
+
+    Attributes:
+      share: the cotangent of values.
+      probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
+      is_used: whether any loss was added.
+    """
+
+    share: Any = None
+    probe: Any = None
+    is_used: bool = False
+
+
+# What JAX has traced is not taken for what the same function does in another context: an inner
+# `jit` would keep share and probe of the first.
+_CONTEXT: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def adding_losses(adding: Adding) -> Iterator[Adding]:
+    """A context in which `add_loss` does so."""
+    try:
+        with _CONTEXT(adding):
+            yield adding
+    finally:
+        adding.share = adding.probe = None  # JAX remembers contexts, and a tracer its trace

@@ -1,0 +1,40 @@
+"""Parts of a mixture of experts: router, dispatch of tokens to experts, grouped products, sum.
+
+One file for each part, small functions of arrays that a layer of one's own may use too. No file
+format and no schedule is known here, and nothing reduces a gradient: a pipeline does.
+"""
+
+from pipeline.layers.experts.dispatch import (
+    DISPATCHES,
+    Dispatch,
+    capacity_of,
+    dispatch_by_capacity,
+    dispatch_by_gather,
+    dispatch_by_ragged,
+)
+from pipeline.layers.experts.losses import balance_loss, load_of, sequence_balance_loss, z_loss
+from pipeline.layers.experts.products import combine, grouped_matmul, run_grouped
+from pipeline.layers.experts.routing import Router, Routing, route
+from pipeline.layers.experts.state import ExpertState, advance_experts, settle_experts
+
+__all__ = [
+    "DISPATCHES",
+    "Dispatch",
+    "ExpertState",
+    "Router",
+    "Routing",
+    "advance_experts",
+    "balance_loss",
+    "capacity_of",
+    "combine",
+    "dispatch_by_capacity",
+    "dispatch_by_gather",
+    "dispatch_by_ragged",
+    "grouped_matmul",
+    "load_of",
+    "route",
+    "run_grouped",
+    "sequence_balance_loss",
+    "settle_experts",
+    "z_loss",
+]

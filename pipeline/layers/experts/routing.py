@@ -1,0 +1,148 @@
+"""Routers: which experts a token is given to, and with which weights.
+
+Letters: n = tokens, e = experts, k = experts of a token. Everything is computed in float32. Of
+equal scores the expert with the smaller number is chosen, as `jax.lax.top_k` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+SCORINGS = ("softmax", "topk_softmax", "sigmoid")
+TINY = 1e-20  # keeps a sum of scores that are all 0 from dividing
+
+
+@dataclass(frozen=True)
+class Router:
+    """How experts are chosen and weighted.
+
+    Attributes:
+      num_experts: e.
+      top_k: k.
+      scoring: "softmax" over all experts, then the k largest (Mixtral, Qwen, OLMoE);
+        "topk_softmax", the k largest logits, then softmax over these (gpt-oss); "sigmoid" of each
+        logit (DeepSeek-V3).
+      renormalise: whether the weights of a token are divided by their sum.
+      scale: what weights are multiplied with.
+      groups: (number of groups, groups of a token): experts lie in so many groups of equal size,
+        and a token chooses among the experts of the groups with the largest scores.
+      group_top: how many of a group's scores are added up to its score: 1 in DeepSeek-V2, 2 in
+        DeepSeek-V3.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None
+    group_top: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+          ValueError: all that is wrong, at once.
+        """
+        e, k = self.num_experts, self.top_k
+        wrong = []
+        if not _is_count(e):
+            wrong.append(f"num_experts={e!r} must be an integer >= 1")
+        if not _is_count(k):
+            wrong.append(f"top_k={k!r} must be an integer >= 1")
+        if not wrong and k > e:
+            wrong.append(
+                f"top_k={k} with num_experts={e}: a token is given to different experts; choose "
+                f"top_k of 1 to {e}"
+            )
+        if self.scoring not in SCORINGS:
+            wrong.append(
+                f"scoring={self.scoring!r} must be one of {', '.join(map(repr, SCORINGS))}"
+            )
+        if not wrong and self.groups is not None:
+            wrong += self._wrong_groups(*self.groups)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    def _wrong_groups(self, number: int, chosen: int) -> list[str]:
+        e, k, text = self.num_experts, self.top_k, f"groups={self.groups!r}"
+        if not _is_count(number) or not _is_count(chosen) or chosen > number:
+            return [
+                f"{text} must be (number of groups, groups of a token), with 1 <= second <= first"
+            ]
+        if e % number:
+            fits = ", ".join(str(n) for n in range(1, e + 1) if e % n == 0)
+            return [
+                f"{text} with num_experts={e}: groups have equal sizes; numbers that fit: {fits}"
+            ]
+        held = e // number
+        if not _is_count(self.group_top) or self.group_top > held:
+            text = f"group_top={self.group_top!r} with {text}"
+            return [f"{text}: a group has {held} experts; choose 1 to {held}"]
+        if k > chosen * held:
+            text = f"top_k={k} with {text}: the groups of a token have {chosen * held} experts"
+            return [f"{text}; give it more groups"]
+        return []
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+      weights: `[n, k]` float32, what the outputs of a token's experts are multiplied with.
+      chosen: `[n, k]` int32, the experts.
+      shares: `[n, e]` float32, scores of a token that sum up to 1, for losses of balance.
+    """
+
+    weights: jax.Array
+    chosen: jax.Array
+    shares: jax.Array
+
+
+def route(logits: jax.Array, router: Router, *, bias: jax.Array | None = None) -> Routing:
+    """Choose experts.
+
+    Args:
+      logits: `[n, e]`.
+      router: how.
+      bias: `[e]`, added to scores for the choice alone, not to weights; it has no gradient.
+    """
+    logits = logits.astype(jnp.float32)
+    if router.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        shares = scores / (scores.sum(-1, keepdims=True) + TINY)
+    else:
+        shares = jax.nn.softmax(logits, axis=-1)
+        scores = logits if router.scoring == "topk_softmax" else shares
+    chosen = _choose(jax.lax.stop_gradient(scores), router, bias)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if router.scoring == "topk_softmax":
+        weights = jax.nn.softmax(weights, axis=-1)
+    elif router.renormalise:
+        weights = weights / (weights.sum(-1, keepdims=True) + TINY)
+    if router.scale != 1:
+        weights = weights * router.scale
+    return Routing(weights, chosen, shares)
+
+
+def _choose(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Array:
+    """`[n, k]` the experts with the largest scores, of the groups with the largest ones."""
+    if bias is not None:
+        scores = scores + jax.lax.stop_gradient(bias.astype(jnp.float32))[None]
+    if router.groups is not None:
+        number, some = router.groups
+        grouped = scores.reshape(scores.shape[0], number, -1)
+        best = jax.lax.top_k(grouped, router.group_top)[0].sum(-1)
+        kept = jax.nn.one_hot(jax.lax.top_k(best, some)[1], number, dtype=jnp.bool_).any(1)
+        scores = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, router.top_k)[1]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,63 @@
+"""State of mixtures of experts: how often experts were chosen, and the bias that evens it out.
+
+Stages write it during a step, so a pipeline must be told: ``state=ExpertState``, and
+``after_step=advance_experts``, which runs once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+
+class ExpertState(nnx.Variable[Any]):
+    """What a mixture of experts remembers; no parameter, so it has no gradient."""
+
+
+def advance_experts(module: nnx.Module) -> None:
+    """Turn the counts of a step into loads, move biases, and begin to count again.
+
+    The ``after_step=`` of a pipeline with `MixtureOfExperts` in its stages. A model without a
+    pipeline calls it after each update.
+
+    Args:
+      module: a stage, or any module with such layers in it.
+    """
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module) and hasattr(node, "advance_experts"):
+            node.advance_experts()
+
+
+def settle_experts(module: nnx.Module) -> None:
+    """Turn counts into loads and begin to count again; biases stay.
+
+    With ``balance="batch"`` the loss reads the loads of the step before. Loads of a batch itself
+    come from a forward pass before the step: ``pipe(inputs)``, then ``settle_experts(pipe)``.
+
+    Args:
+      module: a `Pipeline`, or any module.
+    """
+    found = dict(nnx.to_flat_state(nnx.state(module, ExpertState)))
+    changed = []
+    for path, leaf in found.items():
+        if path[-1] != "counts":
+            continue
+        counts = leaf[...]
+        changed.append((path, leaf.replace(jnp.zeros_like(counts))))
+        load = (*path[:-1], "load")
+        changed.append((load, found[load].replace(loads(counts))))
+    if not changed:
+        raise ValueError(
+            "settle_experts was given a module without counts of experts: make its layers with "
+            "MixtureOfExperts(..., counts=True)"
+        )
+    nnx.update(module, nnx.from_flat_state(changed))
+
+
+def loads(counts: Any) -> Any:
+    """`[..., e]` each expert's part of all choices; equal parts where there were none."""
+    total = counts.sum(-1, keepdims=True)
+    load = counts.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
+    return jnp.where(total > 0, load, jnp.float32(1 / counts.shape[-1]))

@@ -1,0 +1,315 @@
+"""A mixture of experts: every token is given to a few of many gated MLPs (arXiv:1701.06538).
+
+Letters: d = width, e = experts, k = experts of a token, f = columns of an expert, n = tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.sizes import CONTEXT, DATA, EXPERT, TENSOR
+from collectives.tensor import group_size, is_manual
+from pipeline.base.added import add_loss
+from pipeline.base.arguments import is_number, is_whole
+from pipeline.layers.experts.dispatch import (
+    DISPATCHES,
+    Dispatch,
+    check_dispatch,
+    dispatch_by_capacity,
+    dispatch_by_gather,
+    dispatch_by_ragged,
+)
+from pipeline.layers.experts.losses import (
+    balance_loss,
+    counts_of,
+    load_of,
+    sequence_balance_loss,
+    z_loss,
+)
+from pipeline.layers.experts.products import Pick, Product
+from pipeline.layers.experts.routing import Router, Routing, Scoring, route
+from pipeline.layers.experts.state import ExpertState, loads
+from pipeline.layers.mlp import SwiGLU
+from pipeline.layers.weights import Initializer, make_weight, scaled
+
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+Balance = Literal["microbatch", "sequence", "batch"]
+BALANCES = ("microbatch", "sequence", "batch")
+
+
+def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate)·up, of SwiGLU."""
+    return jax.nn.silu(gate) * up
+
+
+class MixtureOfExperts(nnx.Module):
+    """`[..., d] -> [..., d]`: the weighted sum of what a token's experts make of it.
+
+    With a manual mesh axis ``axis`` a rank holds e / R of the experts and brings tokens of its own,
+    which the dispatch takes to their experts and back. ``axis=None``, or a mesh without that axis,
+    is the layer on one rank.
+
+    Args:
+      width: d.
+      hidden: f.
+      num_experts: e.
+      top_k: k.
+      rngs: has a stream ``params``.
+      axis: the mesh axis over which experts lie.
+      dispatch: "gather", "capacity" or "ragged" (`pipeline.layers.experts.dispatch`). The first and
+        the last drop no token, and their results do not depend on the mesh.
+      capacity_factor: of "capacity" (`capacity_of`).
+      chunk: tokens of a rank that are dispatched at a time, and again in the backward, which bounds
+        the memory of it; None for all. "capacity" then counts places in each chunk.
+      scoring: as of `Router`.
+      renormalise: as there.
+      scale: as there.
+      groups: as there.
+      group_top: as there.
+      router_bias: whether logits have a bias that is trained.
+      bias_rate: for a bias of the choice alone (arXiv:2408.15664): by how much `advance_experts`
+        moves it for experts that had less or more than the mean. It is state; 0 keeps it.
+      shared_hidden: columns of an MLP that every token passes, added to the experts; 0 for none.
+      shared_gate: whether it is multiplied with a sigmoid of the token.
+      bias: whether the experts' products have biases.
+      gate: of (gate, up), what the product down is given.
+      balance_weight: of the balance loss, which is added to the loss with `pipeline.add_loss`.
+      balance: which loads it reads: those of the "microbatch" over all rows of the mesh, of each
+        "sequence" (the input is `[b, t, d]`), or of the whole "batch" of the step before, from
+        state (`settle_experts` for those of the batch itself).
+      z_weight: of the z-loss.
+      counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
+        ``balance="batch"`` always.
+      row_axes: mesh axes over which rows of a batch lie, and the positions of its sequences.
+      init: of the fused weight; init_out: of the one down; init_router: of the router.
+      dtype: of the parameters.
+
+    In evaluation (``module.eval()``) nothing is counted and no loss is added.
+
+    Attributes:
+      router: how experts are chosen.
+      load: `[e]` each expert's part of the choices of the last step; dropped: what part of all
+        choices it dropped. Both only where it counts.
+
+    Raises:
+      ValueError: sizes that do not fit, or names that are unknown; when called, a dispatch that the
+        platform lacks, or ranks that do not divide e.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        rngs: nnx.Rngs,
+        *,
+        axis: str | None = EXPERT,
+        dispatch: Dispatch = "gather",
+        capacity_factor: float = 1.25,
+        chunk: int | None = None,
+        scoring: Scoring = "softmax",
+        renormalise: bool = True,
+        scale: float = 1.0,
+        groups: tuple[int, int] | None = None,
+        group_top: int = 1,
+        router_bias: bool = False,
+        bias_rate: float | None = None,
+        shared_hidden: int = 0,
+        shared_gate: bool = False,
+        bias: bool = False,
+        gate: Gate = silu_gate,
+        balance_weight: float = 0.0,
+        balance: Balance = "microbatch",
+        z_weight: float = 0.0,
+        counts: bool = False,
+        row_axes: tuple[str, ...] = (DATA, EXPERT, CONTEXT),
+        init: Initializer | None = None,
+        init_out: Initializer | None = None,
+        init_router: Initializer | None = None,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.router = Router(
+            num_experts, top_k, scoring, renormalise, scale, groups and (*groups,), group_top
+        )
+        check_options(dispatch, capacity_factor, chunk, balance)
+        self.axis, self.row_axes, self.gate = axis, row_axes, gate
+        self.dispatch, self.capacity_factor, self.chunk = dispatch, capacity_factor, chunk
+        self.balance, self.balance_weight, self.z_weight = balance, balance_weight, z_weight
+        self.bias_rate, self.deterministic = bias_rate, False
+        e, zeros = num_experts, jax.nn.initializers.zeros
+        self.router_weight = nnx.Param(
+            (init_router or scaled(width))(rngs.params(), (width, e), dtype)
+        )
+        self.router_bias = nnx.Param(jnp.zeros(e, dtype)) if router_bias else None
+        make = functools.partial(
+            make_weight, rngs, dtype=dtype, axis=axis, dim=0, pieces=("num_experts", e, None)
+        )
+        self.gate_up = make((e, width, 2, hidden), init=init or scaled(width))
+        self.down = make((e, hidden, width), init=init_out or scaled(hidden))
+        self.gate_up_bias = make((e, 2, hidden), init=zeros) if bias else None
+        self.down_bias = make((e, width), init=zeros) if bias else None
+        self.shared: Any = (
+            SwiGLU(width, shared_hidden, rngs, axis=TENSOR, dtype=dtype) if shared_hidden else None
+        )
+        self.shared_gate = (
+            nnx.Param(scaled(width)(rngs.params(), (width,), dtype)) if shared_gate else None
+        )
+        self.is_counting = counts or balance == "batch" or bool(bias_rate)
+        self.bias = ExpertState(jnp.zeros(e, jnp.float32)) if bias_rate is not None else None
+        if self.is_counting:
+            self.counts = ExpertState(jnp.zeros(e, jnp.int32))
+            self.load = ExpertState(jnp.full(e, 1 / e, jnp.float32))
+            self.drops = ExpertState(jnp.zeros((), jnp.int32))
+            self.dropped = ExpertState(jnp.zeros((), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Run it, with its losses added to the result."""
+        self._check(x)
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.logits(tokens)
+        bias = None if self.bias is None else self.bias[...]
+        routing = route(logits, self.router, bias=bias)
+        y, dropped = self._dispatch(tokens, routing)
+        if self.shared is not None:
+            y = y + self._shared(tokens)
+        y = y.reshape(x.shape)
+        if self.deterministic:
+            return y
+        y = self._add_losses(y, logits, routing)
+        if self.is_counting:
+            self.counts[...] += counts_of(routing.chosen, self.router.num_experts)
+            self.drops[...] += dropped
+        return y
+
+    def logits(self, tokens: jax.Array) -> jax.Array:
+        """`[n, e]` float32 of the router."""
+        logits = jnp.dot(
+            tokens, self.router_weight[...].astype(tokens.dtype), preferred_element_type=jnp.float32
+        )
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...].astype(jnp.float32)[None]
+        return logits
+
+    def advance_experts(self) -> None:
+        """Turn the counts of a step into loads, move the bias, and begin to count again."""
+        if not self.is_counting:
+            return
+        counts = self.counts[...]
+        if self.bias is not None and self.bias_rate:
+            number = counts.astype(jnp.float32)
+            # Behind a step in which nothing was counted, such as one that is skipped, it stays.
+            self.bias[...] += self.bias_rate * jnp.sign(number.mean() - number)
+        total = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+        self.load[...] = loads(counts)
+        self.dropped[...] = self.drops[...].astype(jnp.float32) / total
+        self.counts[...] = jnp.zeros_like(counts)
+        self.drops[...] = jnp.zeros_like(self.drops[...])
+
+    def experts(self, rows: jax.Array, product: Product, pick: Pick) -> jax.Array:
+        """What the experts of this rank make of rows in their order."""
+        weight = self.gate_up[...].astype(rows.dtype)
+        both = product(rows, weight.reshape(*weight.shape[:2], -1))
+        if self.gate_up_bias is not None:
+            bias = self.gate_up_bias[...].astype(rows.dtype)
+            both = both + pick(bias.reshape(bias.shape[0], -1))
+        gate, up = jnp.split(both, 2, axis=-1)
+        y = product(self.gate(gate, up), self.down[...].astype(rows.dtype))
+        return y if self.down_bias is None else y + pick(self.down_bias[...].astype(rows.dtype))
+
+    def _dispatch(self, tokens: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        check_dispatch(self.dispatch)
+        by_name: dict[str, Callable[..., Any]] = {
+            "gather": dispatch_by_gather,
+            "capacity": functools.partial(dispatch_by_capacity, factor=self.capacity_factor),
+            "ragged": dispatch_by_ragged,
+        }
+        how = by_name[self.dispatch]
+        e, n = self.router.num_experts, tokens.shape[0]
+        if self.chunk is None or self.chunk >= n:
+            return how(tokens, routing, self.experts, e, self.axis)
+        if n % self.chunk:
+            raise ValueError(f"chunk={self.chunk}: must divide the {n} tokens of a rank")
+
+        @jax.checkpoint
+        def some(_: Any, part: Any) -> Any:
+            x, weights, chosen = part
+            # Shares are for losses, which are of all tokens.
+            return None, how(x, Routing(weights, chosen, weights), self.experts, e, self.axis)
+
+        parts = tokens, routing.weights, routing.chosen
+        cut = [part.reshape(-1, self.chunk, part.shape[-1]) for part in parts]
+        _, (y, dropped) = jax.lax.scan(some, None, tuple(cut))
+        return y.reshape(tokens.shape), dropped.sum()
+
+    def _shared(self, tokens: jax.Array) -> jax.Array:
+        y: jax.Array = self.shared(tokens)
+        if self.shared_gate is None:
+            return y
+        gate = jnp.dot(tokens, self.shared_gate[...].astype(tokens.dtype))
+        return y * jax.nn.sigmoid(gate)[:, None]
+
+    def _add_losses(self, y: jax.Array, logits: jax.Array, routing: Routing) -> jax.Array:
+        if self.balance_weight:
+            y = add_loss(y, self.balance_weight * self._balance_loss(y, routing))
+        if self.z_weight:
+            y = add_loss(y, self.z_weight * z_loss(logits))
+        return y
+
+    def _balance_loss(self, y: jax.Array, routing: Routing) -> jax.Array:
+        shares, chosen, e = routing.shares, routing.chosen, self.router.num_experts
+        if self.balance == "batch":
+            return balance_loss(shares, self.load[...])
+        if self.balance == "microbatch":
+            return balance_loss(shares, load_of(counts_of(chosen, e), self.row_axes))
+        if y.ndim < 3:
+            raise ValueError(
+                f"balance='sequence' with an input of shape {list(y.shape)}: it is [b, t, d], "
+                f"sequences of positions; or take balance='microbatch'"
+            )
+        positions = y.shape[-2]
+        counts = counts_of(chosen.reshape(-1, positions, chosen.shape[-1]), e)
+        load = load_of(counts, tuple(axis for axis in self.row_axes if axis == CONTEXT))
+        return sequence_balance_loss(shares.reshape(-1, positions, e), load)
+
+    def _check(self, x: jax.Array) -> None:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}: experts compute in the dtype of their input, "
+                f"which must be a float; embed integers first"
+            )
+        e, ranks, held = self.router.num_experts, group_size(self.axis), self.gate_up.shape[0]
+        if is_manual(self.axis) and held * ranks != e:
+            raise ValueError(
+                f"a rank holds {held} of num_experts={e} experts on the axis {self.axis!r} of size "
+                f"{ranks}, and must hold {e / ranks:g}: hand each rank its part, "
+                f"in_specs=PartitionSpec({self.axis!r})"
+            )
+
+
+def check_options(dispatch: Any, capacity_factor: Any, chunk: Any, balance: Any) -> None:
+    """Refuse options that mean nothing.
+
+    Raises:
+      ValueError: all that is wrong, at once.
+    """
+    wrong = []
+    if dispatch not in DISPATCHES:
+        wrong.append(f"dispatch={dispatch!r} must be one of {', '.join(map(repr, DISPATCHES))}")
+    if not is_number(capacity_factor) or not capacity_factor > 0:
+        wrong.append(
+            f"capacity_factor={capacity_factor!r} must be a number > 0: an expert without a place "
+            f"takes no token; 1 gives every expert as many as there are on average"
+        )
+    if chunk is not None and not is_whole(chunk, 1):
+        wrong.append(f"chunk={chunk!r} must be an integer >= 1, or None for all tokens at once")
+    if balance not in BALANCES:
+        wrong.append(f"balance={balance!r} must be one of {', '.join(map(repr, BALANCES))}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
