@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pipeline.base.imports import check_releases, exports
+from pipeline.base.imports import check_neighbours, check_releases, exports
 
 if TYPE_CHECKING:
     from pipeline.base.added import add_loss
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.splitting.split import Parts, split
     from pipeline.vocabulary import CrossEntropy
 
+check_neighbours(__file__)  # before another package of the same name is imported
 check_releases()  # before flax is used with a jax that it does not know
 
 __version__ = "0.1.0"

@@ -71,22 +71,22 @@ class Axes:
 
     @property
     def num_rows(self) -> int:
-        """How many parts the rows of a batch are split into, before microbatches."""
+        """Number of parts that the rows of a batch are split into, before microbatches."""
         return self.size(self.rows)
 
     @property
     def num_positions(self) -> int:
-        """How many parts the positions of a batch are split into."""
+        """Number of parts that the positions of a batch are split into."""
         return self.size(self.positions)
 
     @property
     def num_parts(self) -> int:
-        """How many parts a microbatch is split into, each with an addend of the loss."""
+        """Number of parts that a microbatch is split into, each with an addend of the loss."""
         return self.num_rows * self.num_positions
 
     @property
     def row_spec(self) -> PartitionSpec:
-        """How an array lies whose leading axis is the batch."""
+        """Spec of an array whose leading axis is the batch."""
         return spec_over(self.rows)
 
     def size(self, axes: Sequence[str]) -> int:

@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Flax up to 0.12.8 reads the parameters of a scan as jax had them until 0.11. Goes with the last
@@ -23,7 +25,7 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
 
     Args:
       jax: its version; by default of what is installed.
-      flax: likewise.
+      flax: its version; by default of what is installed.
 
     Raises:
       ImportError: it does not; the message says what to install.
@@ -37,6 +39,33 @@ def check_releases(jax: str | None = None, flax: str | None = None) -> None:
                 f"flax {flax} beside jax {jax}: from jax {'.'.join(map(str, newest))} on, flax "
                 f"{text} or newer is needed; pip install 'flax>={text}', or 'jax<"
                 f"{'.'.join(map(str, newest))}'"
+            )
+
+
+def check_neighbours(file: str, names: tuple[str, ...] = ("schedules", "collectives")) -> None:
+    """Check that the packages of this distribution are found, and not others of the same name.
+
+    Their names are generic, and a file ``schedules.py`` beside a program comes first on sys.path.
+
+    Args:
+      file: the ``__file__`` of a package of the distribution.
+      names: of the other packages, which lie in the same folder.
+
+    Raises:
+      ImportError: a name leads elsewhere; the message says where, and what to do.
+    """
+    home = Path(file).resolve().parents[1]
+    for name in names:
+        loaded = sys.modules.get(name)
+        found = getattr(loaded, "__spec__", None) or find_spec(name)
+        places = list(found.submodule_search_locations or ()) if found else []
+        if found is None or not any(Path(one).resolve() == home / name for one in places):
+            where = f"is {found.origin or places}" if found else "is not found"
+            raise ImportError(
+                f"shardpipe needs its own package {name!r}, in {home}, but {name!r} {where}: "
+                f"another file or package of this name comes first on sys.path. Rename it, or run "
+                f"the program from another folder; the names of shardpipe's packages are pipeline, "
+                f"schedules and collectives"
             )
 
 

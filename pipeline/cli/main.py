@@ -1,4 +1,4 @@
-"""The command line: ``python -m pipeline launch|plan|train|eval|generate|weights``."""
+"""The command line: ``python -m pipeline launch|plan|train|eval|generate|weights|env``."""
 
 from __future__ import annotations
 

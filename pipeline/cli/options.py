@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "evaluate a checkpoint, by a configuration",
     "generate": "continue a prompt, by a configuration",
     "weights": "inspect, import and export checkpoints",
+    "env": "print versions, devices and settings, for a bug report",
 }
 
 

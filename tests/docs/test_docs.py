@@ -26,7 +26,8 @@ UNEVEN = Costs(f=1, i=1.2, w=0.8)
 
 
 def table() -> list[list[str]]:
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    text = PAGE.read_text(encoding="utf-8").partition("\n## What lockstep costs\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE)
     return [[name, *map(str.strip, cells.split("|"))] for name, cells in rows]
 
 

@@ -254,7 +254,7 @@ def test_what_a_report_counts_is_what_a_program_holds(name):
             assert most <= program.num_stashes + program.num_crossings
 
 
-BUFFERS = {  # what docs/families.md says, for S > 2 and M >= 2 S, without the trash buffer
+BUFFERS = {  # what docs/schedules.md says, for S > 2 and M >= 2 S, without the trash buffer
     "gpipe": lambda S, M: M + 1,
     "1f1b": lambda S, M: S + 1,
     "eager_1f1b": lambda S, M: 2 * S - 1,
