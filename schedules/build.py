@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable
 
 from schedules.core.action import ScheduleError, shorten
-from schedules.core.arguments import is_one_of, need, renamed
+from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
-from schedules.families import FAMILIES
+from schedules.families import FAMILIES, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
 from schedules.families.zb_auto import zb_auto
 from schedules.schedule import Schedule
@@ -29,7 +29,8 @@ def names() -> tuple[str, ...]:
     """Every family, each a rule that gives one timetable for given sizes.
 
     Not among them is "auto", which `build` and ``Pipeline(schedule=...)`` take too: it times all of
-    these, searches beyond them, and returns what is quickest (`schedules.auto`).
+    these, searches beyond them, and returns what is quickest (`schedules.auto`). Nor are "seq1f1b"
+    and "seq1f1b_zb", which need a number of slices beside the sizes.
     """
     return (*FAMILIES, *(name for name in _TAILORED if name != "auto"))
 
@@ -37,6 +38,11 @@ def names() -> tuple[str, ...]:
 def options(name: str) -> tuple[str, ...]:
     """The options that `build` takes for a name beside sizes."""
     return _TAILORED[name][1] if name in _TAILORED else ()
+
+
+def takes_slices(name: object) -> bool:
+    """Tell whether a name is that of a family that cuts sequences into slices."""
+    return is_one_of(name, SLICED)
 
 
 def stages_per_rank(name: str) -> int | None:
@@ -65,11 +71,13 @@ def build(
     weight_memory: float | None = None,
     clock: str | None = None,
     merge: bool = False,
+    num_slices: int | None = None,
 ) -> Schedule:
     """Build a schedule by name.
 
     Args:
-      name: one of `names()`, or "auto" for the best of them, improved (`schedules.auto`).
+      name: one of `names()`, or "auto" for the best of them, improved (`schedules.auto`); or
+        "seq1f1b" or "seq1f1b_zb", which cut the sequences of microbatches into slices.
       num_ranks: S.
       num_microbatches: M.
       num_stages: K, a multiple of S; S by default.
@@ -79,12 +87,13 @@ def build(
       clock: which clock it should be quick under, likewise.
       merge: for a family of `SPLIT`: a W that fills no idle time stays in its B, as far as the
         event clock with these costs shows no loss. "auto" does so by itself.
+      num_slices: N, into how many slices "seq1f1b" and "seq1f1b_zb" cut every sequence.
 
     Raises:
       ScheduleError: unknown name (with the nearest ones), sizes that the family cannot run or
         that need more memory than there is, or an option that the family does not take.
     """
-    if not is_one_of(name, (*FAMILIES, *_TAILORED)):
+    if not is_one_of(name, (*FAMILIES, *_TAILORED, *SLICED)):
         near = difflib.get_close_matches(
             shorten(name).strip("'"), (*names(), "auto"), n=3, cutoff=0.4
         )
@@ -99,7 +108,8 @@ def build(
             f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
             f"{', '.join(SPLIT)}"
         )
-    sizes = check_sizes(num_ranks, num_microbatches, num_stages)
+    _check_slices(name, num_slices)
+    sizes = check_sizes(num_ranks, num_microbatches, num_stages, num_slices)
     wishes = {
         "costs": costs,
         "max_activations": max_activations,
@@ -115,8 +125,28 @@ def build(
                 f"same for all; leave it out, or choose one that is made to measure: "
                 f"{', '.join(takers)}"
             )
-    if name in FAMILIES:
+    if name in SLICED:
+        schedule = SLICED[name](*sizes, num_slices=integer(num_slices))
+    elif name in FAMILIES:
         schedule = FAMILIES[name](*sizes)
     else:
         schedule = _TAILORED[name][0](*sizes, **chosen)
     return merge_halves(schedule, costs) if merge else schedule
+
+
+def _check_slices(name: str, num_slices: object) -> None:
+    """Check that a family of slices is told how many, and no other.
+
+    Raises:
+      ScheduleError: it is not so.
+    """
+    if name in SLICED and num_slices is None:
+        raise ScheduleError(
+            f"schedule={name!r} without num_slices: it cuts every sequence into slices; give "
+            f"num_slices=2 or more, or choose '1f1b' for whole sequences"
+        )
+    if name not in SLICED and num_slices is not None:
+        raise ScheduleError(
+            f"num_slices={shorten(num_slices)} with schedule={name!r}: this family runs whole "
+            f"sequences; leave it out, or choose one of {', '.join(SLICED)}"
+        )

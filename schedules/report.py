@@ -137,7 +137,8 @@ class Report:
         different times wait outside of their spans, so 0 here is no promise for a step that ends
         in a synchronous optimiser: `step_bubble_rate` counts that waiting too.
       peak_activations: [S] the most stage inputs held at once, each from the start of its F to
-        the end of its B or I; what I leaves for W counts as one from then to the end of W.
+        the end of its B or I; what I leaves for W counts as one from then to the end of W. Of a
+        schedule with N slices, microbatches: a slice counts as 1/N.
       peak_crossings: [S] the most of the latter alone.
       starts: [S] tuples, aligned with ``schedule.orders``. The halves of a pair that overlaps
         (`Costs.pair`) share its time in proportion to what they take alone.
@@ -157,8 +158,8 @@ class Report:
     work: tuple[float, ...]
     idle: tuple[float, ...]
     bubble_rate: float
-    peak_activations: tuple[int, ...]
-    peak_crossings: tuple[int, ...]
+    peak_activations: tuple[float, ...]
+    peak_crossings: tuple[float, ...]
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
@@ -166,14 +167,15 @@ class Report:
     def __str__(self) -> str:
         """A line for the step, and one for each rank."""
         of, rows = self.schedule, zip(self.work, self.peak_activations, strict=True)
+        cut = f" of {of.num_slices} slices" if of.num_slices > 1 else ""
         step = (
             f"{printable(of.name)}: {of.num_ranks} ranks, {of.num_stages} stages, "
-            f"{of.num_microbatches} microbatches; clock {self.clock}, makespan "
+            f"{of.num_microbatches} microbatches{cut}; clock {self.clock}, makespan "
             f"{self.makespan:.6g}, bubble {self.step_bubble_rate:.1%} of the step"
         )
         ranks = (
             f"rank {rank}: works {work:.6g}, waits {self.makespan - work:.6g}, holds at most "
-            f"{peak} activations"
+            f"{peak:.6g} activations"
             for rank, (work, peak) in enumerate(rows)
         )
         return "\n".join([step, *ranks])
@@ -265,14 +267,21 @@ def sum_up(
         work=tuple(work),
         idle=tuple(idle),
         bubble_rate=idle[longest] / span[longest] if span[longest] else 0.0,
-        peak_activations=tuple(int(held.max()) for held in activations(schedule)),
+        peak_activations=tuple(_microbatches(schedule, held) for held in activations(schedule)),
         peak_crossings=tuple(
-            int(crossings_held(kinds).max()) for kinds in np.split(flat.kind, flat.first[1:-1])
+            _microbatches(schedule, crossings_held(kinds))
+            for kinds in np.split(flat.kind, flat.first[1:-1])
         ),
         starts=tuple(map(tuple, begun)),
         ends=tuple(map(tuple, ended)),
         common=tuple(map(tuple, common.tolist())),
     )
+
+
+def _microbatches(schedule: Schedule, held: Ints) -> float:
+    """Count the most units held at once, in microbatches; an integer where there are no slices."""
+    most = int(held.max())
+    return most if schedule.num_slices == 1 else most / schedule.num_slices
 
 
 def _common(schedule: Schedule, costs: Costs, shared: Shared) -> float:
@@ -356,7 +365,8 @@ def _messages(report: Report, flat: Flat, ends: Times) -> tuple[Ints, Times, Tim
     first = np.flatnonzero(flat.pair & overlap)
     left[first] = ends[first + 1]
     sender = senders(schedule).copy()
-    lag = report.costs.lags(flat.rank, links(schedule).target, schedule.num_ranks)
+    each = report.costs.per_slice(schedule.num_slices)
+    lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
     ready = np.where(sender >= 0, left[sender], 0.0)
     arrival = np.where(sender >= 0, left[sender] + lag[sender], 0.0)
     later = first[arrival[first + 1] > arrival[first]]  # a pair starts when it has both

@@ -66,11 +66,12 @@ def from_orders(
     name: str = "custom",
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """A schedule from hand-written orders; M is read off them, and placement unless given.
+    """A schedule from hand-written orders; M, slices and, unless given, placement follow from them.
 
     Args:
-      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``. An overlapped pair
-        is text like ``"1F0&2B1"``, or a tuple or list of two actions.
+      orders: [S] sequences of actions, each an `Action` or text like ``"3F0"``, or ``"3F0.1"``
+        where microbatches are cut into slices. An overlapped pair is text like
+        ``"1F0&2B1"``, or a tuple or list of two actions.
       name: what to call it.
       placement: [K] ranks.
 
@@ -96,7 +97,10 @@ def from_orders(
         else _items("placement", placement, "one rank for each stage")
     )
     microbatches = 1 + max((a.microbatch for order in parsed for a in order), default=-1)
-    return Schedule(name, microbatches, tuple(parsed), tuple(placement), tuple(pairs))
+    slices = 1 + max((a.slice or 0 for order in parsed for a in order), default=0)
+    return Schedule(
+        name, microbatches, tuple(parsed), tuple(placement), tuple(pairs), num_slices=slices
+    )
 
 
 def _items(argument: str, value: Iterable[Any], wanted: str) -> tuple[Any, ...]:
@@ -129,7 +133,9 @@ def _read(item: object) -> list[Action]:
 
 def _is_action(item: object) -> bool:
     """Tell whether a value is an action with numbers for numbers; `check` judges the numbers."""
-    return isinstance(item, Action) and type(item.stage) is type(item.microbatch) is int
+    if not isinstance(item, Action) or not type(item.stage) is type(item.microbatch) is int:
+        return False
+    return item.slice is None or type(item.slice) is int
 
 
 def _read_placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ def simulate(
         starts, common = meet(best, lasting)
     else:
         pair = costs.pair if clock == "event" else None  # a run's own durations say it all
-        lag = costs.lags(flat.rank, links(schedule).target, schedule.num_ranks)
+        each = costs.per_slice(schedule.num_slices)
+        lag = each.lags(flat.rank, links(schedule).target, schedule.num_ranks)
         rows = run(schedule, durations=lasting, lag=lag, pair=pair)
         starts = np.concatenate(rows)
         if pair is not None:
@@ -136,7 +137,8 @@ def _durations(
 ) -> Times:
     """[A] how long each action takes."""
     if measured is None:
-        return costs.table(schedule.num_stages, shared)[flat.kind, flat.stage]
+        sizes = schedule.num_stages, schedule.num_slices
+        return costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, shared)
     actions = [action for order in schedule.orders for action in order]
     missing = [action for action in actions if action not in measured]
     if missing:

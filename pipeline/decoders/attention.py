@@ -15,9 +15,7 @@ from flax import nnx
 from collectives.tensor import group_size
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
-from pipeline.layers.attention import attend
-
-HIDDEN = -1e30  # a score that counts for nothing
+from pipeline.layers.attention import attend, read, visible
 
 
 class DecoderAttention(nnx.Module):
@@ -75,15 +73,30 @@ class DecoderAttention(nnx.Module):
         self.values = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
         self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
 
-    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """Attend; to what it remembers too, once it was told to (`start_decoding`).
 
         Args:
           x: `[b, t, d]`, of a decoder the positions that follow those it has seen.
           positions: `[b, t]`, by default 0..t-1, or behind those seen. They turn queries and keys;
             what a position may read is decided by its place in the sequence.
+          segments: `[b, t]` integers, the document of each position (`layers.Attention`).
+
+        Raises:
+          ValueError: segments for a decoder that remembers, of which a row is one document.
         """
         first = self.seen[...] if hasattr(self, "seen") else None
+        if first is not None and segments is not None:
+            raise ValueError(
+                "segments= was given to attention that decodes with caches: a row that is "
+                "generated is one document; leave segments= out, or score packed rows by "
+                "pipe.logprobs"
+            )
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -93,17 +106,22 @@ class DecoderAttention(nnx.Module):
                 positions = positions if first is None else positions + first
             turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
             q, k = rotate(q, *turns), rotate(k, *turns)
-        y = self._read(q, k, v) if first is None else self._remember(q, k, v, first)
+        y = self._read(q, k, v, segments) if first is None else self._remember(q, k, v, first)
         return self.out(y.reshape(*y.shape[:2], -1))
 
-    def _read(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Attention over local heads: by the platform's kernel where it is the usual one."""
-        t, usual = q.shape[1], q.shape[-1] ** -0.5
-        scale = usual if self.scale is None else self.scale
-        window = None if self.window is None or self.window >= t else self.window
-        if window is None and self.softcap is None:
-            return attend(q if scale == usual else q * jnp.asarray(scale / usual, q.dtype), k, v)
-        return _read(q, k, v, scale, window, self.softcap)
+    def _read(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
+        """Attention over local heads, by the platform's kernel where it takes them."""
+        return attend(
+            q,
+            k,
+            v,
+            segments=segments,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+        )
 
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         """Attention to these positions and to those before, which are kept."""
@@ -113,40 +131,7 @@ class DecoderAttention(nnx.Module):
             )
         t, length = q.shape[1], self.keys.shape[1]
         self.seen[...] = first + t
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        keys, values = self.keys[...], self.values[...]
         window = None if self.window is None or self.window >= length else self.window
-        return _read(q, keys, values, scale, window, self.softcap, first)
-
-
-def _read(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    first: jax.Array | None = None,
-) -> jax.Array:
-    """The formula, in float32, returned in the dtype of q.
-
-    Args:
-      q: queries, `[b, t, heads, c]`.
-      k: keys, `[b, s, k, c]`.
-      v: values, the same.
-      scale: of scores.
-      window: how many positions a query sees; None for all before it.
-      softcap: of scores, if any.
-      first: where the first query is among the keys; None where there are as many of both.
-    """
-    b, t, _, c = q.shape
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * scale
-    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    places = jnp.arange(t) if first is None else first + jnp.arange(t)
-    back = places[:, None] - jnp.arange(k.shape[1])[None]
-    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, HIDDEN), axis=-1)
-    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
+        seen = visible(first + jnp.arange(t), jnp.arange(length), window)
+        keys, values = self.keys[...], self.values[...]
+        return read(q, keys, values, seen, scale=self.scale, softcap=self.softcap)

@@ -95,9 +95,14 @@ class Block(nnx.Module):
         self.attention_post_norm = _norm(config, dtype) if after else None
         self.mlp_post_norm = _norm(config, dtype) if after else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Run it; positions as of `DecoderAttention`."""
-        y = self.attention(self.attention_norm(x), positions)
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Run it; positions and segments as of `DecoderAttention`."""
+        y = self.attention(self.attention_norm(x), positions, segments)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(self.mlp_norm(x))
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -113,10 +118,32 @@ class Stage(nnx.Module):
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = nnx.List(blocks)
 
-    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Run all of them; positions as of `DecoderAttention`."""
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Run all of them.
+
+        Args:
+          x: `[b, t, d]`.
+          positions: as of `DecoderAttention`.
+          segments: likewise.
+          segment_ids: segments by the name that `pipeline.training.packed` gives them.
+
+        Raises:
+          ValueError: both segments and segment_ids.
+        """
+        if segments is not None and segment_ids is not None:
+            raise ValueError(
+                "a stage was given segments= and segment_ids=, two names of one argument: give one "
+                "of them"
+            )
+        segments = segment_ids if segments is None else segments
         for block in self.blocks:
-            x = block(x, positions)
+            x = block(x, positions, segments)
         return x
 
 
@@ -153,12 +180,17 @@ class Embedding(VocabularyEmbedding):
             self._check_length(length, self.positions.shape[0])
             self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Any) -> jax.Array:
         """Look the words up.
+
+        Args:
+          tokens: `[b, t]`; or a pair of them and of their positions `[b, t]`, for learned positions
+            that restart in packed rows. Rotary positions are an argument of the stages.
 
         Raises:
           ValueError: a sequence longer than the positions that were learned.
         """
+        tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
@@ -166,6 +198,8 @@ class Embedding(VocabularyEmbedding):
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
         self._check_length(t, learned.shape[0])
+        if places is not None:
+            return x + learned[places].astype(x.dtype)
         if hasattr(self, "seen"):
             first = self.seen[...]
             self.seen[...] = first + t
@@ -304,13 +338,18 @@ def _shared_ends(
     return embed, head
 
 
-def next_token_loss(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross entropy of a microbatch, on any mesh.
 
     Args:
       logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part.
-      targets: `[b, t]`, the word that follows each; -100 counts for nothing.
+      targets: `[b, t]`, the word that follows each; -100 counts for nothing. Or a pair of them and
+        of weights `[b, t]`, as `pipeline.training.packed` gives them.
     """
+    if isinstance(targets, tuple | list):
+        words, weights = targets
+        counts = jnp.where(words == IGNORED, 0, weights).astype(jnp.float32)
+        return (vocabulary_cross_entropy(logits, words) * counts).sum(), counts.sum()
     losses = vocabulary_cross_entropy(logits, targets)
     return losses.sum(), (targets != IGNORED).sum()
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.sizes import TENSOR
+from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.replicated import ReplicatedKV
@@ -21,6 +22,7 @@ from pipeline.layers.rotary import RopeScaling, rotary, rotate
 from pipeline.layers.weights import Initializer, Pieces
 
 REPLICATE = "replicate_kv=True"
+HIDDEN = -1e30  # the score of a key that a query does not read
 
 
 class FusedQKV(nnx.Module):
@@ -101,10 +103,12 @@ class Attention(nnx.Module):
         (`ReplicatedKV`); for more ranks than there are such heads.
       query_chunk: a divisor of t: without a kernel the scores of so many queries, `[b, k·g / R,
         query_chunk, t]`, are formed at a time, again in the backward; None forms and keeps all.
+      window: how many positions a query reads, its own and those before it; None for all.
+      softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
 
     Raises:
-      ValueError: heads that do not divide each other or the width; an unknown implementation; as
-        `FusedQKV`.
+      ValueError: heads that do not divide each other or the width; an unknown implementation; a
+        window or a cap that is no positive number; as `FusedQKV`.
     """
 
     def __init__(
@@ -125,9 +129,12 @@ class Attention(nnx.Module):
         implementation: kernels.Implementation | None = None,
         query_chunk: int | None = None,
         replicate_kv: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         check_groups(num_heads, num_kv_heads)
         kernels.check_name(implementation)
+        check_reach(window, softcap)
         if head_dim is None and width % num_heads:
             raise ValueError(
                 f"width={width} num_heads={num_heads}: the heads share the width equally; choose "
@@ -141,6 +148,7 @@ class Attention(nnx.Module):
         }
         self.theta, self.scaling = theta, scaling
         self.implementation, self.query_chunk = implementation, query_chunk
+        self.window, self.softcap = window, softcap
         heads = width, num_heads, num_kv_heads, head_dim
         self.qkv: Any = (ReplicatedKV if replicate_kv else FusedQKV)(
             *heads, rngs, init=init, **group
@@ -151,20 +159,40 @@ class Attention(nnx.Module):
         rows = num_heads * head_dim
         self.out = RowLinear(rows, width, rngs, init=init_out, pieces=pieces, **group)
 
-    def __call__(self, x: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """Attend.
 
         Args:
           x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
           positions: `[b, t]` of the whole sequence; by default 0..t-1. They turn queries and keys;
             what a position may read is decided by its place in the sequence.
+          segments: `[b, t]` integers of the whole sequence, for rows that hold several documents:
+            a position reads those of its own document. 0 is padding, which reads padding alone.
+
+        Raises:
+          ValueError: segments of another shape, or that are no integers.
         """
         q, k, v = self.qkv(x)
         if positions is None:
             positions = jnp.arange(q.shape[1])[None]
         turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
         q, k = rotate(q, *turns), rotate(k, *turns)
-        y = attend(q, k, v, query_chunk=self.query_chunk, implementation=self.implementation)
+        y = attend(
+            q,
+            k,
+            v,
+            segments=segments,
+            window=self.window,
+            softcap=self.softcap,
+            query_chunk=self.query_chunk,
+            implementation=self.implementation,
+        )
         return self.out(y.reshape(*y.shape[:2], -1))
 
 
@@ -173,6 +201,10 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     *,
+    segments: jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
     query_chunk: int | None = None,
     implementation: kernels.Implementation | None = None,
 ) -> jax.Array:
@@ -182,50 +214,142 @@ def attend(
       q: queries.
       k: keys, `[b, t, k, c]`.
       v: values, the same.
+      segments: as of a call of `Attention`.
+      window: as for `Attention`.
+      softcap: likewise.
+      scale: of the scores, by default c ** -0.5.
       query_chunk: as for `Attention`.
       implementation: as for `Attention`.
 
     Raises:
-      ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this.
+      ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this;
+        segments of another shape, or that are no integers.
     """
-    t, implementation = q.shape[1], implementation or kernels.choose(q)
+    t, usual = q.shape[1], q.shape[-1] ** -0.5
+    check_segments(segments, q)
+    window = None if window is None or window >= t else window
+    implementation = implementation or kernels.choose(q, softcap=softcap)
+    if implementation != "chunked" and scale not in (None, usual):
+        q = q * jnp.asarray(scale / usual, q.dtype)
     if implementation == "splash":
-        return kernels.splash(q, k, v)
+        return kernels.splash(q, k, v, segments, window=window, softcap=softcap)
     if implementation == "cudnn":
-        return kernels.cudnn(q, k, v)
+        return kernels.cudnn(q, k, v, segments, window=window, softcap=softcap)
+    if implementation == "xla":
+        kernels.check_softcap("xla", q, softcap)
+    whole = segments is None and window is None
 
-    def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        start, queries = chunk
-        here = start + jnp.arange(queries.shape[1])[:, None]
-        seen = (jnp.arange(t)[None] <= here)[None, None]
+    def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, ...]) -> jax.Array:
+        start, queries, *own = chunk
+        places = start + jnp.arange(queries.shape[1])
+        seen = visible(places, jnp.arange(t), window, *own, *([segments] if own else []))
         if implementation == "chunked":
-            return _read(queries, k, v, seen)
-        return jax.nn.dot_product_attention(queries, k, v, mask=seen, implementation="xla")
+            return read(queries, k, v, seen, scale=scale, softcap=softcap)
+        return jax.nn.dot_product_attention(queries, k, v, mask=seen[:, None], implementation="xla")
 
+    own = () if segments is None else (segments,)
     if query_chunk is None or query_chunk == t:
-        if implementation == "chunked":
-            return some(k, v, (jnp.zeros((), jnp.int32), q))
+        if implementation == "chunked" or not whole:
+            return some(k, v, (jnp.zeros((), jnp.int32), q, *own))
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
     if t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
     some = jax.checkpoint(some)
-    parts = jnp.moveaxis(q.reshape(q.shape[0], -1, query_chunk, *q.shape[2:]), 1, 0)
-    starts = jnp.arange(0, t, query_chunk)
-    _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, (starts, parts))
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, query_chunk, *x.shape[2:]), 1, 0)
+
+    chunks = (jnp.arange(0, t, query_chunk), cut(q), *map(cut, own))
+    _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, chunks)
     return jnp.moveaxis(y, 0, 1).reshape(q.shape)
 
 
-def _read(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention where ``seen``, `[1, 1, queries, t]`; in float32, returned in the dtype of q.
+def visible(
+    places: jax.Array,
+    of_keys: jax.Array,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    segments_of_keys: jax.Array | None = None,
+) -> jax.Array:
+    """Mark which of s keys each of t queries reads, `[1 or b, t, s]`.
+
+    Args:
+      places: `[t]` of the queries in their sequence.
+      of_keys: `[s]` of the keys.
+      window: how many positions a query reads, its own and those before it; None for all.
+      segments: `[b, t]` of the queries; None where a row is one document.
+      segments_of_keys: `[b, s]`.
+    """
+    back = places[:, None] - of_keys[None]
+    seen = ((back >= 0) if window is None else (back >= 0) & (back < window))[None]
+    if segments is None or segments_of_keys is None:
+        return seen
+    return seen & (segments[:, :, None] == segments_of_keys[:, None, :])
+
+
+def read(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute attention by its formula, in float32, returned in the dtype of q.
 
     `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
+
+    Args:
+      q: queries, `[b, t, k·g, c]`.
+      k: keys, `[b, s, k, c]`.
+      v: values, the same.
+      seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
+      scale: of the scores, by default c ** -0.5.
+      softcap: of the scores, if any.
     """
     b, t, _, c = q.shape
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * c**-0.5
+    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * (c**-0.5 if scale is None else scale)
     scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
-    weights = jax.nn.softmax(jnp.where(seen[None], scores, -1e30), axis=-1)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN), axis=-1)
     return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
+
+
+def check_segments(segments: Any, q: jax.Array) -> None:
+    """Check that segments belong to queries `[b, t, k·g, c]`.
+
+    Raises:
+      ValueError: another shape, or no integers.
+    """
+    if segments is None:
+        return
+    shape, dtype = jnp.shape(segments), jnp.result_type(segments)
+    if shape != q.shape[:2] or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"segments is {dtype}{list(shape)} for {q.shape[0]} sequences of {q.shape[1]} "
+            f"positions: give integers of shape {list(q.shape[:2])}, one number for each document "
+            f"of a row and 0 for padding"
+        )
+
+
+def check_reach(window: Any, softcap: Any) -> None:
+    """Refuse windows and caps that are no positive numbers.
+
+    Raises:
+      ValueError: one is not.
+    """
+    if window is not None and not is_whole(window, 1):
+        raise ValueError(
+            f"window={window!r}: how many positions a query reads is an integer >= 1, or None for "
+            f"all before it"
+        )
+    if softcap is not None and not (
+        isinstance(softcap, int | float) and not isinstance(softcap, bool) and softcap > 0
+    ):
+        raise ValueError(f"softcap={softcap!r}: a cap of scores is a number > 0, or None for none")
 
 
 def fuse_qkv(query: jax.Array, key: jax.Array, value: jax.Array, *, num_kv_heads: int) -> jax.Array:

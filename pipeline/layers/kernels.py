@@ -40,7 +40,7 @@ def check_name(implementation: Any) -> None:
         )
 
 
-def choose(q: jax.Array) -> Implementation:
+def choose(q: jax.Array, *, softcap: float | None = None) -> Implementation:
     """The implementation for the platform that is traced for, and for queries `[b, t, k·g, c]`.
 
     The platform is that of the mesh, which may be of devices that are not there. A compiler cannot
@@ -55,18 +55,30 @@ def choose(q: jax.Array) -> Implementation:
         return "splash"
     # Described GPUs call themselves by their runtime, those that are there do not.
     on_gpu = on in ("gpu", "cuda")
-    if on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q) and has_cudnn():
+    takes = on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q, softcap)
+    if takes and has_cudnn():
         return "cudnn"
     return "chunked"
 
 
-def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
     """Causal attention by JAX's splash attention, `[b, t, k·g, c]`; interpreted where no TPU is.
 
     Args:
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, t, k, c]`.
       v: values, the same.
+      segments: `[b, t]` integers; a query reads keys of its own segment.
+      window: how many positions a query reads; None for all before it.
+      softcap: of the scores, if any.
 
     Raises:
       ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
@@ -82,42 +94,82 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
     # are `local` too: a stage keeps them as they are here, not what they could be made of again.
     arguments = local(heads_first)(q, k, v)
-    y = local(jax.vmap(_kernel(heads, t, interpret=interpret)))(*arguments)
+    run = _kernel(heads, t, window=window, softcap=softcap, interpret=interpret)
+    own = () if segments is None else (segments,)
+    y = local(jax.vmap(run))(*arguments, *own)
     return jnp.swapaxes(y, 1, 2)
 
 
-def _kernel(heads: int, t: int, *, interpret: bool) -> Any:
+def _kernel(
+    heads: int, t: int, *, window: int | None, softcap: float | None, interpret: bool
+) -> Any:
+    """Splash attention of one sequence: of queries, keys, values and, if any, its segments."""
     # Pallas takes half a second to import, and only those need it who come here.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
         BlockSizes,
         CausalMask,
+        LocalMask,
         MultiHeadMask,
+        SegmentIds,
         make_splash_mha_single_device,
     )
 
     block = next(size for size in BLOCKS if t % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": block for name in names}
-    return make_splash_mha_single_device(
-        MultiHeadMask([CausalMask((t, t))] * heads),
+    whole = CausalMask((t, t))
+    mask = whole if window is None else LocalMask((t, t), (window - 1, 0), 0)
+    kernel = make_splash_mha_single_device(
+        MultiHeadMask([mask] * heads),
         block_sizes=BlockSizes(**sizes),
+        attn_logits_soft_cap=softcap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
 
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        ids = SegmentIds(*segments, *segments) if segments else None
+        found: jax.Array = kernel(q, k, v, ids)
+        return found
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute attention by cuDNN.
+    return run
+
+
+def cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Causal attention by cuDNN, arguments as of `splash`.
+
+    Segments become a mask `[b, 1, t, t]`, which cuDNN reads beside its causal blocks.
 
     Raises:
-      ValueError: as for `splash`, or a dtype other than bfloat16 and float16.
+      ValueError: as for `splash`, a dtype other than bfloat16 and float16, or a soft cap.
     """
-    _check("cudnn", q, _wrong_for_cudnn(q))
+    _check("cudnn", q, _wrong_for_cudnn(q, softcap))
+    reach: Any = None if window is None else (window - 1, 0)
 
-    def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    def on_this_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        mask = None
+        if segments:
+            (ids,) = segments
+            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=True,
+            local_window_size=reach,
+            implementation="cudnn",
+        )
 
-    return local(on_this_device)(q, k, v)
+    return local(on_this_device)(q, k, v, *(() if segments is None else (segments,)))
 
 
 def _check(name: str, q: jax.Array, wrong: list[str]) -> None:
@@ -137,8 +189,21 @@ def _wrong_for_splash(q: jax.Array) -> list[str]:
     return wrong
 
 
-def _wrong_for_cudnn(q: jax.Array) -> list[str]:
-    wrong = _wrong_for_any(q)
+def check_softcap(name: str, q: jax.Array, softcap: float | None) -> None:
+    """Refuse a soft cap by an implementation without one.
+
+    Raises:
+      ValueError: there is one.
+    """
+    _check(name, q, _capped(softcap))
+
+
+def _capped(softcap: float | None) -> list[str]:
+    return [] if softcap is None else [f"it caps no scores, and softcap={softcap}"]
+
+
+def _wrong_for_cudnn(q: jax.Array, softcap: float | None) -> list[str]:
+    wrong = _wrong_for_any(q) + _capped(softcap)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         wrong.append(f"{q.dtype} is neither bfloat16 nor float16: give the layer one of these")
     return wrong

@@ -320,7 +320,7 @@ class packed(_Made):  # noqa: N801
                 at = row, slice(start, start := start + len(tokens) - 1)
                 inputs[at], words[at] = tokens[:-1], tokens[1:]
                 segments[at], positions[at] = segment, np.arange(len(tokens) - 1)
-        weights = (segments > 0).astype(np.float32)
+        weights = loss_weights(segments)
         extras = {"segment_ids": segments, "positions": positions}
         return Batch(inputs, (words, weights), extras, float(weights.sum()))
 
@@ -329,6 +329,68 @@ class packed(_Made):  # noqa: N801
 
     def _hold(self, held: list[int] | None) -> None:
         self._next = None if held is None else np.asarray(held, np.int32)
+
+
+def loss_weights(segments: Any, following: Any = None) -> Any:
+    """Compute [N, t] float32, 1 where a position of packed rows counts in a loss and 0 elsewhere.
+
+    A position counts if it is no padding and its target lies in its own document. It is the one
+    definition: `packed` and `next_tokens` use it.
+
+    Args:
+      segments: [N, t] integers, 0 for padding.
+      following: [N, t] the segment of every target; by default that of its position, for targets
+        that were cut out of their document together with the inputs.
+    """
+    following = segments if following is None else following
+    return ((segments > 0) & (segments == following)).astype(np.float32)
+
+
+def next_tokens(tokens: Any, segments: Any) -> tuple[Any, Any]:
+    """Make targets of packed rows: (words, weights), [N, t] each.
+
+    A position's word is the token that follows it. The last token of a document has weight 0, for
+    its neighbour belongs to another. Shift before a sequence is cut into parts
+    : what follows the last position of a part lies in another.
+
+    Args:
+      tokens: [N, t] integers.
+      segments: [N, t] integers, ascending in each row, 0 for padding.
+
+    Raises:
+      ValueError: shapes that differ, or a document in two places of a row.
+    """
+    tokens, segments = np.asarray(tokens), np.asarray(segments)
+    check_packed(tokens, segments)
+    words, following = (np.roll(x, -1, axis=1) for x in (tokens, segments))
+    words[:, -1:], following[:, -1:] = 0, 0
+    return words, loss_weights(segments, following)
+
+
+def check_packed(tokens: Any, segments: Any) -> None:
+    """Check that segments describe packed rows.
+
+    Raises:
+      ValueError: shapes that differ, no integers, or a document in two places of a row.
+    """
+    tokens, segments = np.asarray(tokens), np.asarray(segments)
+    is_whole = np.issubdtype(segments.dtype, np.integer)
+    if segments.ndim != 2 or tokens.shape != segments.shape or not is_whole:
+        raise ValueError(
+            f"segments is {segments.dtype}{list(segments.shape)} for tokens of "
+            f"{list(tokens.shape)}: both are [N, t], and segments are integers; give one for each "
+            f"token, 0 for padding"
+        )
+    for row, ids in enumerate(segments):
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+        found = ids[starts]
+        again = next((n for n, one in enumerate(found) if one and one in found[:n]), None)
+        if again is not None:
+            raise ValueError(
+                f"segments[{row}] is out of order: document {found[again]} starts again at "
+                f"position {starts[again]}; the positions of a document are neighbours, so give "
+                f"what follows another document a number of its own"
+            )
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:

@@ -33,11 +33,14 @@ def check(schedule: Made, *, max_activations: float | None = None) -> Made:
     F for every microbatch once and after it B, or I and then W; an overlapped pair is an F and
     then a B or I of another stage; and the ranks never wait for each other in a circle, also where
     every pair runs as one action. A schedule without any backward action is legal too: inference.
+    Where microbatches are cut into slices (`Timetable.num_slices`) all this holds for every slice,
+    and on every stage the slices of a microbatch ascend in F and descend in B or I.
 
     Args:
       schedule: any schedule.
       max_activations: how many stage inputs a rank may hold at once. One is held from the start of
-        its F to the end of its B or I; what I leaves for W counts as one until that ends.
+        its F to the end of its B or I; what I leaves for W counts as one until that ends. A slice
+        counts as 1/N.
 
     Raises:
       ScheduleError: with every fault, and a grid in which the culprits are marked.
@@ -73,17 +76,22 @@ def _is_limit(value: object) -> bool:
 
 def _sizes(schedule: Timetable) -> Iterator[Fault]:
     """Faults that leave nothing to look at."""
-    num_ranks, num_stages, num_microbatches = (
+    num_ranks, num_stages, num_microbatches, num_slices = (
         schedule.num_ranks,
         schedule.num_stages,
         schedule.num_microbatches,
+        schedule.num_slices,
     )
     if min(num_ranks, num_stages, num_microbatches) < 1:
         what = f"S={num_ranks}, K={num_stages}, M={num_microbatches}"
         rule = "a schedule has at least one rank, one stage and one microbatch; give each"
+    elif num_slices < 1:
+        what = f"N={num_slices}"
+        rule = "a microbatch has at least one slice; give num_slices=1 where it is not cut"
     elif not is_dense(schedule):
         actions = sum(map(len, schedule.orders))
-        what = f"{actions} actions for K * M = {num_stages * num_microbatches}"
+        product = "K * M" if num_slices == 1 else "K * M * N"
+        what = f"{actions} actions for {product} = {num_stages * schedule.num_units}"
         rule = "every stage runs every microbatch at least once; correct num_microbatches"
     elif not all(map(is_count, schedule.placement)):
         what = f"placement={shorten(schedule.placement, 120)}"
@@ -165,7 +173,9 @@ def _circle(case: Case, waits: list[tuple[int, int]]) -> Culprit:
 
 def _memory(case: Case, limit: float) -> Iterator[Fault]:
     culprits = []
-    for rank, held in enumerate(activations(case.schedule)):
+    cut = case.schedule.num_slices
+    for rank, units in enumerate(activations(case.schedule)):
+        held = units if cut == 1 else units / cut
         over = np.flatnonzero(held > limit)
         if len(over):
             index = int(case.flat.first[rank] + over[0])

@@ -51,6 +51,7 @@ def error(schedule: Timetable, faults: Sequence[Fault]) -> ScheduleError:
     sizes = (
         f"S={schedule.num_ranks} ranks, K={schedule.num_stages} stages, "
         f"M={schedule.num_microbatches} microbatches"
+        f"{f', N={schedule.num_slices} slices' if schedule.num_slices > 1 else ''}"
     )
     lines = [f"schedule {shorten(schedule.name, 120)} ({sizes}) has {total}"]
     marks: list[tuple[int, int]] = []

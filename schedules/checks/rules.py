@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from schedules.checks.faults import MOST_NAMED, Culprit, Fault
-from schedules.core.action import KINDS, Action, shorten
+from schedules.core.action import KINDS, action_of, shorten
 from schedules.core.flat import B, F, Flat, I, Ints, Mask, W, codes, flatten
 from schedules.core.grid import label, steps
 from schedules.core.messages import Links, links
@@ -28,7 +28,7 @@ class Case:
       schedule: what is inspected.
       flat: its actions.
       wires: its messages.
-      at: [4, K * M] index of the first action of each kind, stage and microbatch; -1 if missing.
+      at: [4, K * U] index of the first action of each kind, stage and unit; -1 if missing.
       repeated: [A] True for an action that is already among those before it.
     """
 
@@ -58,7 +58,7 @@ class Case:
 def inspect(schedule: Timetable) -> Case:
     """Prepare a schedule of dense sizes."""
     flat = flatten(schedule)
-    size, code = schedule.num_stages * schedule.num_microbatches, codes(schedule)
+    size, code = schedule.num_stages * schedule.num_units, codes(schedule)
     index = np.flatnonzero(flat.in_range)
     at = np.full(len(KINDS) * size, -1)
     at[code[index[::-1]]] = index[::-1]  # of a repeated index the last value stays
@@ -96,10 +96,12 @@ def _placement(case: Case) -> Iterator[Fault]:
 
 def _numbers(case: Case) -> Iterator[Fault]:
     schedule = case.schedule
+    several = schedule.num_slices > 1
+    slices = f", slices .0 to .{schedule.num_slices - 1} (as 3F0.1)" if several else ""
     yield from _fault(
         "no action of this schedule",
         f"stages are 0..{schedule.num_stages - 1}, microbatches 0..{schedule.num_microbatches - 1}"
-        f", kinds F, B, I and W; correct it or take it out",
+        f"{slices}, kinds F, B, I and W; correct it or take it out",
         np.flatnonzero(~case.flat.in_range),
         lambda n: Culprit(case.show(n), (case.mark(n),)),
     )
@@ -119,10 +121,10 @@ def _ranks(case: Case) -> Iterator[Fault]:
 
 
 def _repeats(case: Case) -> Iterator[Fault]:
-    flat, num_microbatches = case.flat, case.schedule.num_microbatches
+    flat, num_units = case.flat, case.schedule.num_units
 
     def tell(index: int) -> Culprit:
-        item = flat.stage[index] * num_microbatches + flat.microbatch[index]
+        item = flat.stage[index] * num_units + flat.microbatch[index]
         earlier = int(case.at[flat.kind[index], item])
         text = f"{case.show(index)}, first as {case.show(earlier)}"
         return Culprit(text, (case.mark(earlier), case.mark(index)))
@@ -140,17 +142,18 @@ def _absences(case: Case) -> Iterator[Fault]:
     is_inference = not has[[B, I, W]].any()
     lacks = [~has[F]] if is_inference else [~has[F], ~(has[B] | has[I] | has[W])]
     size = lacks[0].size
+    each = "microbatch" if schedule.num_slices == 1 else "slice of every microbatch"
 
     def tell(index: int) -> Culprit:
-        stage, microbatch = divmod(index % size, schedule.num_microbatches)
-        action = Action(stage, "F" if index < size else "B", microbatch)
+        stage, unit = divmod(index % size, schedule.num_units)
+        action = action_of(stage, "F" if index < size else "B", unit, schedule.num_slices)
         rank = schedule.placement[stage]
         row = (rank, str(action)) if 0 <= rank < schedule.num_ranks else None
         return Culprit(f"{action} (rank {rank})", missing=row)
 
     yield from _fault(
         "missing",
-        "every stage runs F and a backward (B, or I and then W) once for every microbatch; add it",
+        f"every stage runs F and a backward (B, or I and then W) once for every {each}; add it",
         np.flatnonzero(np.concatenate(lacks)),
         tell,
     )
@@ -239,6 +242,36 @@ def _order(case: Case) -> Iterator[Fault]:
         )
 
 
+def _slices(case: Case) -> Iterator[Fault]:
+    """Check that slices ascend in F, and descend in backward actions.
+
+    A slice reads keys and values of those before it; the gradient of its own is complete when the
+    later slices, which read them, have run backwards.
+    """
+    schedule = case.schedule
+    if schedule.num_slices == 1:
+        return
+    shape = -1, schedule.num_slices
+    forward, back = case.at[F], np.maximum(case.at[B], case.at[I])
+    run = "run slices of a microbatch in"
+    rules = (
+        f"F of a slice reads the keys and values of the slices before it; {run} ascending order",
+        f"B of a slice needs what later ones add to gradients of its keys: {run} descending order",
+    )
+    names = "slices out of order in F", "slices out of order in backward actions"
+    for what, rule, index, step in zip(names, rules, (forward, back), (1, -1), strict=True):
+        table = index.reshape(shape)[:, ::step]
+        first, second = table[:, :-1].ravel(), table[:, 1:].ravel()
+        wrong = np.flatnonzero((first >= 0) & (second >= 0) & (first > second))
+        same = case.flat.rank[first[wrong]] == case.flat.rank[second[wrong]]
+
+        def tell(item: int, first: Ints = first, second: Ints = second) -> Culprit:
+            found = int(second[item]), int(first[item])
+            return Culprit(" before ".join(map(case.show, found)), tuple(map(case.mark, found)))
+
+        yield from _fault(what, rule, wrong[same], tell)
+
+
 RULES: tuple[Callable[[Case], Iterator[Fault]], ...] = (
     _placement,
     _numbers,
@@ -248,4 +281,5 @@ RULES: tuple[Callable[[Case], Iterator[Fault]], ...] = (
     _halves,
     _overlaps,
     _order,
+    _slices,
 )

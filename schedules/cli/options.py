@@ -18,6 +18,7 @@ from schedules.build import options as options_of
 from schedules.cli.records import read_json
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
+from schedules.families import SLICED
 from schedules.files.costs import read_costs
 from schedules.report import Report
 from schedules.schedule import Schedule
@@ -53,6 +54,9 @@ def add_sizes(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
     for short, name, about in SIZES:
         group.add_argument(short, name, type=count, metavar=short[1], help=about, required=required)
     group.add_argument("-K", "--stages", type=count, metavar="K", help="slices of the model (S)")
+    if not required:
+        about = f"slices of sequences, for {' and '.join(SLICED)}"
+        group.add_argument("-N", "--slices", type=count, metavar="N", help=about)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -220,9 +224,10 @@ def check_source(name: str) -> None:
         if not Path(name).is_file():
             raise UsageError(f"{name}: give the path of a .csv or .json file that is there")
         return
-    if name not in names() and Path(name).exists():
+    known = (*names(), "auto", *SLICED)
+    if name not in known and Path(name).exists():
         raise UsageError(f"{name}: a timetable is a file with one of the suffixes {FILES}")
-    if name not in (*names(), "auto"):
+    if name not in known:
         build(name, num_ranks=1, num_microbatches=1)  # which says what there is
 
 
@@ -257,12 +262,15 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
     # Where all families are compared, those without halves are there as they are.
     merge = getattr(options, "merge", False)
     merge = merge and (name in SPLIT or bool(getattr(options, "schedules", [name])))
-    taken = (*options_of(name), "merge", *["costs"] * merge)
+    # Where families are compared, those without slices run whole sequences.
+    slices = name in SLICED or not getattr(options, "schedules", None)
+    taken = (*options_of(name), "merge", *["costs"] * merge, *["num_slices"] * slices)
     wishes: dict[str, Callable[[], Any]] = {
         "merge": lambda: merge,
         "costs": lambda: given or costs(options),
         "max_activations": lambda: getattr(options, "max_activations", None),
         "clock": lambda: getattr(options, "clock", None),
+        "num_slices": lambda: getattr(options, "slices", None),
     }
     return {option: wish() for option, wish in wishes.items() if option in taken}
 

@@ -28,9 +28,15 @@ def schedule_record(schedule: Schedule) -> dict[str, Any]:
     return {
         "name": schedule.name,
         "num_microbatches": schedule.num_microbatches,
+        **_slices(schedule),
         "placement": list(schedule.placement),
         "orders": orders,
     }
+
+
+def _slices(schedule: Schedule) -> dict[str, int]:
+    """Record how many slices there are, where there are several."""
+    return {"num_slices": schedule.num_slices} if schedule.num_slices > 1 else {}
 
 
 def report_record(report: Report) -> dict[str, Any]:
@@ -42,6 +48,7 @@ def report_record(report: Report) -> dict[str, Any]:
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
+        **_slices(schedule),
         "clock": report.clock,
         "pattern": report.pattern,
         "partners": report.partners,

@@ -69,9 +69,7 @@ class Lockstep:
     @functools.cached_property
     def makespan(self) -> float:
         """End of the last action, and of the work that ranks share after it."""
-        schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
-        table = self.costs.table(schedule.num_stages, self.shared)
-        end = (self.starts + table[flat.kind, flat.stage]).max(initial=0.0)
+        end = (self.starts + self._lasting).max(initial=0.0)
         return float(max(end, self.common[:, 1].max(initial=0.0)))
 
     @functools.cached_property
@@ -90,17 +88,24 @@ class Lockstep:
         """[T * slots] how long the ranks' common work takes before each slot, and after it."""
         ticks, schedule = self.ticks, self.ticks.schedule
         work = together(schedule, ticks.times, ticks.num_ticks * ticks.width, self.shared)
-        return lasting(work, self.costs, schedule.num_ranks)
+        return lasting(work, self.costs, schedule.num_ranks, schedule.num_slices)
+
+    @functools.cached_property
+    def _lasting(self) -> Times:
+        """[A] how long each action takes."""
+        schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
+        sizes = schedule.num_stages, schedule.num_slices
+        return self.costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, self.shared)
 
     @functools.cached_property
     def _slots(self) -> Slots:
         ticks, schedule = self.ticks, self.ticks.schedule
         flat, num_ranks = flatten(schedule), schedule.num_ranks
         work = np.zeros((ticks.num_ticks * ticks.width, num_ranks))
-        table = self.costs.table(schedule.num_stages, self.shared)
-        work[ticks.times, flat.rank] = table[flat.kind, flat.stage]
+        work[ticks.times, flat.rank] = self._lasting
         joined = _joined(ticks)
-        exchange = np.where(joined, self.costs.messages(num_ranks), 0.0)
+        each = self.costs.per_slice(schedule.num_slices)
+        exchange = np.where(joined, each.messages(num_ranks), 0.0)
         if not self.partners:
             joined, exchange = among_all(joined, exchange)
             if joined.all() or ticks.delayed or num_ranks == 1:

@@ -31,8 +31,8 @@ def meet(layout: Lockstep, durations: Times) -> tuple[Times, Times]:
     after, lasts = _meetings(layout)
     first, (num_ranks, num_meetings) = flat.first, after.shape
     wires = links(schedule)
-    lag = layout.costs.lags(flat.rank, wires.target, num_ranks)
-    messages = 2 * schedule.num_stages * schedule.num_microbatches
+    lag = layout.costs.per_slice(schedule.num_slices).lags(flat.rank, wires.target, num_ranks)
+    messages = 2 * schedule.num_stages * schedule.num_units
     words = messages + np.arange(num_ranks * num_meetings).reshape(num_ranks, num_meetings)
     heard = np.concatenate([np.full_like(words[:1], -1), words[:-1]])
     all_there = np.broadcast_to(words[-1], words.shape)

@@ -25,7 +25,9 @@ Shared = tuple[str, ...]
 
 
 class Together(NamedTuple):
-    """The microbatch that all ranks work on around each slot; -1 for none.
+    """The microbatch, or the unit of a schedule with slices, that ranks share around each slot.
+
+    -1 stands for none.
 
     Attributes:
       lookup: [times] the embedding, before the slot.
@@ -78,8 +80,16 @@ def together(schedule: Schedule, times: Ints, count: int, shared: Shared) -> Tog
     return Together(*columns)
 
 
-def lasting(work: Together, costs: Costs, num_ranks: int) -> tuple[Times, Times]:
+def lasting(
+    work: Together, costs: Costs, num_ranks: int, num_slices: int = 1
+) -> tuple[Times, Times]:
     """[times] what the ranks' common work takes before each slot, and after it."""
-    before = np.where(work.lookup >= 0, costs.embed / num_ranks, 0.0)
-    after = np.where(work.head >= 0, costs.head / num_ranks, 0.0)
-    return before, after + np.where(work.scatter >= 0, costs.embed / num_ranks, 0.0)
+    shares = costs.shares(num_slices)
+
+    def take(units: Ints, whole: float) -> Times:
+        share = 1.0 if num_slices == 1 else shares[units % num_slices]
+        found: Times = np.where(units >= 0, whole / num_ranks * share, 0.0)
+        return found
+
+    after = take(work.head, costs.head)
+    return take(work.lookup, costs.embed), after + take(work.scatter, costs.embed)

@@ -46,7 +46,7 @@ def slot_times(schedule: Schedule, pattern: Pattern, *, delayed: bool = False) -
             waits.tolist(),
             late.tolist(),
             [0.0] * len(late),
-            2 * schedule.num_stages * schedule.num_microbatches,
+            2 * schedule.num_stages * schedule.num_units,
         )
         times = np.array(found, np.int64)
         if (times < 0).any():

@@ -12,18 +12,23 @@ An action prints as ``{stage}{kind}{microbatch}``, for example ``3F0``: the gram
 ``torch.distributed.pipelining``, so timetables travel both ways. Two neighbouring actions of a
 rank may be an overlapped pair, ``1F0&2B1``: a forward pass and a backward pass of another stage
 that run as one, so that each computes while the other communicates.
+
+A microbatch's sequences may be cut into N slices that run one after the other (Seq1F1B). An action
+then carries its slice and prints as ``3F0.1``: the forward pass of stage 3 for slice 1 of
+microbatch 0. A *unit* is what one action of a stage works on: a microbatch or, where there are
+slices, slice n of microbatch m, with the number ``m * N + n``.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"  # longer ones overflow 64 bits, and int() refuses 4300 digits
-_ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER)
+_ACTION = re.compile(_NUMBER + r"([FBIW])" + _NUMBER + r"(?:\." + _NUMBER + ")?")
 
 
 class ScheduleError(ValueError):
@@ -44,17 +49,65 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    @property
+    def slice(self) -> int | None:
+        """Slice of the microbatch's sequences that it works on; None where there are none."""
+        return None
+
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``"3F0"``; anything else is a ScheduleError."""
+        """Read ``"3F0"``, or ``"3F0.1"`` with a slice; anything else is a ScheduleError."""
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
                 f"action {shorten(text)} is not of the form {{stage}}{{kind}}{{microbatch}} with "
                 f"kind one of F, B, I, W; write it like 3F0"
             )
-        stage, kind, microbatch = match.groups()
+        stage, kind, microbatch, part = match.groups()
+        if part is not None:
+            return SlicedAction(int(stage), kind, int(microbatch), int(part))  # type: ignore[arg-type]
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+
+
+class SlicedAction(Action):
+    """Action on one slice of a microbatch's sequences: a tuple of four, equal to no `Action`."""
+
+    __slots__ = ()
+
+    def __new__(cls, stage: int, kind: Kind, microbatch: int, slice: int) -> Self:  # noqa: A002
+        """Make it of its four numbers."""
+        return tuple.__new__(cls, (stage, kind, microbatch, slice))
+
+    def __repr__(self) -> str:
+        stage, kind, microbatch, part = tuple(self)
+        return (
+            f"SlicedAction(stage={stage!r}, kind={kind!r}, microbatch={microbatch!r}, "
+            f"slice={part!r})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}.{self.slice}"
+
+    @property
+    def slice(self) -> int:
+        """Slice that it works on."""
+        return self[3]  # type: ignore[misc]
+
+    def _replace(self, **changes: object) -> SlicedAction:
+        given = dict(zip((*Action._fields, "slice"), self, strict=True)) | changes
+        return SlicedAction(**given)  # type: ignore[arg-type]
+
+
+def action_of(stage: int, kind: Kind, unit: int, num_slices: int = 1) -> Action:
+    """Make the action of a stage on a unit, with its slice where there are several."""
+    if num_slices == 1:
+        return Action(stage, kind, unit)
+    return SlicedAction(stage, kind, *divmod(unit, num_slices))
+
+
+def unit_of(action: Action, num_slices: int = 1) -> int:
+    """Number the unit that an action works on."""
+    return action.microbatch * num_slices + (action.slice or 0)
 
 
 def shorten(text: object, most: int = 40) -> str:

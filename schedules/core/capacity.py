@@ -19,13 +19,13 @@ SLOT = 40  # bytes for a slot of one rank, in a program's tables, or for an exch
 ALWAYS_FITS = 1 << 28  # bytes; below this nobody is asked what there is
 
 
-def check_actions_fit(num_stages: int, num_microbatches: int) -> None:
-    """See that a schedule of these sizes can be held and checked; it has 2KM actions or more.
+def check_actions_fit(num_stages: int, num_microbatches: int, num_slices: int = 1) -> None:
+    """See that a schedule of these sizes can be held and checked; it has 2KMN actions or more.
 
     Raises:
       ScheduleError: it takes more memory than this process can have.
     """
-    actions = 2 * num_stages * num_microbatches
+    actions = 2 * num_stages * num_microbatches * num_slices
     _check_fits(
         actions * HELD,
         f"num_microbatches={shorten(num_microbatches)} with num_stages={shorten(num_stages)}: a "

@@ -6,7 +6,8 @@ Letters as in `schedules.core.action`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,10 @@ class Costs:
         and B or I; shared likewise.
       pair: an overlapped pair, F beside the backward of another stage; None if its halves run one
         after the other and so take the sum. In lockstep they always do, and where ranks share work.
+      slices: [N] numbers, by keyword only, for schedules that cut microbatches into N slices: what
+        the slices take in relation to each other, such as (1, 3, 5) where later ones read
+        more keys. All durations here are those of whole microbatches, of which a slice takes its
+        share; None for equal shares. A message of a slice takes 1/N of ``comm``.
     """
 
     f: float | Sequence[float] = 1.0
@@ -49,6 +54,7 @@ class Costs:
     pair: float | None = None
     head: float = 0.0
     embed: float = 0.0
+    slices: Sequence[float] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b"):
@@ -75,6 +81,14 @@ class Costs:
             self._set(name, getattr(self, name))
         if self.pair is not None:
             self._set("pair", self.pair)
+        if self.slices is not None:
+            parts = _tuple("slices", self.slices, self.slices, "[N] numbers")
+            if not sum(parts) > 0:
+                raise ScheduleError(
+                    f"Costs(slices={shorten(self.slices)}): some slice must take time; give what "
+                    f"the slices take in relation to each other"
+                )
+            object.__setattr__(self, "slices", parts)
 
     def _set(self, name: str, value: object) -> None:
         _check_lasts(name, value, value)
@@ -104,6 +118,54 @@ class Costs:
         if "head" not in shared:
             table[1:3, -1] += self.head
         return table
+
+    def shares(self, num_slices: int) -> Times:
+        """Compute [N] parts of a microbatch's time, one for each slice.
+
+        Raises:
+          ScheduleError: `slices` is given for another number of slices.
+        """
+        if self.slices is None or num_slices == 1:
+            return np.full(num_slices, 1 / num_slices)
+        if len(self.slices) != num_slices:
+            raise ScheduleError(
+                f"Costs(slices={shorten(self.slices)}) has {len(self.slices)} numbers for "
+                f"{num_slices} slices; give one for each slice, or None for equal ones"
+            )
+        parts = np.asarray(self.slices, np.float64)
+        return parts / parts.sum()
+
+    def durations(
+        self,
+        kind: NDArray[np.int64],
+        stage: NDArray[np.int64],
+        unit: NDArray[np.int64],
+        sizes: tuple[int, int],
+        shared: Sequence[str] = (),
+    ) -> Times:
+        """Compute [A] how long actions take.
+
+        Args:
+          kind: [A] of each, a position in `KINDS`.
+          stage: [A] likewise.
+          unit: [A] likewise, ``microbatch * N + slice``.
+          sizes: K and N.
+          shared: which ends of the model all ranks share.
+        """
+        num_stages, num_slices = sizes
+        found = self.table(num_stages, shared)[kind, stage]
+        return found if num_slices == 1 else found * self.shares(num_slices)[unit % num_slices]
+
+    def per_slice(self, num_slices: int) -> Costs:
+        """Return these costs with messages of one slice."""
+        if num_slices == 1:
+            return self
+        comm: Any = (
+            float(self.comm) / num_slices  # type: ignore[arg-type]
+            if is_number(self.comm)
+            else (np.asarray(self.comm, np.float64) / num_slices).tolist()
+        )
+        return replace(self, comm=comm)
 
     def messages(self, num_ranks: int) -> Times:
         """[S, S] duration of a message from one rank to another, 0 where it stays.

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.core.action import KINDS, Action
+from schedules.core.action import KINDS, Action, SlicedAction, action_of
 from schedules.core.timetable import Timetable
 
 Result = TypeVar("Result")
@@ -60,8 +60,8 @@ class Flat:
       rank: [A] the rank whose order it stands in.
       stage: [A] its stage.
       kind: [A] its kind, as a position in `KINDS`.
-      microbatch: [A] its microbatch.
-      in_range: [A] False for what is no action of this schedule; it stands here as 0F0.
+      microbatch: [A] its microbatch; in a schedule with slices the number of its unit.
+      in_range: [A] False for what is no action of this schedule; it stands here as 0F0 (0F0.0).
       pair: [A] True for the first action of an overlapped pair; the second is the next.
     """
 
@@ -79,13 +79,14 @@ def flatten(schedule: Timetable) -> Flat:
     """Read a schedule, legal or not."""
     actions = list(itertools.chain.from_iterable(schedule.orders))
     lengths = [len(order) for order in schedule.orders]
-    sizes = (schedule.num_stages, schedule.num_microbatches)
+    sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
     in_range = np.ones(len(actions), bool)
     columns = _columns(actions, *sizes)
     if columns is None:
         in_range[:] = [_columns([action], *sizes) is not None for action in actions]
-        actions = [a if ok else Action(0, "F", 0) for a, ok in zip(actions, in_range, strict=True)]
-        columns = _columns(actions, max(1, sizes[0]), max(1, sizes[1])) or ((), (), ())
+        nothing = action_of(0, "F", 0, sizes[2])
+        actions = [a if ok else nothing for a, ok in zip(actions, in_range, strict=True)]
+        columns = _columns(actions, *(max(1, size) for size in sizes)) or ((), (), ())
     stages, kinds, microbatches = columns
     letters = np.frombuffer("".join(kinds).encode(), np.uint8)
     first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -103,19 +104,19 @@ def flatten(schedule: Timetable) -> Flat:
 
 
 def is_dense(schedule: Timetable) -> bool:
-    """Tell whether a table of K * M entries is in proportion to the actions that are there.
+    """Tell whether a table of K * M * N entries is in proportion to the actions that are there.
 
-    A legal schedule has at least K * M actions; a mistyped number must not allocate memory.
+    A legal schedule has at least that many actions; a mistyped number must not allocate memory.
     """
     actions = sum(map(len, schedule.orders))
-    return schedule.num_stages * schedule.num_microbatches <= 8 * actions + 4096
+    return schedule.num_stages * schedule.num_units <= 8 * actions + 4096
 
 
 def codes(schedule: Timetable) -> Ints:
-    """[A] a number for each action, ``(kind * K + stage) * M + microbatch``, and so below 4 K M."""
+    """[A] a number for each action, ``(kind * K + stage) * U + unit`` for U units: below 4 K U."""
     flat = flatten(schedule)
     row = flat.kind * schedule.num_stages + flat.stage
-    return row * schedule.num_microbatches + flat.microbatch
+    return row * schedule.num_units + flat.microbatch
 
 
 def takes_and_frees(kinds: Ints) -> tuple[Mask, Mask]:
@@ -161,15 +162,15 @@ def _pairs(schedule: Timetable, first: Sequence[int]) -> list[int]:
 
 
 def _columns(
-    actions: Sequence[object], num_stages: int, num_microbatches: int
+    actions: Sequence[object], num_stages: int, num_microbatches: int, num_slices: int
 ) -> tuple[Sequence[int], Sequence[str], Sequence[int]] | None:
-    """Stages, kinds and microbatches; None if some is no action with numbers in 0..K-1, 0..M-1.
+    """Stages, kinds and units; None if some is no action with numbers in 0..K-1, 0..M-1, 0..N-1.
 
     Built-ins only, for speed.
     """
     if not actions:
         return (), (), ()
-    if set(map(type, actions)) != {Action}:
+    if set(map(type, actions)) != {Action if num_slices == 1 else SlicedAction}:
         return None
     stages, kinds, microbatches = (list(map(itemgetter(n), actions)) for n in range(3))  # type: ignore[arg-type]
     fits = (
@@ -179,4 +180,10 @@ def _columns(
         and 0 <= min(stages) <= max(stages) < num_stages
         and 0 <= min(microbatches) <= max(microbatches) < num_microbatches
     )
-    return (stages, kinds, microbatches) if fits else None
+    if not fits or num_slices == 1:
+        return (stages, kinds, microbatches) if fits else None
+    parts = list(map(itemgetter(3), actions))  # type: ignore[arg-type]
+    if set(map(type, parts)) != {int} or not 0 <= min(parts) <= max(parts) < num_slices:
+        return None
+    units = [m * num_slices + n for m, n in zip(microbatches, parts, strict=True)]
+    return stages, kinds, units

@@ -45,7 +45,8 @@ def grid(
       clip: leave out ranks and steps far from any mark, so that the text stays readable.
     """
     columns, notes = steps(schedule), notes or {}
-    cell = len(f"[{schedule.num_stages}F{schedule.num_microbatches}]")
+    part = f".{schedule.num_slices}" * (schedule.num_slices > 1)
+    cell = len(f"[{schedule.num_stages}F{schedule.num_microbatches}{part}]")
     cell = 2 * cell - 1 if flatten(schedule).pair.any() else cell
     marked = {(rank, columns[rank][position]) for rank, position in marks}
     num_steps = max((row[-1] + 1 for row in columns if row), default=0)

@@ -1,8 +1,9 @@
 """The graph of messages, which all clocks, checks, lowering and drawings follow.
 
-A message has a number, -1 is none: twice the position of its (stage, microbatch) for the output of
-a stage, one more for the gradient for its input. Letters as in `schedules.core.action`, A as in
-`schedules.core.flat`.
+A message has a number, -1 is none: twice the position of its (stage, unit) for the output of a
+stage, one more for the gradient for its input; a unit is a microbatch or a slice of one.
+
+Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def links(schedule: Timetable) -> Links:
     flat = flatten(schedule)
     placement = np.array(schedule.placement, np.int64)
     found = connect(
-        flat.kind, flat.stage, flat.microbatch, flat.rank, placement, schedule.num_microbatches
+        flat.kind, flat.stage, flat.microbatch, flat.rank, placement, schedule.num_units
     )
     if flat.in_range.all():
         return found
@@ -76,7 +77,7 @@ def senders(schedule: Timetable) -> Ints:
     """[A] index of the action that sends what each waits for, -1 for none."""
     wires = links(schedule)
     sends = np.flatnonzero(wires.sent >= 0)
-    sender_of = np.full(2 * schedule.num_stages * schedule.num_microbatches + 1, -1)
+    sender_of = np.full(2 * schedule.num_stages * schedule.num_units + 1, -1)
     sender_of[wires.sent[sends[::-1]]] = sends[::-1]  # of a repeated index the last value stays
     found: Ints = sender_of[wires.awaited]  # -1 picks the last, which stays -1
     return found

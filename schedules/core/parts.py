@@ -35,6 +35,8 @@ def _faults(schedule: Timetable) -> Iterator[tuple[str, str]]:
         yield "name", "a name is a string"
     if not is_count(parts["num_microbatches"]):
         yield "num_microbatches", "must be an integer, how many microbatches there are"
+    if not is_count(parts["num_slices"]):
+        yield "num_slices", "must be an integer, into how many slices sequences are cut"
     orders = parts["orders"]
     if not isinstance(orders, tuple | list) or not all(isinstance(o, tuple | list) for o in orders):
         yield "orders", "orders are a tuple of S tuples of Action, one for each rank"

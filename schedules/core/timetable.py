@@ -28,6 +28,7 @@ class Timetable:
         are an overlapped pair, F and then B or I of another stage. Where a clock runs them as
         one, they start when both have their messages, and both send at their common end. ``()``
         if no rank has any.
+      num_slices: N, into how many slices the sequences of every microbatch are cut; 1 for none.
     """
 
     name: str = field(compare=False)
@@ -35,6 +36,7 @@ class Timetable:
     orders: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
     pairs: tuple[tuple[int, ...], ...] = ()
+    num_slices: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         # A schedule without pairs is written in one way only, so that equality is what it seems.
@@ -54,6 +56,11 @@ class Timetable:
     def num_stages(self) -> int:
         """K."""
         return len(self.placement)
+
+    @property
+    def num_units(self) -> int:
+        """Number of units that every stage runs, M * N (`schedules.core.action`)."""
+        return self.num_microbatches * self.num_slices
 
     @functools.cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedules.core.action import Kind, ScheduleError
-from schedules.drawing.palette import LIGHT, NAMES, TOGETHER, heading, joined, kinds, several
+from schedules.drawing.palette import (
+    LIGHT,
+    NAMES,
+    TOGETHER,
+    heading,
+    joined,
+    kinds,
+    several,
+    unit_text,
+)
 from schedules.report import CAUSES, Cause, Report, Wait
 
 if TYPE_CHECKING:
@@ -143,7 +152,7 @@ def _boxes(report: Report, rank: int) -> dict[tuple[Kind, int], list[tuple[float
     order, starts, ends = report.schedule.orders[rank], report.starts[rank], report.ends[rank]
     for action, start, end in zip(order, starts, ends, strict=True):
         same = boxes.setdefault((action.kind, chunk_of[action.stage]), [])
-        same.append((start, end - start, str(action.microbatch)))
+        same.append((start, end - start, unit_text(action)))
     return boxes
 
 

@@ -206,6 +206,7 @@ def _entry(entry: Entry, label: str) -> dict[str, Any]:
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
+        **({"slices": schedule.num_slices} if schedule.num_slices > 1 else {}),
         "chunks": schedule.chunk_of,
         "kinds": kinds([schedule]),
         "orders": [

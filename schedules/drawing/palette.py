@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schedules.core.action import KINDS, Kind, ScheduleError
+from schedules.core.action import KINDS, Action, Kind, ScheduleError
 from schedules.core.arguments import listed, need
 from schedules.core.text import printable
 from schedules.report import Cause, Report
@@ -93,8 +93,15 @@ def several(reports: Report | Iterable[Report]) -> list[Report]:
 
 
 def sizes(schedule: Schedule) -> str:
-    """``S=4 K=8 M=16``."""
-    return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}"
+    """``S=4 K=8 M=16``, and ``N=4`` for slices."""
+    cut = f" N={schedule.num_slices}" if schedule.num_slices > 1 else ""
+    return f"S={schedule.num_ranks} K={schedule.num_stages} M={schedule.num_microbatches}{cut}"
+
+
+def unit_text(action: Action) -> str:
+    """Write what an action works on: ``3``, or ``3.1`` for a slice of microbatch 3."""
+    cut = "" if action.slice is None else f".{action.slice}"
+    return f"{action.microbatch}{cut}"
 
 
 def joined(report: Report, rank: int) -> tuple[int, ...]:

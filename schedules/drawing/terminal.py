@@ -36,6 +36,7 @@ from schedules.drawing.palette import (
     joined,
     kinds,
     sizes,
+    unit_text,
 )
 from schedules.report import Report
 from schedules.schedule import Schedule
@@ -180,7 +181,7 @@ def _bar(report: Report, rank: int, count: int) -> list[Runs]:
         left, right = round(start * scale), round(end * scale)
         chunk = schedule.chunk_of[action.stage]
         letter = action.kind.lower() if chunk else action.kind
-        label = f"{letter}{action.microbatch}"
+        label = f"{letter}{unit_text(action)}"
         text = (label if len(label) <= right - left else letter).ljust(right - left, "-")
         cells[left:right] = [Cell(c, action.kind, chunk) for c in text[: right - left]]
     for position in joined(report, rank):

@@ -145,6 +145,8 @@ class _Slices:
                 "microbatch": action.microbatch,
                 "chunk": schedule.chunk_of[action.stage],
             }
+            if action.slice is not None:
+                event["args"]["slice"] = action.slice
             if position in partner:
                 event["args"]["overlaps with"] = str(partner[position])
             yield event

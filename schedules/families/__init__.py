@@ -1,8 +1,8 @@
 """The published schedules, one a file and all listed here: from sizes to an order of actions.
 
 A file is named after its family and says who published it; `FAMILIES` lists those that are the
-same for all costs. What several share stands in `schedules.families.constructions`. A family
-decides orders only: never a clock, a slot or a buffer.
+same for all costs, `SLICED` those of slices. What several share stands in
+`schedules.families.constructions`. A family decides orders only: never a clock, a slot or a buffer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from schedules.families.interleaved_1f1b import interleaved_1f1b
 from schedules.families.interleaved_zb import interleaved_zb
 from schedules.families.looped_bfs import looped_bfs
 from schedules.families.one_f_one_b import one_f_one_b
+from schedules.families.seq1f1b import seq1f1b, seq1f1b_zb
 from schedules.families.v_half import v_half
 from schedules.families.v_min import v_min
 from schedules.families.zb_h1 import zb_h1
 from schedules.families.zb_h2 import zb_h2
 from schedules.families.zb_v import zb_v
 from schedules.schedule import Schedule
+
+# Families that cut the sequences of microbatches into slices; these take ``num_slices=`` too.
+SLICED: dict[str, Callable[..., Schedule]] = {"seq1f1b": seq1f1b, "seq1f1b_zb": seq1f1b_zb}
 
 Family = Callable[[int, int, int], Schedule]  # (num_ranks, num_microbatches, num_stages)
 

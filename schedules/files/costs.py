@@ -20,7 +20,10 @@ _WANTED = "a JSON file as Calibration.to_json writes it"
 
 def costs_record(costs: Costs) -> dict[str, Any]:
     """Everything that costs are."""
-    return asdict(costs)
+    record = asdict(costs)
+    if costs.slices is None:  # so that costs of whole microbatches are written as they always were
+        del record["slices"]
+    return record
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs:

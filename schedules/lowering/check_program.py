@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.core.action import Action, Kind
+from schedules.core.action import Action, Kind, action_of
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, Values
@@ -129,8 +129,9 @@ class _Machine:
         stage, kind = self.runs[slot, rank, branch]
         microbatch = self.tables["microbatch"][tick][slot][rank]
         due = self.due[rank]
-        if not due or due[-1][0] != (stage, kind, microbatch):
-            self._fail_order(at, Action(stage, kind, microbatch))
+        found = action_of(stage, kind, microbatch, self.program.schedule.num_slices)
+        if not due or due[-1][0] != found:
+            self._fail_order(at, found)
         action, values = due.pop()
         unread = self.unread[rank]
         own = self.values.output(microbatch, stage)

@@ -97,13 +97,13 @@ def _check_ranges(program: Program) -> None:
     num_ops = np.array([len(slot.ops) for slot in program.slots])
     largest = {
         "op": num_ops[None, :, None],
-        "microbatch": program.schedule.num_microbatches - 1,
+        "microbatch": program.schedule.num_units - 1,
         "operand": program.num_buffers,
         "gradient": program.num_buffers,
         "stash": program.num_stashes,
         "crossing": program.num_crossings,
         "arrival": program.num_buffers,
-        **dict.fromkeys(COMMON, program.schedule.num_microbatches - 1),
+        **dict.fromkeys(COMMON, program.schedule.num_units - 1),
     }
     for name, most in largest.items():
         table, least = getattr(program, name), -1 if name in COMMON else 0

@@ -48,7 +48,7 @@ class Common:
     def _see(self, name: str, what: str, made: int, at: Place) -> bool:
         """Tell whether a microbatch's value has just been made, and the table agrees."""
         microbatch, rest = divmod(made, len(WHAT))
-        there = not rest and 0 <= microbatch < self.program.schedule.num_microbatches
+        there = not rest and 0 <= microbatch < self.program.schedule.num_units
         wanted = microbatch if there else -1
         found = self.tables[name][at[0]][at[1]]
         if found != wanted:

@@ -1,14 +1,14 @@
 """The values of a program as numbers: what they are called, and who must read which.
 
-The output of a stage for a microbatch is ``(stage * M + microbatch) * len(WHAT)``, the others that
-belong to it follow; -1 is none. The embedding and the head's gradient, where ranks share them, are
-the output and the input gradient of one stage more than there are. Letters as in
-`schedules.core.action`.
+The output of a stage for a unit (a microbatch, or a slice of one) is ``(stage * U + unit) *
+len(WHAT)`` for U units, the others that belong to it follow; -1 is none. The embedding and the
+head's gradient, where ranks share them, are the output and the input gradient of one stage more
+than there are. Letters as in `schedules.core.action`.
 """
 
 from __future__ import annotations
 
-from schedules.core.action import Action
+from schedules.core.action import Action, unit_of
 from schedules.lowering.program import Program
 
 WHAT = ("output", "input gradient", "residuals", "crossing values")
@@ -21,19 +21,22 @@ class Values:
 
     def __init__(self, program: Program) -> None:
         self._program, self._schedule = program, program.schedule
+        self._slices = program.schedule.num_slices
         self.has_embed, self.has_head = ("embed" in program.shared, "head" in program.shared)
 
     def output(self, microbatch: int, stage: int | None = None) -> int:
-        """A stage's output for a microbatch; by default the embedding."""
+        """A stage's output for a unit; by default the embedding."""
         stage = self._schedule.num_stages if stage is None else stage
-        return (stage * self._schedule.num_microbatches + microbatch) * len(WHAT) + OUTPUT
+        return (stage * self._schedule.num_units + microbatch) * len(WHAT) + OUTPUT
 
     def name(self, value: int) -> str:
         """The value in words."""
         if value < 0:
             return "nothing"
         item, what = divmod(value, len(WHAT))
-        stage, microbatch = divmod(item, self._schedule.num_microbatches)
+        stage, unit = divmod(item, self._schedule.num_units)
+        slices = self._schedule.num_slices
+        microbatch = f"{unit}" if slices == 1 else f"{unit // slices}, slice {unit % slices}"
         if stage == self._schedule.num_stages:
             return f"the {BEYOND[what]} of microbatch {microbatch}"
         return f"the {WHAT[what]} of stage {stage} for microbatch {microbatch}"
@@ -42,7 +45,7 @@ class Values:
         """Places that an action must name for operand, gradient, stash and crossing; -1 is the
         trash.
         """
-        stage, kind, microbatch = action
+        stage, kind, microbatch = action.stage, action.kind, unit_of(action, self._slices)
         own = self.output(microbatch, stage)
         if kind == "W":
             return -1, -1, -1, own + CROSSING

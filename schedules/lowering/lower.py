@@ -74,7 +74,7 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
     num_crossings, crossings = colour(crossing.rank, crossing.born, crossing.read, num_ranks)
     ops, branch = _ops(ticks, shared)
     arrives = np.ones(len(buffers), bool)
-    arrives[: schedule.num_microbatches] = "embed" not in shared  # nobody sends those
+    arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
     arriving = Values(*(column[..., arrives] for column in messages))
     channels, channel = _channels(ticks, arriving)
 

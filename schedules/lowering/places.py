@@ -39,10 +39,10 @@ class Values(NamedTuple):
 def values(ticks: Ticks, keep: Keep, shared: Shared = ()) -> dict[str, Values]:
     """All values of a layout by table column; those of operand and gradient arrive in buffers.
 
-    Those of one column are in the order of stages, then of microbatches.
+    Those of one column are in the order of stages, then of units.
     """
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
-    shape = (schedule.num_stages, schedule.num_microbatches)
+    shape = (schedule.num_stages, schedule.num_units)
     when = np.full((len(KINDS), *shape), -1)
     when[flat.kind, flat.stage, flat.microbatch] = ticks.times
     forward, is_trained = when[F], (when[[B, I, W]] >= 0).any(axis=0)
@@ -87,7 +87,7 @@ def _those(*kinds: int) -> Mask:
 
 
 def _values(there: Mask, home: Ints, source: Ints, born: Ints, touched: Ints) -> Values:
-    """Values of the stages and microbatches, [K, M], that are ``there``."""
+    """Values of the stages and units, [K, M * N], that are ``there``."""
     stage = np.nonzero(there)[0]
     times = touched[:, there]
     return Values(home[stage], source[stage], born[there], times.max(axis=0), times)

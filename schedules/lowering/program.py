@@ -92,7 +92,8 @@ class Program:
       keep: what a forward pass leaves for its backward: the stage's input or its residuals.
       slots: the slots of one tick.
       op: [T, slots, S] branch, 0 where idle.
-      microbatch: [T, slots, S] microbatch of the action, 0 where idle.
+      microbatch: [T, slots, S] microbatch of the action, 0 where idle; of a schedule with slices,
+        here and below, the number of its unit.
       operand: [T, slots, S] buffer of the stage input; trash where the action reads none.
       gradient: [T, slots, S] buffer that a backward starts from: the message from the next
         stage or, on the last stage with ``keep="residuals"``, that stage's own output.

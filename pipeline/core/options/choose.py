@@ -18,7 +18,7 @@ from collectives import STAGE, check_mesh, make_mesh
 from pipeline.core.options.checks import Bubbles
 from pipeline.core.sharding.fit import outside
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
-from schedules.build import options, stages_per_rank
+from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
 from schedules.core.action import Action, Kind
 from schedules.families.constructions.sizes import StagesPerRankError
@@ -161,6 +161,7 @@ def choose_schedule(
     if schedule is None and num_ranks == 1:
         alone = straight(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
+    _refuse_slices(schedule)
     clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
     if schedule is None:
         return _default(sizes, costs, clock | {"shared": shared})
@@ -180,6 +181,25 @@ def choose_schedule(
     raise ScheduleError(
         f"schedule={schedule!r} is of type {type(schedule).__name__}; give a name out of "
         f"{', '.join(names())}, a Schedule, or the path of a CSV timetable"
+    )
+
+
+def _refuse_slices(schedule: Any) -> None:
+    """Refuse schedules of slices, which are drawn, timed and lowered, but run in no kernel.
+
+    Raises:
+      ScheduleError: it is one.
+    """
+    if takes_slices(schedule):
+        given = repr(schedule)
+    elif isinstance(schedule, Schedule) and schedule.num_slices > 1:
+        given = f"{schedule.name!r} of {schedule.num_slices} slices"
+    else:
+        return
+    raise ScheduleError(
+        f"schedule={given}: a pipeline runs whole sequences, and keeps no keys and values from one "
+        f"slice of a sequence for the next; choose one of schedules.names(), or for long sequences "
+        f"the context axis of pipeline.layers.Attention (schedules.simulate times slices)"
     )
 
 

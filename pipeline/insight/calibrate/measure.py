@@ -264,7 +264,8 @@ def _calibration(
     if "I" not in of:  # so nothing is gained by splitting a backward
         of |= {"I": of["B"], "W": [0.0] * len(stages)}
         spread |= {"i": spread["b"], "w": (0.0,) * len(stages)}
-    costs = Costs(of["F"], of["I"], of["W"], b=of["B"], comm=max(0.0, exchanged.median), **ends)
+    whole: dict[str, Any] = {"b": of["B"], "comm": max(0.0, exchanged.median), **ends}
+    costs = Costs(of["F"], of["I"], of["W"], **whole)
     leaves = jax.tree.leaves(batch[0])
     each = leaves[0].shape[0] // (repeats + 1) // plan.axes.num_rows
     device = plan.mesh.devices.flat[0]

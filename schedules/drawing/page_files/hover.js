@@ -52,7 +52,7 @@ function tell(panel, item) {
   if (type === "action") {
     const stage = row.stages[index], chunk = chunksOf(entry) > 1 ? ` · chunk ${entry.chunks[stage]}` : "";
     const lines = [nameOf(entry, row, index), DATA.kinds[KINDS[row.kinds[index]]]];
-    lines.push(`rank ${row.rank} · stage ${stage}${chunk} · microbatch ${row.microbatches[index]}`, when);
+    lines.push(`rank ${row.rank} · stage ${stage}${chunk} · microbatch ${unitText(entry, row.microbatches[index])}`, when);
     if (row.joined.has(index)) lines.push(`overlaps with ${nameOf(entry, row, index + 1)}`);
     if (row.joined.has(index - 1)) lines.push(`overlaps with ${nameOf(entry, row, index - 1)}`);
     return lines;

@@ -61,8 +61,9 @@ function labelForm(panel, context, scale) {
   if (layOut(panel.entry, 1000).row < 13) return "";
   context.font = `${LABEL}px ${currentTheme().font}`;
   const room = shortest(panel.entry, panel.report) * scale - 5;
-  const { stages, microbatches } = panel.entry;
-  const full = `${chunksOf(panel.entry) > 1 ? stages - 1 : ""}W${microbatches - 1}`;
+  const { stages, microbatches, slices = 1 } = panel.entry;
+  const unit = unitText(panel.entry, microbatches * slices - 1);
+  const full = `${chunksOf(panel.entry) > 1 ? stages - 1 : ""}W${unit}`;
   return context.measureText(full).width <= room ? "full" : "short";
 }
 
@@ -113,7 +114,7 @@ function paintBox({ context, box, colours, x, panel, labels }, row, n, y) {
   }
   const from = Math.max(left, box.left), to = Math.min(right, box.right) - gap;
   if (!labels || to - from < 8) return;
-  const short = row.microbatches[n], stage = chunksOf(panel.entry) > 1 ? row.stages[n] : "";
+  const short = unitText(panel.entry, row.microbatches[n]), stage = chunksOf(panel.entry) > 1 ? row.stages[n] : "";
   const text = labels === "full" ? `${stage}${kind}${short}` : `${short}`;
   context.font = `${LABEL}px ${colours.font}`;
   if (context.measureText(text).width + 3 > to - from) return;

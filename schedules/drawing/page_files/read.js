@@ -14,7 +14,7 @@ function bytes(text) {
 const floats = (text) => new Float64Array(bytes(text).buffer);
 const integers = (text) => new Int32Array(bytes(text).buffer);
 
-/** The orders of a schedule: for each rank columns of kind, stage and microbatch. */
+/** The orders of a schedule: for each rank columns of kind, stage and unit (a microbatch, or a slice). */
 function ordersOf(entry) {
   entry.read ??= entry.orders.map((order) => ({
     kinds: bytes(order.kinds),
@@ -97,6 +97,12 @@ function firstAbove(values, limit) {
 
 const chunksOf = (entry) => entry.stages / entry.ranks;
 
+/** What an action works on: a microbatch, or "3.1" for a slice of microbatch 3. */
+function unitText(entry, unit) {
+  const { slices } = entry;
+  return slices ? `${Math.floor(unit / slices)}.${unit % slices}` : `${unit}`;
+}
+
 function nameOf(entry, row, n) {
-  return `${row.stages[n]}${KINDS[row.kinds[n]]}${row.microbatches[n]}`;
+  return `${row.stages[n]}${KINDS[row.kinds[n]]}${unitText(entry, row.microbatches[n])}`;
 }

@@ -14,7 +14,10 @@ from schedules.core.capacity import check_actions_fit
 
 
 def check_sizes(
-    num_ranks: object, num_microbatches: object, num_stages: object = None
+    num_ranks: object,
+    num_microbatches: object,
+    num_stages: object = None,
+    num_slices: object = None,
 ) -> tuple[int, int, int]:
     """S, M and K, by default S, of a timetable that has room.
 
@@ -32,7 +35,8 @@ def check_sizes(
             f"rank holds the same number of stages; use "
             f"num_stages={' or '.join(map(shorten, near))}, or another number of ranks"
         )
-    check_actions_fit(stages, microbatches)
+    slices = 1 if num_slices is None else _size("num_slices", num_slices)
+    check_actions_fit(stages, microbatches, slices)
     return ranks, microbatches, stages
 
 
