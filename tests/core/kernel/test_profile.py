@@ -16,8 +16,9 @@ import pytest
 
 import schedules
 from collectives import make_mesh
-from pipeline import Pipeline, profile
+from pipeline import Pipeline
 from pipeline.core.kernel.scopes import Place, place_of_loop
+from pipeline.insight import profile
 from schedules import Costs, lower, simulate
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.page import save_page
