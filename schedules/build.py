@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable
 
 from schedules.core.action import ScheduleError, shorten
@@ -20,9 +21,6 @@ _TAILORED: dict[str, tuple[Callable[..., Schedule], tuple[str, ...]]] = {
     "zb_auto": (zb_auto, ("costs", "max_activations", "weight_memory")),
     "auto": (build_auto, ("costs", "max_activations", "clock")),
 }
-
-# Those that run I and W, which `merge` joins where that loses nothing.
-SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "zb_auto")
 
 
 def names() -> tuple[str, ...]:
@@ -56,6 +54,20 @@ def stages_per_rank(name: str) -> int | None:
     return None
 
 
+@functools.cache
+def split_names() -> tuple[str, ...]:
+    """The families of `names` that run I and W, which `merge` joins where that loses nothing."""
+    built = {
+        name: build(name, num_ranks=1, num_microbatches=2, num_stages=stages_per_rank(name))
+        for name in names()
+    }
+    return tuple(
+        name
+        for name, schedule in built.items()
+        if any(action.kind == "W" for order in schedule.orders for action in order)
+    )
+
+
 _NO_FAMILYS = 3  # stages per rank: no family is defined for three alone
 
 
@@ -85,8 +97,8 @@ def build(
       max_activations: how many stage inputs a rank may hold at once, likewise.
       weight_memory: how much of an input is held from I to W, likewise.
       clock: which clock it should be quick under, likewise.
-      merge: for a family of `SPLIT`: a W that fills no idle time stays in its B, as far as the
-        event clock with these costs shows no loss. "auto" does so by itself.
+      merge: for a family of `split_names()`: a W that fills no idle time stays in its B, as far as
+        the event clock with these costs shows no loss. "auto" does so by itself.
       num_slices: N, into how many slices "seq1f1b" and "seq1f1b_zb" cut every sequence.
 
     Raises:
@@ -102,11 +114,11 @@ def build(
             f"schedule={shorten(name)} is not a known family; {hint}known: {', '.join(names())}"
         )
     need("merge", merge, bool, "give True or False")
-    if merge and name not in SPLIT:
+    if merge and name not in split_names():
         why = "tries that by itself" if name == "auto" else "has no halves of backwards to merge"
         raise ScheduleError(
             f"merge=True with schedule={name!r}: it {why}; leave it out, or choose one of "
-            f"{', '.join(SPLIT)}"
+            f"{', '.join(split_names())}"
         )
     _check_slices(name, num_slices)
     sizes = check_sizes(num_ranks, num_microbatches, num_stages, num_slices)

@@ -26,6 +26,7 @@ from pipeline.planner.makespan import makespan
 from pipeline.planner.memory import alone_bytes, pipeline_bytes
 from pipeline.planner.models import COMPUTE_BYTES
 from schedules import Costs
+from schedules.core.costs import is_last_forward_free
 
 # Of peak, in attention kernels: assumed in docs/tpu.md too, and measured nowhere.
 ATTENTION_EFFICIENCY = 0.5
@@ -235,6 +236,13 @@ def _words(job: Job, layout: Layout, links: _Links) -> float:
     return sent / (links.stage if layout.stage_slices == 1 else job.chip.network)
 
 
+def _skips(layout: Layout) -> bool:
+    """Tell whether the last stage's F computes nothing."""
+    return is_last_forward_free(
+        recomputes=layout.remat == "stage", shares_head=layout.vocabulary == "stage", writes=False
+    )
+
+
 def stage_costs(job: Job, layout: Layout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
     links = _links(job, layout)
@@ -243,8 +251,8 @@ def stage_costs(job: Job, layout: Layout) -> Costs:
     counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
     stages = [_stage(job, layout, links, block, n) for n in counts]
     f = [one.f for one in stages]
-    if layout.remat == "stage":
-        f[-1] = 0.0  # its B runs it anyway
+    if _skips(layout):
+        f[-1] = 0.0
     return Costs(
         f=f,
         i=[one.i for one in stages],
@@ -274,7 +282,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
     over_tensor, words = _head_sends(job, layout, links, block)
-    skips = layout.remat == "stage"  # the last stage spares a forward, with what it sends
+    skips = _skips(layout)  # the last stage spares a forward, with what it sends
     spared = one.f * skips
     ends = one.head + 2 * one.embed
     work = M * (V * (one.f + one.b) + (ends - spared) / S)

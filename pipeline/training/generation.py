@@ -66,7 +66,8 @@ def remembers(model: Any) -> bool:
     """Tell whether a model is a pipeline whose text `pipeline.generate` can make."""
     if not isinstance(model, Pipeline):
         return False
-    return not model.plan.axes.others and keeps_caches(model)
+    axes = model.plan.axes
+    return not (axes.auto or axes.positions) and keeps_caches(model)
 
 
 class _Chain(nnx.Module):

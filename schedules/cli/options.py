@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from schedules.build import SPLIT, build, names
+from schedules.build import build, names, split_names
 from schedules.build import options as options_of
 from schedules.cli.records import read_json
 from schedules.clocks.ticks import PATTERNS
@@ -261,7 +261,7 @@ def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict
     """The options of a family that is made to measure, as far as they were given."""
     # Where all families are compared, those without halves are there as they are.
     merge = getattr(options, "merge", False)
-    merge = merge and (name in SPLIT or bool(getattr(options, "schedules", [name])))
+    merge = merge and (name in split_names() or bool(getattr(options, "schedules", [name])))
     # Where families are compared, those without slices run whole sequences.
     slices = name in SLICED or not getattr(options, "schedules", None)
     taken = (*options_of(name), "merge", *["costs"] * merge, *["num_slices"] * slices)

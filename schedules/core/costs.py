@@ -189,6 +189,17 @@ class Costs:
         return self.messages(num_ranks)[source, target]
 
 
+def is_last_forward_free(*, recomputes: bool, shares_head: bool, writes: bool) -> bool:
+    """Tell whether the last stage's F computes nothing in a step that trains.
+
+    Args:
+      recomputes: whether its backward runs it again, from its input.
+      shares_head: whether all ranks take part in the head, and so are sent its output.
+      writes: whether it writes state, which a forward does once.
+    """
+    return recomputes and not shares_head and not writes
+
+
 def of_unit_length_by_default(costs: Costs | None) -> Costs:
     """Return the given costs; None means 1 for every F, I and W, and 2 for every B.
 

@@ -17,7 +17,7 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.build import SPLIT as SPLITTING
+from schedules.build import split_names
 from schedules.core.flat import crossings_held, flatten, inputs_held
 from schedules.lowering.program import Channel, Op
 from schedules.search.merge import merge
@@ -237,7 +237,7 @@ def test_a_program_for_many_ranks():
         assert schedules.simulate(schedule).makespan == 3 * (128 * 2 + 31)
 
 
-@pytest.mark.parametrize("name", [*SPLITTING, "1f1b"])
+@pytest.mark.parametrize("name", [*split_names(), "1f1b"])
 def test_what_a_report_counts_is_what_a_program_holds(name):
     """Inputs until B or I, and what I leaves until W, each in a place of its own."""
     V = CHUNKS.get(name, 2)

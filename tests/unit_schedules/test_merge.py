@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schedules import Costs, Schedule, ScheduleError, build, check, from_orders, simulate
-from schedules.build import SPLIT, names
+from schedules.build import names, split_names
 from schedules.search.auto import auto
 from schedules.search.merge import joined, merge
 from schedules.search.problem import pose
@@ -26,7 +26,7 @@ def test_the_families_that_split_are_those_with_halves():
     for name in names():
         V = CHUNKS.get(name, 1)
         schedule = build(name, num_ranks=2, num_microbatches=4, num_stages=2 * V)
-        assert (name in SPLIT) == ("W" in kinds(schedule)), name
+        assert (name in split_names()) == ("W" in kinds(schedule)), name
 
 
 # What the TPU compiler writes for two layers a stage on v5e, in millions of cycles; V times a
@@ -136,7 +136,7 @@ def refusal(name: str, **options) -> str:
 
 
 def test_what_it_refuses():
-    known = ", ".join(SPLIT)
+    known = ", ".join(split_names())
     assert refusal("1f1b", merge=True) == (
         f"merge=True with schedule='1f1b': it has no halves of backwards to merge; leave it out, "
         f"or choose one of {known}"
@@ -165,7 +165,7 @@ def test_auto_is_never_worse_than_a_family_merged_or_not(clock):
         for name in names():
             if not is_legal(name, S, M, V) or name == "zb_auto":
                 continue
-            for merged in {False, name in SPLIT}:
+            for merged in {False, name in split_names()}:
                 sizes = {"num_ranks": S, "num_microbatches": M, "num_stages": S * V}
                 given = {"costs": costs} if merged else {}
                 schedule = build(name, **sizes, **given, merge=merged)

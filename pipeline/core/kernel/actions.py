@@ -25,6 +25,7 @@ from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.kernel.memory import Memory, Step, at_most_once, unwritten
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.rank.local_model import LocalModel
+from schedules.core.costs import is_last_forward_free
 from schedules.lowering.program import Op, Slot
 
 Row = Mapping[str, Any]
@@ -91,7 +92,11 @@ class Actions:
 
     def _forward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
-        if self.step.training and op.last and self.memory.residuals is None and not local.writes:
+        # Where all ranks share the head, no op is last: its input is a message.
+        is_free = is_last_forward_free(
+            recomputes=self.memory.residuals is None, shares_head=not op.last, writes=local.writes
+        )
+        if self.step.training and is_free:
             if op.first and local.state.held is not None:
                 self.operand(op, row, now=True)
             return self.no_message()

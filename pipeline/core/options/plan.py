@@ -151,7 +151,7 @@ class Plan(Options):
         """Durations of actions: as given, or of this program in units of a forward pass."""
         if self.costs is not None:
             return self.costs
-        return own_costs(self.schedule.num_stages, self.remat)
+        return own_costs(self.schedule.num_stages, self.remat, self.shared, self.state)
 
     @property
     def clock(self) -> dict[str, Any]:

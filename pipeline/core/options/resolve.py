@@ -128,7 +128,9 @@ def _timetable(
         partners=partners,
         delayed=options.delayed,
         pattern=pattern,
-        costs=own_costs(num_stages, options.remat) if costs is None else costs,
+        costs=own_costs(num_stages, options.remat, shared, options.state)
+        if costs is None
+        else costs,
         shared=shared,
         origin=origin,
     )

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE, exchange, vary
 from collectives.sizes import is_size
 from pipeline.base.tree import Tree, shape_text
+from pipeline.core.options.plan import Plan
 from pipeline.core.sharding import meshes
 from pipeline.insight.calibrate.calibration import Calibration
 from pipeline.insight.calibrate.conclude import Key, Timed, Took, conclude, spread_of
@@ -42,6 +43,7 @@ from pipeline.insight.calibrate.one_rank import (
     rows_of,
 )
 from schedules import Costs
+from schedules.core.costs import is_last_forward_free
 
 EXCHANGES = 100  # that are timed at once
 FIRST = "first"  # names the step of the first microbatch alone
@@ -169,7 +171,7 @@ class Calibrator:
             turns = {key[0]: of.pop(key) for key in list(of) if isinstance(key[0], tuple)}
             timed.append(_weighted(Timed(first, turns, of, repeats), chain))
         names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
-        found = conclude(timed, names, _idle(chain, pipe.plan.remat))
+        found = conclude(timed, names, _idle(chain, pipe.plan))
         each = sum(found[key].median for key in timed[0].of)
         overhead = max(0.0, spread_of(timed[0].first).median - each)
         exchanged = [t / EXCHANGES for t in last.get(("exchanges", None), [0.0])]
@@ -211,10 +213,12 @@ def _weighted(one: Timed, chain: Chain) -> Timed:
     return Timed(one.first, one.turns, of, one.repeats)
 
 
-def _idle(chain: Chain, remat: Any) -> set[Key]:
+def _idle(chain: Chain, plan: Plan) -> set[Key]:
     """Actions that compute nothing."""
     idle = {(n, kind) for n, of in enumerate(chain.kinds) if of in chain.idle for kind in "BIW"}
-    if remat == "stage":  # its own backward runs it
+    if is_last_forward_free(  # one rank has the head to itself
+        recomputes=plan.remat == "stage", shares_head=False, writes=plan.state is not None
+    ):
         idle.add((len(chain.stages) - 1, "F"))
     return idle
 
@@ -253,6 +257,7 @@ def _calibration(
     inner = chain.inner()
     if inner is not None and "head" in plan.shared:
         ends["head"] = max(0.0, of["B"][-1] - found[inner, "B"].median)
+        of["F"][-1] = max(0.0, found[inner, "F"].median)  # whose output all ranks are sent
     first = next((n for n, k in enumerate(chain.kinds) if k[0] == chain.kinds[0][0] and n), None)
     if first is not None and "embed" in plan.shared:
         ends["embed"] = max(0.0, of["F"][0] - found[first, "F"].median)
