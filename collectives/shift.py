@@ -14,7 +14,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from collectives.compat import manual_axes, vary
+from collectives.compat import manual_axes, platform, vary
+from collectives.sizes import STAGE
 
 Tree = TypeVar("Tree")
 Edge = tuple[int, int]  # (source, destination)
@@ -38,7 +39,35 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
         return vary(jax.tree.map(jnp.zeros_like, tree), axis)
     if ranks == 1:
         return vary(tree, axis)
+    if axis != STAGE and platform() == "cpu" and _may_part():
+        return jax.tree.map(lambda x: _sent_in_groups(x, axis, perm), tree)
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, perm), tree)
+
+
+def _may_part() -> bool:
+    """Whether ranks outside of the group may do something else: there are several stages."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return STAGE in mesh.manual_axes and mesh.shape[STAGE] > 1
+
+
+def _sent_in_groups(x: jax.Array, axis: str, perm: Sequence[Edge]) -> jax.Array:
+    """Exchange by an all-to-all, in which only the ranks along one axis meet.
+
+    On virtual CPU devices all devices of a mesh meet in a permute. Within an action of a pipeline
+    other ranks of ``stage`` do something else meanwhile, and would not come.
+    """
+    ranks = axis_size(axis)
+    to, of = [-1] * ranks, [-1] * ranks
+    for source, destination in perm:
+        to[source], of[destination] = destination, source
+    rank, places = jax.lax.axis_index(axis), jnp.arange(ranks)
+    shape = (ranks, *(1,) * x.ndim)
+    here = (places == jnp.asarray(to)[rank]).reshape(shape)
+    sent = jnp.where(here, x[None], jnp.zeros((), x.dtype))
+    found = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
+    source = jnp.asarray(of)[rank]
+    got = jax.lax.dynamic_index_in_dim(found, jnp.maximum(source, 0), keepdims=False)
+    return jnp.where(source >= 0, got, jnp.zeros((), x.dtype))
 
 
 def shift_right(tree: Tree, axis: str) -> Tree:

@@ -127,7 +127,14 @@ def generate(
         return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     operands = make_operands(
-        plan, pipe.chunks, pipe.ends, filled(tokens), given, None, num_microbatches=num_microbatches
+        plan,
+        pipe.chunks,
+        pipe.ends,
+        filled(tokens),
+        given,
+        None,
+        num_microbatches=num_microbatches,
+        axes=replace(plan.axes, batch=(None,) * 3),
     )
     model, weights, batch = check_arrays("generate", operands)
     options = {"choice": choice, "prefilled": prefilled, "M": num_microbatches}

@@ -77,8 +77,8 @@ def test_rows_that_data_shards_cannot_share(rows, message):
 
 
 NO_BATCH_AXIS = (
-    "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, cannot be an extra as "
-    "it is: broadcast it, jnp.broadcast_to(x, (N, *x.shape)), or let the stage make or hold it"
+    "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, reaches every stage "
+    "whole if its spec is P(): Pipeline(..., batch=dict(extras=dict({key}=P())))"
 )
 
 
@@ -100,7 +100,7 @@ class Sided(nnx.Module):
 def test_leaves_that_disagree_about_the_batch(inputs, targets, extras, message):
     assert refusal(make().loss, inputs, targets, extras=extras) == (
         f"{message}; every leaf of inputs, targets and extras has the same leading axis: the batch"
-        f"{NO_BATCH_AXIS * bool(extras)}"
+        f"{NO_BATCH_AXIS.format(key='mask') * bool(extras)}"
     )
 
 
@@ -115,7 +115,7 @@ def test_leaves_that_disagree_about_the_batch(inputs, targets, extras, message):
 def test_a_scalar_leaf(inputs, targets, extras, name):
     assert refusal(make().loss, inputs, targets, extras=extras) == (
         f"{name} is a scalar; every leaf has the batch as its leading axis: give it the shape "
-        f"(N, ...), or let the stage hold it{NO_BATCH_AXIS * bool(extras)}"
+        f"(N, ...), or let the stage hold it{NO_BATCH_AXIS.format(key='causal') * bool(extras)}"
     )
 
 

@@ -91,7 +91,8 @@ def _loss_forward(
     with refusing_twice(_TWICE):
         value, grads, inputs, held = _as_one(run)(weights, batch)
     grads = _in_their_places(weights, model.trained, grads)
-    return (value, held), (grads, _input_cotangent(batch.inputs, inputs) if want_inputs else None)
+    found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
+    return (value, held), (grads, _cotangent(batch, found))
 
 
 def _is_narrow(
@@ -111,10 +112,10 @@ def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> t
         model = dataclasses.replace(model, trained=kept.trained)
         run = functools.partial(_cotangents, plan, model, kept.weights, kept.batch)
         return run(want_inputs=kept.want_inputs, scale=(ct * kept.share, ct))
-    grads, inputs = kept
+    grads, batch = kept
     scale = lambda g: g if g.dtype == jax.dtypes.float0 else times(g, ct)  # noqa: E731
-    (chunks, ends), inputs = jax.tree.map(scale, (grads, inputs))
-    return Weights(chunks, ends, None, None), Batch(inputs, None, None)
+    (chunks, ends), batch = jax.tree.map(scale, (grads, batch))
+    return Weights(chunks, ends, None, None), batch
 
 
 loss = custom_vjp(_loss, _loss_forward, _loss_backward, nondiff_argnums=(0, 1, 2))
@@ -150,7 +151,8 @@ def _outputs_backward(
     weights, batch, want_inputs, trained = kept
     cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
-    batch = dataclasses.replace(batch, targets=cotangents)
+    specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
+    batch = dataclasses.replace(batch, targets=cotangents, specs=specs)
     before(plan, model, weights, batch, want_inputs=want_inputs)
     return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
 
@@ -169,7 +171,12 @@ def _cotangents(
         _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)
     found = _input_cotangent(batch.inputs, inputs) if want_inputs else None
-    return Weights(chunks, ends, None, None), Batch(found, None, None)
+    return Weights(chunks, ends, None, None), _cotangent(batch, found)
+
+
+def _cotangent(batch: Batch, inputs: Tree | None) -> Batch:
+    """The cotangent of a batch, of which only the inputs have one."""
+    return dataclasses.replace(batch, inputs=inputs, targets=None, extras=None)
 
 
 def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,7 +143,11 @@ class _Search:
         return f"{self._kinds[0]} ({_KINDS[self._kinds[0]]})"
 
     def _in_microbatch(self, parts: list[_Part], microbatch: int) -> str:
-        batch = jax.tree.map(lambda x: self._rows(x)[:, microbatch], self._batch)
+        shards = self._plan.axes.num_rows
+        batch = self._batch.map_rows(
+            lambda x: self._rows(x)[:, microbatch],
+            lambda x: jnp.broadcast_to(x, (shards, *x.shape)),
+        )
         x, pullbacks = batch.inputs, []
         if _bad(x, self._kinds):
             return f"inputs hold {self._said}, in microbatch {microbatch}"

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.base.axes import Axes
 from pipeline.base.tree import Tree, is_abstract
 from pipeline.core.model.chunks import lay_out
 from pipeline.core.model.ends import find_tables
@@ -41,6 +42,7 @@ def make_operands(
     has_aux: bool | None = False,
     weighed: bool = False,
     num_microbatches: int | None = None,
+    axes: Axes | None = None,
 ) -> Operands:
     """The static half of the model, its state, and the batch on the mesh.
 
@@ -56,6 +58,7 @@ def make_operands(
       has_aux: as `Model` has it.
       weighed: likewise.
       num_microbatches: M, if not that of the schedule.
+      axes: the roles of mesh axes, if not those of the plan.
 
     Raises:
       ValueError: there is no loss to take, or a batch that does not fit.
@@ -66,8 +69,8 @@ def make_operands(
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
     stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
-    batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=plan.axes)
-    batch = place(untyped(batch, plan.mesh), plan.mesh, plan.axes)
+    batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes)
+    batch = place(untyped(batch, plan.mesh), plan.mesh)
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, vary
 from pipeline.base.masks import Mask, Way, chosen
-from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as, real
+from pipeline.base.tree import Leaves, Tree, as_numbers, is_float, numbers_as, real
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.kernel.actions import Row
 from pipeline.core.kernel.grouped import make_actions
@@ -30,11 +30,11 @@ from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
-from pipeline.core.rank.effects import check_effects
+from pipeline.core.rank.effects import check_effects, check_permutes
 from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.outputs import check_outputs
+from pipeline.core.rank.outputs import check_outputs, check_positions
 from pipeline.core.rank.state import RankState
 from pipeline.core.rank.unread import (
     warn_of_nothing_to_gather,
@@ -48,6 +48,7 @@ from pipeline.core.sharding.zero import (
     kernel_spec,
     reduce_gradients,
     total_over,
+    totals_over,
 )
 from schedules.lowering.program import Program
 
@@ -89,13 +90,14 @@ def train(
     """
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
+    of_inputs = _input_specs(batch) if want_inputs else []
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         scale, of_added = scale if isinstance(scale, tuple) else (scale, scale)
         calls = plan.schedule.num_microbatches * plan.axes.num_parts
         state = rank_state(plan, model, weights, batch)
         added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
-        state, activations = follow(dataclasses.replace(state, added_share=added_share))
+        state, activations = _followed(plan, dataclasses.replace(state, added_share=added_share))
         reaches = want_inputs or model.trained.embed
         local, is_mean, ends_body = _with_loss(plan, state, activations, ways, reaches=reaches)
         mean, known = _known_before(local, plan, is_mean=is_mean, scaled=scale is not None)
@@ -151,27 +153,41 @@ def train(
             model.trained.ends,
             plan.axes.varying,
         )
-        inputs = [_unsplit(g) for g in total_over(sums.input_grads.all(), (STAGE,))]
+        # Of an input that is whole over a position axis each rank there has an addend.
+        over = [(STAGE, *plan.axes.missing_in(spec)) for spec in of_inputs]
+        inputs = list(map(_unsplit, totals_over(sums.input_grads.all(), over)))
         if known is not None:
             is_plain = scale is None and is_mean
             value = total / weight if is_plain else mean_of(total, weight)[0]
         value = _with_metrics(
-            local, _with_added(sums, value, plan), weight, measured, is_mean=is_mean
+            local, plan, _with_added(sums, value, plan), weight, measured, is_mean=is_mean
         )
         return value, (chunks, ends), inputs, _kept(local, weights, plan, training=True)
 
-    layout, rows = model.layout, plan.axes.row_spec
-    trained = model.trained
+    layout, trained = model.layout, model.trained
     specs = (
         tuple(map(_gradient_specs, layout.chunks, trained.chunks)),
         _gradient_specs(layout.ends, trained.ends),
     )
-    out_specs = P(), _manual(plan, specs), rows, _manual(plan, model.state_specs)
+    out_specs = P(), _manual(plan, specs), of_inputs, _manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, kept = run(weights, batch, scale)
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs, kept
+
+
+def _followed(plan: Plan, state: RankState) -> tuple[RankState, Activations]:
+    """As `follow`, with a check of where the devices of stages meet."""
+    state, activations = follow(state)
+    _check_meetings(plan, activations.bodies)
+    return state, activations
+
+
+def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
+    """Check that ranks whose devices meet in a collective of a stage run the same action."""
+    if plan.schedule.num_ranks > 1 and not plan.partners and not plan.is_masked:
+        check_permutes(bodies)
 
 
 def _writing(
@@ -217,7 +233,13 @@ def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) ->
 
 
 def _with_metrics(
-    local: LocalModel, value: jax.Array, weight: jax.Array, measured: Leaves, *, is_mean: bool
+    local: LocalModel,
+    plan: Plan,
+    value: jax.Array,
+    weight: jax.Array,
+    measured: Leaves,
+    *,
+    is_mean: bool,
 ) -> Any:
     """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
     loss: Any = value
@@ -225,7 +247,8 @@ def _with_metrics(
     if local.model.weighed:
         batch = local.batch
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
-        counted = weight * rows if is_mean else weight
+        # Each part of the positions has counted the rows.
+        counted = weight * (rows / plan.axes.num_positions) if is_mean else weight
         loss = Weighed(value, counted)
     return loss if metrics is None else (loss, metrics.of(measured, weight, counted))
 
@@ -255,6 +278,7 @@ def _with_loss(
     """
     local = make_local_model(state, activations, ways)
     is_mean, body, embed_adds, head_adds = local.loss_is_mean()
+    _check_meetings(plan, [body])
     if head_adds and "head" in plan.shared:
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
@@ -383,7 +407,7 @@ def infer(
 
     def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Tree, Kept]:
         ways = model.trained.ways(want_inputs=False, backward=False)
-        state, activations = follow(rank_state(plan, model, weights, batch))
+        state, activations = _followed(plan, rank_state(plan, model, weights, batch))
         is_mean = False
         if take_loss:
             local, is_mean, _ = _with_loss(plan, state, activations, ways)
@@ -404,22 +428,23 @@ def infer(
             total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes.varying)
             value, share = mean_of(total, weight)
             value = _with_added(actions.memory, value, plan)
-            found = _with_metrics(local, value, weight, measured, is_mean=is_mean)
+            found = _with_metrics(local, plan, value, weight, measured, is_mean=is_mean)
             return (found, share) if want_share else found
         if shares_head and not logprobs:  # of each row, every rank has the logits of its words
             return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)
         # Only the last rank has written results; all others hold zeros. A sum counts flags.
         found = actions.memory.results.all()
+        check_positions(found, plan.axes.output_spec)
         total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
         return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
 
-    rows, shares_head = plan.axes.row_spec, "head" in plan.shared
+    lie, shares_head = plan.axes.output_spec, "head" in plan.shared
     specs = _manual(plan, model.state_specs)
     if shares_head and not (take_loss or logprobs):
-        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *rows), specs))
+        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *lie), specs))
         found, kept = run(weights, batch)
         return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
-    out_specs = P() if take_loss else rows, specs
+    out_specs = P() if take_loss else lie, specs
     return run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch)
 
 
@@ -442,7 +467,6 @@ def run_on_ranks(
         sent = was_sent(program, runs)
         found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
     tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
-    rows = plan.axes.row_spec
     of_tables = dict.fromkeys(FIELDS, P(STAGE))
     if program.shared:
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
@@ -453,10 +477,11 @@ def run_on_ranks(
         params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
         others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
+        of_weights = Weights(*_manual(plan, (*params, *others)))
         sharded = jax.shard_map(
             body,
             mesh=plan.mesh,
-            in_specs=(of_tables, Weights(*_manual(plan, (*params, *others))), rows, P()),
+            in_specs=(of_tables, of_weights, batch.spec_tree(), P()),
             out_specs=out_specs,
             axis_names=plan.axes.manual,
             check_vma=plan.tracks_varying,
@@ -474,6 +499,12 @@ def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     return tuple(map(one, chunks, of_chunks)), one(ends, of_ends)
+
+
+def _input_specs(batch: Batch) -> list[P]:
+    """The specs of the inputs that may have gradients: of those that are floats."""
+    pairs = zip(jax.tree.leaves(batch.inputs), batch.specs[0], strict=True)
+    return [spec for leaf, spec in pairs if spec is not None and is_float(leaf)]
 
 
 def _gradient_specs(spreads: Sequence[Spread], mask: Mask) -> list[P]:
@@ -510,7 +541,7 @@ def rank_state(
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
 
-    local, batch = vary(local, axes), vary(jax.tree.map(split, batch), axes)
+    local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
     return RankState(model, local, batch, axes, gathers=plan.gather == "action")
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipeline.base.axes import Axes
+from pipeline.base.axes import PARTS, Axes, axes_in
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.model.model import Batch
 from pipeline.core.sharding.distribute import distribute
@@ -38,12 +38,16 @@ def make_batch(
             f"extras=dict(mask=mask)"
         )
     given = as_arrays(inputs, targets, extras)
-    batch = Batch(*map(_on_devices, _NAMES, given))
-    leaves = [
+    parts = tuple(map(_on_devices, PARTS, given))
+    batch = Batch(parts[0], parts[1], parts[2], axes.leaf_specs(*parts))
+    named = [
         (name + jax.tree_util.keystr(path), leaf)
-        for name in _NAMES
+        for name in PARTS
         for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(batch, name))
     ]
+    specs = [spec for of in batch.specs for spec in of]
+    split = [(*one, spec) for one, spec in zip(named, specs, strict=True) if spec is not None]
+    leaves = [(name, leaf) for name, leaf, _ in split]
     if not jax.tree.leaves(batch.inputs):
         raise ValueError("inputs has no arrays; give at least one with the batch as leading axis")
     for name, leaf in leaves:
@@ -63,26 +67,25 @@ def make_batch(
             )
     _warn_of_square_masks(batch, rows)
     _check_rows(rows, num_microbatches, axes)
+    for name, leaf, spec in split:
+        _check_positions(name, leaf, spec, axes)
     return batch
 
 
-def place(batch: Batch, mesh: Mesh, axes: Axes) -> Batch:
+def place(batch: Batch, mesh: Mesh) -> Batch:
     """Move what lies elsewhere to the mesh, its rows over row axes.
 
     A loader's arrays are often committed to one device, and a jit over the mesh refuses those.
     """
-    sharding = NamedSharding(mesh, axes.row_spec)
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Any, spec: PartitionSpec) -> Any:
         if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             return leaf
+        sharding = NamedSharding(mesh, spec)
         here = leaf.sharding.device_set == sharding.device_set
         return leaf if here else distribute(leaf, sharding)
 
-    return jax.tree.map(move, batch)
-
-
-_NAMES = ("inputs", "targets", "extras")
+    return jax.tree.map(move, batch, batch.spec_tree())
 
 
 _TAKEN = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
@@ -109,7 +112,7 @@ def as_arrays(*trees: Tree) -> tuple[Tree, ...]:
     def taken(name: str, tree: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(functools.partial(one, name), tree)
 
-    return tuple(map(taken, _NAMES, trees))
+    return tuple(map(taken, PARTS, trees))
 
 
 def _on_devices(name: str, tree: Tree) -> Tree:
@@ -133,14 +136,15 @@ def _on_devices(name: str, tree: Tree) -> Tree:
 
 def _advice(name: str, given: tuple[Tree, ...], how: str) -> str:
     """Advice on a leaf of that name: an extra without a batch axis, or an element of a list."""
-    outer = name.partition("[")[0]
+    outer, _, rest = name.partition("[")
     if outer == "extras":
+        key = rest.partition("]")[0].strip("'")
         return (
-            "; what has no batch axis, such as a [T, T] mask, a scalar or an offset, cannot be an "
-            "extra as it is: broadcast it, jnp.broadcast_to(x, (N, *x.shape)), or let the stage "
-            "make or hold it"
+            f"; what has no batch axis, such as a [T, T] mask, a scalar or an offset, reaches "
+            f"every stage whole if its spec is P(): Pipeline(..., "
+            f"batch=dict(extras=dict({key}=P())))"
         )
-    if not isinstance(given[_NAMES.index(outer)], list):
+    if not isinstance(given[PARTS.index(outer)], list):
         return ""
     return f"; to JAX a list is a tree of {outer}: make it one array, numpy.{how}({outer})"
 
@@ -174,6 +178,18 @@ def _check_rows(rows: int, num_microbatches: int, axes: Axes) -> None:
             f"the batch has {rows} rows, which num_microbatches={num_microbatches}{each} cannot "
             f"share equally; {_nearest(rows, unit)}, or use another num_microbatches"
         )
+
+
+def _check_positions(name: str, leaf: Any, spec: PartitionSpec, axes: Axes) -> None:
+    for dim, entry in enumerate(spec):
+        over = axes_in(entry)
+        if dim and leaf.shape[dim] % (parts := axes.size(over)):
+            size, text = leaf.shape[dim], " x ".join(map(repr, over))
+            raise ValueError(
+                f"{name} is {shape_text(leaf)}, and batch= splits dim {dim} over {text}, "
+                f"whose {parts} devices cannot share {size} entries equally; pad it to "
+                f"{size + -size % parts}, or use another size of {text}"
+            )
 
 
 def _nearest(rows: int, unit: int) -> str:

@@ -5,15 +5,18 @@ Letters: K stages, V chunks per rank, M microbatches, b rows of a microbatch on 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from pipeline.base.axes import LeafSpecs
 from pipeline.base.masks import chosen
 from pipeline.base.precision import GradDtype
-from pipeline.base.tree import Tree
+from pipeline.base.tree import Tree, at
 from pipeline.core.model.ends import Tables
 from pipeline.core.model.loss import Loss
 from pipeline.core.model.stage import Definition, Seat
@@ -39,11 +42,40 @@ class Weights:
 
 @dataclass(frozen=True)
 class Batch:
-    """[M, b, ...] leaves: inputs, targets, and extras for every stage."""
+    """[M, b, ...] leaves, [N, ...] outside of the kernel: inputs, targets, and extras for stages.
+
+    Attributes:
+      specs: the mesh axes of every leaf, of inputs, targets and extras; None has no batch axis.
+        Without any, all leaves have one.
+    """
 
     inputs: Tree
     targets: Tree
     extras: Tree
+    specs: tuple[LeafSpecs, ...] = field(default=(), metadata={"static": True})
+
+    def map_rows(self, function: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Batch:
+        """Apply a function to every leaf with a batch axis, and another to those without one."""
+        leaves, treedef = jax.tree.flatten(self)
+        specs = [spec for of in self.specs for spec in of] or [PartitionSpec()] * len(leaves)
+        return jax.tree.unflatten(
+            treedef,
+            [
+                whole(leaf) if spec is None else function(leaf)
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ],
+        )
+
+    def extras_of(self, microbatch: Any) -> Tree:
+        """The extras of one microbatch; a leaf without a batch axis is whole in each."""
+        own = dataclasses.replace(self, inputs=(), targets=(), specs=((), (), *self.specs[2:]))
+        found = own if self.specs else dataclasses.replace(own, specs=())
+        return found.map_rows(lambda leaf: at(leaf, microbatch), lambda leaf: leaf).extras
+
+    def spec_tree(self) -> Batch:
+        """The specs in the places of their leaves, for a shard_map."""
+        specs = [PartitionSpec() if spec is None else spec for of in self.specs for spec in of]
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
 
 
 for _record in (Weights, Batch):

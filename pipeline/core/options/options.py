@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flax import nnx
 from flax.nnx.filterlib import Filter  # by this name its own parts can be resolved
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from pipeline.base.arguments import DataParallel
 from pipeline.base.precision import check_dtype
@@ -89,6 +89,12 @@ class Options:
         ``wrt``; they also compare and split as text, "up.kernel" of a stage.
       auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
         CPU devices bubbles are then masked.
+      batch: over which mesh axes a batch is split: a `jax.sharding.PartitionSpec`, whose first
+        entry splits rows and later ones positions, as ``P(("data", "expert"), "context")``. Leaves
+        with fewer dims use the leading part. Or a tree prefix of specs for (inputs, targets,
+        extras), or a dict by these names; a leaf of extras whose spec is ``P()`` has no batch axis
+        and reaches every stage whole. The loss is summed over these axes, and so is the gradient of
+        a weight that does not name them.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a
@@ -129,6 +135,7 @@ class Options:
     gather: Gather = "step"
     sharding: Sharding | None = None
     auto_axes: Sequence[str] = ()
+    batch: Any = PartitionSpec("data")
     vocabulary: Vocabulary = "ends"
     memory_limit: int | None = None
     ignore: Sequence[str] = ()

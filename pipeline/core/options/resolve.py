@@ -63,7 +63,7 @@ def make_plan(
     given = read(options.schedule)
     mesh = without_types(choose_mesh(mesh, num_stages, given[0]))
     partners = not exchanges_are_barriers(mesh)
-    axes = find_axes(mesh, check_axes_of(mesh, tuple(options.auto_axes)))
+    axes = find_axes(mesh, options.batch, check_axes_of(mesh, tuple(options.auto_axes)))
     bubbles = choose_bubbles(options.bubbles, axes.auto, partners=partners)
     shared = choose_shared(options.vocabulary, embed, head, loss_fn)
     if mesh.shape[STAGE] == 1:  # one rank holds the whole vocabulary

@@ -23,6 +23,7 @@ from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, sig
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.model.added_losses import Adding, adding_losses
 from pipeline.core.model.ends import check_activations, check_words
+from pipeline.core.model.model import Batch
 from pipeline.core.model.randomness import own_axes
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.messages import (
@@ -172,7 +173,8 @@ def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
 
     def run() -> Tree:
         weights, fixed, (streams, extras, *where) = stage.stage_arguments(stage.home, 0)
-        side = streams, jax.tree.map(resized, extras), *where
+        batch = Batch((), (), extras, state.batch.specs and ((), (), state.batch.specs[2]))
+        side = streams, batch.map_rows(resized, lambda leaf: leaf).extras, *where
         x = jax.tree.map(resized, blank(types[0], ()))
         return stage.stage(list(map(whole, weights)), jax.tree.map(whole, fixed), side, x)
 

@@ -7,12 +7,48 @@ the same data, and must not be made on none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
 from collectives.compat import has_check, may_not_repeat
 from pipeline.base.tree import blank
+from pipeline.core.jaxpr.primitives import held
 from pipeline.core.rank.groups import GroupedModel
 from pipeline.core.rank.local_model import LocalModel
+
+
+def check_permutes(bodies: Sequence[Any]) -> None:
+    """Refuse `jax.lax.ppermute` in a stage where all virtual CPU devices meet in it.
+
+    Ranks of other stages run other actions meanwhile: they would not come, or with a permute of
+    their own, and numbers would get mixed.
+
+    Args:
+      bodies: the jaxprs of stages, or of embed, head and loss.
+
+    Raises:
+      ValueError: there is one.
+    """
+    for axis in filter(None, map(_permuted, bodies)):
+        raise ValueError(
+            f"a stage calls jax.lax.ppermute over the axis {axis!r}; virtual CPU devices of one "
+            f"process all meet in it, those of other stages too, which run other actions "
+            f"meanwhile; use collectives.exchange or collectives.ring_shift, in which the ranks of "
+            f'{axis!r} alone meet, or bubbles="masked" on CPU (GPUs and TPUs need neither)'
+        )
+
+
+def _permuted(jaxpr: Any) -> str:
+    """The axis of the first `ppermute` in a jaxpr, also within loops and calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ppermute":
+            axes = eqn.params["axis_name"]
+            return str(axes[0] if isinstance(axes, tuple) else axes)
+        if found := next(filter(None, map(_permuted, held(eqn))), ""):
+            return found
+    return ""
 
 
 def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:

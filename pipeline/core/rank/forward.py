@@ -241,7 +241,7 @@ class Forward:
         """Arguments of `stage` before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
-        side = streams, at(self.batch.extras, microbatch), *self._where(chunk, microbatch)
+        side = streams, self.batch.extras_of(microbatch), *self._where(chunk, microbatch)
         fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
         if not self.state.gathers:
             weights = pick(self.weights, chunk)

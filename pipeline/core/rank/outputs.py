@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from pipeline.base.axes import axes_in
 from pipeline.base.tree import Tree, at, blank, shape_text
 from pipeline.core.model.loss import same_over_others
 from pipeline.core.rank.activations import follow
@@ -41,6 +43,27 @@ def check_outputs(last: Forward, state: RankState) -> None:
         )
 
 
+def check_positions(results: Tree, spec: PartitionSpec) -> None:
+    """Check that outputs have the dims that position axes split, by which they are joined.
+
+    Args:
+      results: [M, b, ...] leaves of one rank.
+      spec: how outputs lie.
+
+    Raises:
+      ValueError: one has fewer dims, and whether its ranks agree on it cannot be told.
+    """
+    for leaf in jax.tree.leaves(results):
+        if leaf.ndim - 1 < len(spec):
+            raise ValueError(
+                f"outputs have {leaf.ndim - 1} dims, {shape_text(leaf)} of all microbatches on one "
+                f"device, and batch= splits dim {len(spec) - 1} over "
+                f"{' x '.join(map(repr, axes_in(spec[-1])))}: outputs are joined along it; return "
+                f"[rows, positions, ...], or take what is reduced over positions as a loss or a "
+                f"metric of loss_fn (has_aux=True)"
+            )
+
+
 def _outputs(last: Forward) -> Tree:
     y = blank(last.output, last.axes)
     return jax.eval_shape(lambda: last.outputs(last.ends_weights, y, 0))
@@ -54,7 +77,7 @@ def _unlike_with_another_row(found: Tree, state: RankState) -> list[Any]:
 
     try:
         state, activations = follow(
-            dataclasses.replace(state, batch=jax.tree.map(grown, state.batch))
+            dataclasses.replace(state, batch=state.batch.map_rows(grown, lambda x: x))
         )
         seat = state.model.stages[-1]
         more = _outputs(Forward(state, seat, *activations.types[-2:]))

@@ -27,10 +27,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
-from pipeline.base.axes import Axes
+from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.core.sharding.distribute import distribute
-from pipeline.core.sharding.placement import axes_in
 from pipeline.core.sharding.zero import kernel_spec
 
 

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
-from pipeline.base.axes import Axes
+from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
 from pipeline.base.variables import metadata, raw, remade, with_value
 from pipeline.core.sharding.distribute import distribute
@@ -296,13 +296,6 @@ def _spec(lead: tuple[str, ...], names: Names) -> PartitionSpec:
     """A spec as JAX returns it: it ends where no more dims are sharded."""
     last = max((dim for dim, entry in enumerate(names) if entry is not None), default=-1)
     return PartitionSpec(*lead, *names[: last + 1])
-
-
-def axes_in(entry: Any) -> tuple[str, ...]:
-    """The axes over which one dim is sharded."""
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from collectives import vary
 from collectives.compat import platform, varying_in
 from collectives.tensor import is_manual
+from pipeline.base.axes import axes_in
 from pipeline.base.tree import Leaves, Tree, is_float
-from pipeline.core.sharding.placement import Spread, axes_in
+from pipeline.core.sharding.placement import Spread
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,15 @@ def reduce_gradients(
         tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
         for spread in spreads
     ]
-    found = list(parts)
+    return totals_over(parts, over)
+
+
+def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:
+    """Sums, each over axes of its own; one collective for all leaves with the same axes."""
+    found = list(leaves)
     for group in dict.fromkeys(over):
         members = [n for n, one in enumerate(over) if one == group]
-        for n, total in zip(members, total_over([parts[n] for n in members], group), strict=True):
+        for n, total in zip(members, total_over([leaves[n] for n in members], group), strict=True):
             found[n] = total
     return found
 
