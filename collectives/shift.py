@@ -45,7 +45,7 @@ def exchange(tree: Tree, edges: Sequence[Edge], axis: str) -> Tree:
 
 
 def _may_part() -> bool:
-    """Whether ranks outside of the group may do something else: there are several stages."""
+    """Tell whether ranks outside of the group may do something else: there are several stages."""
     mesh = jax.sharding.get_abstract_mesh()
     return STAGE in mesh.manual_axes and mesh.shape[STAGE] > 1
 
@@ -65,9 +65,9 @@ def _sent_in_groups(x: jax.Array, axis: str, perm: Sequence[Edge]) -> jax.Array:
     here = (places == jnp.asarray(to)[rank]).reshape(shape)
     sent = jnp.where(here, x[None], jnp.zeros((), x.dtype))
     found = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
-    source = jnp.asarray(of)[rank]
-    got = jax.lax.dynamic_index_in_dim(found, jnp.maximum(source, 0), keepdims=False)
-    return jnp.where(source >= 0, got, jnp.zeros((), x.dtype))
+    sender = jnp.asarray(of)[rank]
+    got = jax.lax.dynamic_index_in_dim(found, jnp.maximum(sender, 0), keepdims=False)
+    return jnp.where(sender >= 0, got, jnp.zeros((), x.dtype))
 
 
 def shift_right(tree: Tree, axis: str) -> Tree:

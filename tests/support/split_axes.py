@@ -19,7 +19,7 @@ EXPERT, CONTEXT = "expert", "context"
 
 
 def is_split(axis: str) -> bool:
-    """Whether ranks along an axis run this, each on its part."""
+    """Tell whether ranks along an axis run this, each on its part."""
     return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
