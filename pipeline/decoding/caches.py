@@ -17,10 +17,12 @@ from flax import nnx
 from collectives import STAGE
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, Tree, at, blank, vary_like, zeros
+from pipeline.core.backward.outcome import Outcome
 from pipeline.core.model.model import Declared, Model, Weights
 from pipeline.core.model.overlay import Leaf, Spot, View, overlay
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.model.unlike import Views
+from pipeline.core.rank.ends import embed, ends_values, finish
 from pipeline.core.rank.held import state_spots
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
@@ -191,21 +193,22 @@ def _stage_writes(local: LocalModel) -> Leaves:
 
     def run() -> Tree:
         arguments = *local.stage_arguments(local.home, 0), blank(local.activation, ())
-        return local.stage_and_state(*arguments, local.state_paths)[1]
+        return local.stage(*arguments, paths=local.state_paths).state
 
     return jax.tree.leaves(jax.eval_shape(run))
 
 
 def _ends_writes(local: LocalModel) -> list[Leaves]:
     """The types of what embed, and head, leave in the declared state of the ends, in its order."""
-    inputs, weights = at(local.batch.inputs, 0), local.ends_weights
-    found = []
+    state, values = local.state, ends_values(local.state)
+    found: list[Callable[[], Outcome]] = []
     if local.model.has_embed:
-        found.append(lambda: local.embed_and_state(weights, inputs, 0)[1])
+        inputs = at(local.batch.inputs, 0)
+        found.append(lambda: embed(state, state.ends, inputs, 0, now=True, values=values))
     if local.model.has_head:
-        y = blank(local.output, local.axes)
-        found.append(lambda: local.head_and_state(weights, y, 0)[1])
-    return [jax.tree.leaves(jax.eval_shape(run)) for run in found]
+        given = state, state.ends, blank(local.output, local.axes), 0
+        found.append(lambda: finish(*given, take_loss=False, values=values))
+    return [jax.tree.leaves(jax.eval_shape(run).state) for run in found]
 
 
 def _with_leaves(tree: Tree, leaves: Sequence[Any]) -> Tree:

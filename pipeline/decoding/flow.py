@@ -28,6 +28,7 @@ from collectives.compat import varying_axes
 from pipeline.base.tree import Tree, at
 from pipeline.core.kernel.memory import Pool, at_most_once, unwritten
 from pipeline.core.kernel.vocabulary import look_up, own_logits
+from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.decoding.sampling import sample_rows, sample_shared
 
@@ -225,10 +226,9 @@ class Flow:
         if v == 0 and 0 in kind.ranks and self.shared.embed < 0:
             embed = functools.partial(self._embed, lane, microbatch, step)
             x = at_most_once(self.rank == 0, embed, x)
-        y = local.forward_stage(*local.stage_arguments(v, microbatch, now=True), x)
-        if local.writes:
-            y, after = y
-            local.keep(v, microbatch, after)
+        outcome = local.stage(*local.stage_arguments(v, microbatch, now=True), x)
+        local.keep(outcome.state, v, microbatch)
+        y = outcome.value
         is_last = v == local.num_chunks - 1 and self.num_ranks - 1 in kind.ranks
         if is_last and self.shared.head < 0:
             choose = functools.partial(self._choose, y, microbatch, step)
@@ -263,7 +263,8 @@ class Flow:
         def work() -> None:
             (last,) = jax.tree.leaves(last_of(y, self.width))
             mine = jnp.where(self.rank == self.num_ranks - 1, last, jnp.zeros_like(last))
-            h = local.features(local.ends_weights, jax.lax.psum(mine, STAGE), microbatch)
+            y_of_all = jax.lax.psum(mine, STAGE)
+            h = ends.features(local.state, local.ends_weights, y_of_all, microbatch)
             z = own_logits(local, h, local.ends_weights[self.shared.head])[:, -1]
             position = self._first(step) + self.width - 1
             words = self.shared.head_words
@@ -284,18 +285,17 @@ class Flow:
 
     def _embed(self, lane: Any, microbatch: Any, step: Any) -> Tree:
         local, inputs = self.local, self._fed(lane, microbatch, step)
-        x = local.embed(local.ends_weights, inputs, microbatch, now=True)
-        local.keep_of_embed(inputs, microbatch)
-        return x
+        outcome = ends.embed(local.state, local.ends_weights, inputs, microbatch, now=True)
+        local.keep(outcome.state, 0, microbatch)
+        return outcome.value
 
     def _choose(self, y: Tree, microbatch: Any, step: Any) -> jax.Array:
         """[b] the tokens behind those that a call has seen."""
-        local, logits = self.local, last_of(y, self.width)
-        if local.model.has_head:
-            logits, after = local.head_and_state(local.ends_weights, logits, microbatch)
-            local.state.held.write_ends(("head",), microbatch, after, True)
+        local, given = self.local, (last_of(y, self.width), microbatch)
+        outcome = ends.finish(local.state, local.ends_weights, *given, take_loss=False)
+        local.keep(outcome.state, 0, microbatch)
         position = self._first(step) + self.width - 1
-        logits = logits[:, -1]
+        logits = outcome.value[:, -1]
         axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
         words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
         if axes:

@@ -26,6 +26,7 @@ from pipeline.core.layerwise.replace import typed, with_weights_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import follow
+from pipeline.core.rank.ends import ends_usage
 from pipeline.core.rank.held import Held
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.state import RankState
@@ -263,7 +264,8 @@ def _kinds(state: RankState, inputs: Tree, held: Held | None, M: int) -> tuple[H
     if held is None:
         usage = {k: local.stage_usage() for own, local in made for k in own[:1]}
         usages = [usage[own[0]] for k in range(len(seats)) for own, _ in made if k in own]
-        held = Held(state, usages, made[0][1].ends_usage(), M, again=False, each=True)
+        usage_of_ends = ends_usage(state, made[0][1].output, take_loss=False)
+        held = Held(state, usages, usage_of_ends, M, again=False, each=True)
     kinds = []
     for own, local in _local_models(replace(state, held=held), inputs)[1]:
         kinds.append(Kind(local, seats[own[0]].chunk, tuple(seats[k].rank for k in own)))

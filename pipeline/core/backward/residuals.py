@@ -21,12 +21,13 @@ from jax.extend.core import Literal
 from pipeline.base.masks import Way
 from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree, combine, partition
-from pipeline.core.backward.accumulate import Pullback, differentiate
+from pipeline.core.backward.accumulate import Pullback
 from pipeline.core.backward.min_cut import smallest_cut
+from pipeline.core.backward.outcome import MakeAdding, Outcome, pulled
 from pipeline.core.jaxpr.evaluate import Var, evaluate, operands, producers
 from pipeline.core.jaxpr.primitives import is_cheap, traits
 
-StageFunction = Callable[[Leaves, Tree, Tree, Tree], Tree]  # (weights, fixed, side, x) -> y
+StageFunction = Callable[[Leaves, Tree, Tree, Tree], Outcome]  # (weights, fixed, side, x)
 
 
 def stage_pullback(
@@ -38,33 +39,23 @@ def stage_pullback(
     *,
     grad_dtype: GradDtype = None,
     way: Way | None = None,
-    updates: bool = False,
+    adding: MakeAdding | None = None,
     late: bool = False,
     part: str = "",
-) -> tuple[Tree, Pullback]:
-    """A stage's output, and its pullback over (weights, x's float leaves), as far as ``way``.
+) -> tuple[Outcome, Pullback]:
+    """A stage's outcome, and its pullback over (weights, x's float leaves), as far as ``way``.
 
-    With ``updates`` the stage returns a pair, of which only the first is differentiated; ``late``
-    and ``part`` as `differentiate` has them.
+    ``adding`` as `pulled` has it, ``late`` and ``part`` as `differentiate` has them.
     """
     floats, others = partition(x)
     mask, want_x = (way.weights, way.x) if way else (None, True)
-    like: Tree = None
 
-    def g(w: Leaves, xf: Leaves) -> tuple[Leaves, Any]:
-        nonlocal like
-        y = f(w, fixed, side, combine(x, xf if want_x else floats, others))
-        y, after = y if updates else (y, None)
-        like = jax.tree.map(jax.typeof, y)
-        floats_of_y, others_of_y = partition(y)
-        return floats_of_y, (others_of_y, after)
+    def g(w: Leaves, xf: Leaves) -> Outcome:
+        return f(w, fixed, side, combine(x, xf if want_x else floats, others))
 
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "late": late, "part": part}
     given = floats if want_x else []
-    y, (y_others, after), pullback = differentiate(
-        g, weights, given, grad_dtype=grad_dtype, trained=mask, late=late, part=part
-    )
-    found = combine(like, y, y_others)
-    return (found, after) if updates else found, pullback
+    return pulled(g, weights, given, trained=mask, adding=adding, **options)
 
 
 class Residuals:
@@ -76,8 +67,7 @@ class Residuals:
       weights, fixed, side, x: examples, for their types.
       grad_dtype: as `pipeline.core.backward.accumulate.as_summed` takes it.
       way: how far its backward goes; without, all the way.
-      updates: whether f returns a pair, of which only the first is differentiated; `forward` does
-        as f.
+      adding: as `pulled` has it.
       gathers: whether the backward may gather again, from other ranks, what the forward gathered.
       part: as `Pullback` has it.
 
@@ -96,25 +86,27 @@ class Residuals:
         *,
         grad_dtype: GradDtype = None,
         way: Way | None = None,
-        updates: bool = False,
+        adding: MakeAdding | None = None,
         gathers: bool = False,
         part: str = "",
     ) -> None:
         self._part = part
 
         def linearized(*arguments: Any) -> Any:
-            options: Any = {"grad_dtype": grad_dtype, "way": way, "updates": updates}
-            y, pullback = stage_pullback(f, *arguments, **options, part=part)
+            options: Any = {"grad_dtype": grad_dtype, "way": way, "adding": adding}
+            outcome, pullback = stage_pullback(f, *arguments, **options, part=part)
             residuals, self._treedef = jax.tree.flatten(pullback.vjp)
             self._by_value = pullback.by_value
-            return y, residuals
+            return outcome, residuals
 
-        closed, (y, _) = jax.make_jaxpr(linearized, return_shape=True)(weights, fixed, side, x)
+        closed, (outcome, _) = jax.make_jaxpr(linearized, return_shape=True)(
+            weights, fixed, side, x
+        )
         self._jaxpr = jaxpr = closed.jaxpr
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._y_tree = jax.tree.structure(y)
-        num_y = len(jax.tree.leaves(y))
-        self._y, self._residuals = jaxpr.outvars[:num_y], jaxpr.outvars[num_y:]
+        self._outcome_tree = jax.tree.structure(outcome)
+        count = len(jax.tree.leaves(outcome))
+        self._outcome, self._residuals = jaxpr.outvars[:count], jaxpr.outvars[count:]
         same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
         self._again = jaxpr.invars[: len(jax.tree.leaves((weights, fixed, side)))]
         free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
@@ -132,12 +124,13 @@ class Residuals:
         again = _between(self._kept, wanted, before) if gathers else ()
         self.gathers = any(_gathers(made_by[v]) for v in again)
 
-    def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Tree, Leaves]:
-        """The stage's output, and what to stash."""
+    def forward(self, weights: Leaves, fixed: Tree, side: Tree, x: Tree) -> tuple[Outcome, Leaves]:
+        """The stage's outcome, and the values to stash."""
         arguments = jax.tree.leaves((weights, fixed, side, x))
         known = self._constants | dict(zip(self._jaxpr.invars, arguments, strict=True))
-        found = evaluate(self._jaxpr, known, [*self._y, *self._kept], effects=True)
-        return jax.tree.unflatten(self._y_tree, found[: len(self._y)]), found[len(self._y) :]
+        found = evaluate(self._jaxpr, known, [*self._outcome, *self._kept], effects=True)
+        count = len(self._outcome)
+        return jax.tree.unflatten(self._outcome_tree, found[:count]), found[count:]
 
     def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
         """The stage's pullback."""

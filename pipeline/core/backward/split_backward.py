@@ -20,27 +20,29 @@ from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.backward.accumulate import Pullback, as_summed
 from pipeline.core.backward.halves import Given
+from pipeline.core.backward.outcome import MakeAdding, Outcome
 from pipeline.core.backward.split import halve
 from pipeline.core.jaxpr.dead_code import lean
 from pipeline.core.jaxpr.reachability import touched
 from pipeline.core.jaxpr.reader import read_block
 from pipeline.core.jaxpr.steps import Name, Step, prune, read, run
 
-# (weights, fixed, side, stash) -> (the stage's output or None, its pullback)
-Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Tree, Pullback]]
+# (weights, fixed, side, stash) -> (the stage's outcome or None, its pullback)
+Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Outcome | None, Pullback]]
 
 
 class SplitBackward:
     """A backward pass in two halves.
 
     Args:
-      linearize: gives a stage's pullback, and perhaps its output, from what the forward left.
+      linearize: gives a stage's pullback, and perhaps its outcome, from what the forward left.
       weights, fixed, side, stash: examples of what it takes. All but ``stash`` are given to both
         halves; `pipeline.core.backward.residuals` says what each is.
       dy: an example of the gradients for the float leaves of the stage's output.
       in_place: whether the weights' gradients are added to refs, or returned.
       grad_dtype: as `pipeline.core.backward.accumulate.as_summed` takes it.
       way: how far the pullback goes; without, all the way.
+      adding: as `pulled` has it.
 
     Attributes:
       crossing: types of what `weight_half` reads of `input_half`, for one microbatch.
@@ -59,14 +61,16 @@ class SplitBackward:
         in_place: bool = True,
         grad_dtype: GradDtype = None,
         way: Way | None = None,
+        adding: MakeAdding | None = None,
     ) -> None:
-        own = chosen(weights, way.weights if way else None)
-        want_x = way is None or way.x
+        mask, want_x = (way.weights, way.x) if way else (None, True)
+        count = len(chosen(weights, mask)) + (adding is not None)  # of the refs
 
         def joint(weights: Leaves, fixed: Tree, side: Tree, stash: Tree, dy: Leaves) -> Any:
-            mine = chosen(weights, way.weights if way else None)
+            mine = [*chosen(weights, mask), *([adding().probe] if adding else [])]
             refs = list(map(_new_ref, as_summed(mine, grad_dtype))) if in_place else None
-            y, pullback = linearize(weights, fixed, side, stash)
+            outcome, pullback = linearize(weights, fixed, side, stash)
+            y = None if outcome is None else outcome.value
             if refs is None:
                 dw, dx = pullback.values(dy)
                 return y, dx, dw
@@ -74,8 +78,8 @@ class SplitBackward:
 
         arguments = weights, fixed, side, stash, dy
         closed, (y, dx, _) = jax.make_jaxpr(joint, return_shape=True)(*arguments)
-        block = read_block(closed, len(own) if in_place else 0)
-        refs_in = frozenset(block.inputs[-len(own) :] if in_place and own else ())
+        block = read_block(closed, count if in_place else 0)
+        refs_in = frozenset(block.inputs[-count:] if in_place and count else ())
         block = lean(block, [True] * len(block.outs), refs_in)
         self._y_tree, self._constants = jax.tree.structure(y), block.constants
         num_y = len(jax.tree.leaves(y))

@@ -13,6 +13,7 @@ are always differentiated within B or I; nothing of theirs is stashed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +23,10 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
+from pipeline.core.backward.outcome import Outcome
 from pipeline.core.kernel.memory import Memory, Step, at_most_once, unwritten
 from pipeline.core.model.loss import logprobs_of
+from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from schedules.core.costs import is_last_forward_free
 from schedules.lowering.program import Op, Slot
@@ -47,22 +50,6 @@ class Actions:
     def wants_upstream(self) -> bool:
         """True if the gradient for stage 0's input is needed."""
         return self.step.want_inputs or self.local.model.trained.embed
-
-    @property
-    def counts(self) -> bool:
-        """True if forwards count the losses that are added; in training backwards do."""
-        return self.step.take_loss and not self.step.training
-
-    def chunk_refs(self, chunk: int) -> Leaves:
-        """Sums for what the pullback of a stage gives: its weights' gradients, what it adds."""
-        added = self.memory.added.refs if self.local.adds else []
-        return [*self.memory.chunk_grads[chunk].refs, *added]
-
-    @property
-    def ends_refs(self) -> Leaves:
-        """Refs for the gradients of embed and head."""
-        added = self.memory.added.refs if self.local.state.adding_ends else []
-        return [*self.memory.ends_grads.refs, *added]
 
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
@@ -91,74 +78,70 @@ class Actions:
         return y
 
     def _forward(self, op: Op, row: Row) -> Tree:
-        local, microbatch = self.local, row["microbatch"]
-        # Where all ranks share the head, no op is last: its input is a message.
-        is_free = is_last_forward_free(
-            recomputes=self.memory.residuals is None, shares_head=not op.last, writes=local.writes
-        )
-        if self.step.training and is_free:
+        local, memory, microbatch = self.local, self.memory, row["microbatch"]
+        if self._leaves_nothing(op):
             if op.first and local.state.held is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
         x = self.operand(op, row, now=True)
         arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
-        if self.counts and local.adds:
-            y, added = local.stage_counted(local.forward_stage, *arguments)
-            self.memory.added.add([added])
-        elif self.memory.residuals is None:
-            y = local.forward_stage(*arguments)
+        if memory.residuals is None:
+            outcome = local.stage(*arguments)
         else:
-            y, self.memory.stashes[row["stash"]] = self.memory.residuals.forward(*arguments)
-        if local.writes:
-            y, after = y
-            local.keep(op.chunk, microbatch, after)
+            outcome, memory.stashes[row["stash"]] = memory.residuals.forward(*arguments)
+        memory.take(outcome, microbatch, op.chunk)
         if op.last and not self.step.training:
-            self._finish(y, microbatch)
-        return self.sent(y)
+            self._finish(outcome.value, microbatch)
+        return self.sent(outcome.value)
+
+    def _leaves_nothing(self, op: Op) -> bool:
+        """Tell whether a forward is not needed: its backward, the next action, runs it again."""
+        leaves = self.local.writes or bool(self.local.state.stage_sums)
+        # Where all ranks share the head, no op is last: its input is a message.
+        return self.step.training and is_last_forward_free(
+            recomputes=self.memory.residuals is None, shares_head=not op.last, writes=leaves
+        )
 
     def operand(self, op: Op, row: Row, *, now: bool = False) -> Tree:
         """A stage's input: from its message, or made from the user's inputs.
 
-        ``now`` where a forward takes it, which leaves the state that embed writes.
+        ``now`` where a forward takes it, and with it all else that embed leaves.
         """
         if not op.first:
             return self.memory.buffers[row["operand"]]
         microbatch = row["microbatch"]
-        inputs = at(self.local.batch.inputs, microbatch)
-        if self.counts and self.local.state.adding_embed:
-            x, added = self.local.embed_counted(inputs, microbatch)
-            self.memory.added.add([added])
-        else:
-            x = self.local.embed(self.local.ends_weights, inputs, microbatch, now=now)
+        outcome = self.embed(microbatch, now=now)
         if now:
-            self.local.keep_of_embed(inputs, microbatch)
-        return x
+            self.memory.take(outcome, microbatch)
+        return outcome.value
+
+    def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
+        """The outcome of embed; ``now`` in a forward."""
+        state = self.local.state
+        inputs = at(state.batch.inputs, microbatch)
+        return ends.embed(state, state.ends, inputs, microbatch, now=now)
+
+    def finish(self, y: Tree, microbatch: Any) -> Outcome:
+        """The outcome of head and loss in an inference; without a loss, of the user's outputs."""
+        state, take_loss = self.local.state, self.step.take_loss
+        outcome = ends.finish(state, state.ends, y, microbatch, take_loss=take_loss)
+        if not self.step.logprobs:
+            return outcome
+        found = logprobs_of(outcome.value, at(state.batch.targets, microbatch))
+        return dataclasses.replace(outcome, value=found)
 
     def _finish(self, y: Tree, microbatch: Any) -> None:
-        """The end of an inference: a loss, or outputs."""
-        local = self.local
-        if self.step.take_loss:
-            if local.state.adding_ends:
-                (total, others), added = local.loss_counted(y, microbatch)
-                self.memory.added.add([added])
-            else:
-                total, others = local.loss(local.ends_weights, y, microbatch)
-            self.memory.loss.add([total, *others])
-        else:
-            self.memory.results[microbatch] = self.result(y, microbatch)
-        local.keep_of_head(y, microbatch)
-
-    def result(self, y: Tree, microbatch: Any) -> Tree:
-        """Compute the user's result of a microbatch."""
-        found = self.local.outputs(self.local.ends_weights, y, microbatch)
-        if not self.step.logprobs:
-            return found
-        return logprobs_of(found, at(self.local.batch.targets, microbatch))
+        """The end of an inference."""
+        outcome = self.finish(y, microbatch)
+        self.memory.take(outcome, microbatch)
+        if not self.step.take_loss:
+            self.memory.results[microbatch] = outcome.value
 
     def _backward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
         if self.memory.residuals is None:
-            y, stage = local.stage_pullback(op.chunk, microbatch, self.operand(op, row))
+            again, stage = local.stage_pullback(op.chunk, microbatch, self.operand(op, row))
+            y = again.value
         else:
             arguments = local.stage_arguments(op.chunk, microbatch)
             stage = self.memory.residuals.backward(*arguments, self.memory.stashes[row["stash"]])
@@ -166,7 +149,7 @@ class Actions:
         dy = self._output_gradient(op, row, y)
         if not self.goes_on:
             return self.no_message()
-        dx = stage(dy, self.chunk_refs(op.chunk), want_x=self._wants_x(op))
+        dx = stage(dy, self.memory.chunk_grads[op.chunk].targets, want_x=self._wants_x(op))
         return self._upstream(op, row, dx)
 
     def _input_half(self, op: Op, row: Row) -> Tree:
@@ -179,7 +162,7 @@ class Actions:
             stash = self.memory.stashes[row["stash"]]
         if not self.goes_on:  # the last stage's, for what the head has to sum
             again = self.memory.residuals is None
-            y = self.local.stage(*arguments, stash) if again else self.own_output(row)
+            y = self.local.stage(*arguments, stash).value if again else self.own_output(row)
             self._loss_gradient(y, microbatch)
             return self.no_message()
         if not op.last:
@@ -188,7 +171,7 @@ class Actions:
             dy = functools.partial(self._loss_gradient, microbatch=microbatch)
         else:
             dy = self._loss_gradient(self.own_output(row), microbatch)
-        refs = self.chunk_refs(op.chunk)
+        refs = self.memory.chunk_grads[op.chunk].targets
         dx, self.memory.crossings[row["crossing"]] = halves.input_half(
             *arguments, stash, dy, refs, want_x=self._wants_x(op)
         )
@@ -197,19 +180,20 @@ class Actions:
     def _weight_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
         crossing = self.memory.crossings[row["crossing"]]
-        self.memory.halves.weight_half(*arguments, crossing, self.chunk_refs(op.chunk))
+        refs = self.memory.chunk_grads[op.chunk].targets
+        self.memory.halves.weight_half(*arguments, crossing, refs)
         return self.no_message()
 
     @property
     def goes_on(self) -> bool:
         """True if the gradient for a stage's output is needed."""
-        return self.local.way.is_any
+        return self.local.goes_back
 
     def _does_anything(self, op: Op) -> bool:
         """Tell whether an action computes anything; a backward of the last stage takes the loss."""
         if op.kind == "W":
-            return any(self.local.way.weights)
-        return op.kind == "F" or op.last or self._wants_x(op) or any(self.local.way.weights)
+            return self.local.sums_weights
+        return op.kind == "F" or op.last or self._wants_x(op) or self.local.sums_weights
 
     def _wants_x(self, op: Op) -> bool:
         """Tell whether the gradient for a stage's input is needed."""
@@ -226,7 +210,8 @@ class Actions:
             return self.as_message(dx) if self.local.way.x else self.no_message()
         if self.wants_upstream:
             _, embed = self.local.embed_pullback(row["microbatch"])
-            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
+            refs = self.memory.ends_grads.targets
+            found = embed(dx, refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
                 self.memory.input_grads[row["microbatch"]] = found
         return self.no_message()
@@ -245,10 +230,10 @@ class Actions:
 
     def _loss_gradient(self, y: Tree, microbatch: Any) -> Leaves:
         """The gradient for the last stage's output; counts the loss itself."""
-        total, others, pullback = self.local.loss_pullback(y, microbatch)
-        self.memory.loss.add([total, *others])
-        self.local.keep_of_head(y, microbatch)
-        return pullback(self.loss_cotangent(), self.ends_refs, want_x=self.goes_on)
+        outcome, pullback = self.local.loss_pullback(y, microbatch)
+        self.memory.take(outcome, microbatch)
+        refs = self.memory.ends_grads.targets
+        return pullback([self.loss_cotangent()], refs, want_x=self.goes_on)
 
     def as_message(self, floats: Leaves) -> Tree:
         """A gradient in the form of an activation; leaves that carry none are zeros."""

@@ -104,6 +104,7 @@ class GroupActions(Actions):
             seen["halves"] = memory.halves.of[index]
             view = memory.halves.views[index]
             seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
+        seen["keep"] = own.keep
         if whole.step.training:
             seen["chunk_grads"] = _own_totals(memory, group)
         super().__init__(own, whole.step, dataclasses.replace(memory, **seen))
@@ -161,9 +162,11 @@ def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
     """A group's sums among those of its chunk: of what is trained in any group."""
     chunk, views, own = group.seat.chunk, group.seat.views, group.local.trained
     summed = group.local.model.trained.chunks[chunk]
+    found, total = list(memory.chunk_grads), memory.chunk_grads[chunk]
+    added = memory.added.refs if group.local.adds else []
     if views is None and own == summed:
-        return memory.chunk_grads
-    total = memory.chunk_grads[chunk]
+        found[chunk] = total.beside(added)
+        return found
     place = {cell: n for n, cell in enumerate(np.flatnonzero(summed).tolist())}
     if views is None:
         refs = {n: total.refs[place[n]] for n in np.flatnonzero(own).tolist()}
@@ -171,6 +174,5 @@ def _own_totals(memory: Memory, group: StageGroup) -> list[Any]:
     else:
         spots = chosen(views.params.spots, own)
         mine = [dataclasses.replace(spot, cell=place[spot.cell]) for spot in spots]
-    found = list(memory.chunk_grads)
-    found[chunk] = TotalView(total, tuple(mine))
+    found[chunk] = TotalView(total, tuple(mine), added)
     return found

@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipeline.base.tree import Leaves, Tree, at, blank, partition
+from pipeline.base.tree import Leaves, Tree, blank, partition
 from pipeline.core.kernel.actions import Actions, Row
-from pipeline.core.kernel.memory import Total
 from schedules.lowering.program import Op, Slot
 
 
@@ -62,7 +61,7 @@ def run_masked(actions: Actions, slot: Slot, row: Row, message: Tree) -> Tree:
     facts = Facts(slot, row)
     writes = actions.local.state.held is not None
     if facts.backward is False:
-        return _forward(actions, facts, row, _operand(actions, facts, row, now=writes))
+        return _forward(actions, facts, row, _operand(actions, facts, row, now=True))
     x = _operand(actions, facts, row)
     gradient = _backward(actions, facts, row, x)
     if facts.forward is False:
@@ -78,81 +77,49 @@ def _select(condition: Any, yes: Tree, no: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
-def _add(total: Total, condition: Any, values: Leaves) -> None:
-    if condition is not False:
-        total.add(_select(condition, values, [jnp.zeros_like(v) for v in values]))
-
-
-def _add_of_ends(actions: Actions, condition: Any, values: Leaves) -> None:
-    """Gradients of embed or head, and what either adds to the loss."""
-    if actions.local.state.adding_ends:
-        *values, added = values
-        _add(actions.memory.added, condition, [added])
-    _add(actions.memory.ends_grads, condition, values)
-
-
 def _operand(actions: Actions, facts: Facts, row: Row, *, now: bool = False) -> Tree:
-    """The stage's input on every rank; ``now`` for a forward that writes state."""
-    received, local = actions.memory.buffers[row["operand"]], actions.local
+    """The stage's input on every rank; ``now`` where a forward takes it."""
+    received, microbatch = actions.memory.buffers[row["operand"]], row["microbatch"]
     if facts.first is False:
         return received
-    inputs = at(local.batch.inputs, row["microbatch"])
-    if actions.counts and local.state.adding_embed:
-        x, added = local.embed_counted(inputs, row["microbatch"])
-        _add(actions.memory.added, facts.first & facts.forward, [added])
-    else:
-        x = local.embed(local.ends_weights, inputs, row["microbatch"], now=now)
+    outcome = actions.embed(microbatch, now=now)
     if now:
-        local.keep_of_embed(inputs, row["microbatch"], facts.forward & facts.first)
-    return _select(facts.first, x, received)
+        actions.memory.take(outcome, microbatch, real=facts.forward & facts.first)
+    return _select(facts.first, outcome.value, received)
 
 
 def _forward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
-    local, microbatch = actions.local, row["microbatch"]
+    local, memory, microbatch = actions.local, actions.memory, row["microbatch"]
     arguments = *local.stage_arguments(facts.chunk, microbatch, now=True), x
-    if actions.counts and local.adds:
-        y, added = local.stage_counted(local.forward_stage, *arguments)
-        _add(actions.memory.added, facts.forward, [added])
-    elif actions.memory.residuals is None:
-        y = local.forward_stage(*arguments)
+    if memory.residuals is None:
+        outcome = local.stage(*arguments)
     else:
-        y, stash = actions.memory.residuals.forward(*arguments)
-        trash = actions.memory.stashes.places - 1
-        actions.memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
-    if local.writes:
-        y, after = y
-        local.keep(facts.chunk, microbatch, after, facts.forward)
-    if actions.step.training or facts.last is False:
-        return actions.sent(y)
-    real = facts.forward & facts.last
-    if actions.step.take_loss:
-        if local.state.adding_ends:
-            (total, others), added = local.loss_counted(y, microbatch)
-            _add(actions.memory.added, real, [added])
-        else:
-            total, others = local.loss(local.ends_weights, y, microbatch)
-        _add(actions.memory.loss, real, [total, *others])
-    else:
-        found = actions.result(y, microbatch)
-        actions.memory.results[microbatch] = _select(
-            real, found, actions.memory.results[microbatch]
-        )
-    local.keep_of_head(y, microbatch, real)
-    return actions.sent(y)
+        outcome, stash = memory.residuals.forward(*arguments)
+        trash = memory.stashes.places - 1
+        memory.stashes[jnp.where(facts.forward, row["stash"], trash)] = stash
+    memory.take(outcome, microbatch, facts.chunk, real=facts.forward)
+    if not actions.step.training and facts.last is not False:
+        _finish(actions, facts.forward & facts.last, outcome.value, microbatch)
+    return actions.sent(outcome.value)
+
+
+def _finish(actions: Actions, real: Any, y: Tree, microbatch: Any) -> None:
+    """The end of an inference."""
+    outcome, results = actions.finish(y, microbatch), actions.memory.results
+    actions.memory.take(outcome, microbatch, real=real)
+    if not actions.step.take_loss:
+        results[microbatch] = _select(real, outcome.value, results[microbatch])
 
 
 def _backward(actions: Actions, facts: Facts, row: Row, x: Tree) -> Tree:
     dx, dw = (_halves if facts.splits else _at_once)(actions, facts, row, x)
-    if actions.local.adds and facts.for_weights is not False:
-        *dw, added = dw
-        _add(actions.memory.added, facts.for_weights, [added])
     for chunk, total in enumerate(actions.memory.chunk_grads):
         if facts.for_weights is False:
             continue
         if not isinstance(facts.chunk, int):
-            _add(total, facts.for_weights & (facts.chunk == chunk), dw)
+            total.add(dw, facts.for_weights & (facts.chunk == chunk))
         elif facts.chunk == chunk:
-            _add(total, facts.for_weights, dw)
+            total.add(dw, facts.for_weights)
     if facts.first is not False and facts.for_input is not False and actions.wants_upstream:
         real = facts.first & facts.for_input
         _embed_gradient(actions, real, dx, row["microbatch"])
@@ -163,7 +130,8 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
     """The gradients for a stage's input and for its weights."""
     local, microbatch = actions.local, row["microbatch"]
     if actions.memory.residuals is None:
-        y, stage = local.stage_pullback(facts.chunk, microbatch, x)
+        again, stage = local.stage_pullback(facts.chunk, microbatch, x)
+        y = again.value
     else:
         arguments = local.stage_arguments(facts.chunk, microbatch)
         y = actions.own_output(row)
@@ -203,12 +171,11 @@ def _output_gradient(actions: Actions, facts: Facts, row: Row, y: Tree) -> Leave
 
 
 def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbatch: Any) -> Leaves:
-    total, others, pullback = actions.local.loss_pullback(y, microbatch)
+    outcome, pullback = actions.local.loss_pullback(y, microbatch)
     real = facts.last & facts.for_input
-    _add(actions.memory.loss, real, [total, *others])
-    actions.local.keep_of_head(y, microbatch, real)
-    dw, found = pullback.values(actions.loss_cotangent())
-    _add_of_ends(actions, real, dw)
+    actions.memory.take(outcome, microbatch, real=real)
+    dw, found = pullback.values([actions.loss_cotangent()])
+    actions.memory.ends_grads.add(dw, real)
     chosen: Leaves = _select(facts.last, found, dy)
     return chosen
 
@@ -216,7 +183,7 @@ def _loss_gradient(actions: Actions, facts: Facts, y: Tree, dy: Leaves, microbat
 def _embed_gradient(actions: Actions, real: Any, dx: Leaves, microbatch: Any) -> None:
     _, pullback = actions.local.embed_pullback(microbatch)
     dw, found = pullback.values(dx)
-    _add_of_ends(actions, real, dw)
+    actions.memory.ends_grads.add(dw, real)
     if actions.step.want_inputs:
         kept = actions.memory.input_grads[microbatch]
         actions.memory.input_grads[microbatch] = _select(real, found, kept)

@@ -6,8 +6,9 @@ ticks carries nothing. Sizes come from the program, which assigned every place.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,10 @@ from pipeline.base.tree import (
     zeros,
 )
 from pipeline.core.backward.accumulate import as_summed
+from pipeline.core.backward.outcome import Outcome
 from pipeline.core.kernel import scopes
 from pipeline.core.model.overlay import Part, Spot, View
+from pipeline.core.rank.ends import finish
 from pipeline.core.rank.local_model import LocalModel
 from schedules.lowering.program import Program
 
@@ -127,20 +130,46 @@ def _tiled(x: jax.Array) -> jax.Array:
 
 
 class Total:
-    """Scalars or gradients that are added up, in the order they come."""
+    """Scalars or gradients that are added up, in the order they come.
 
-    def __init__(self, like: Leaves, axes: tuple[str, ...], name: str = "totals") -> None:
-        with jax.named_scope(name):
+    Args:
+      like: a value for each.
+      axes: the mesh axes over which values vary.
+      added: refs of the total of added losses, if a pullback that gives these gradients sums up
+        such losses too.
+    """
+
+    def __init__(self, like: Leaves, axes: tuple[str, ...], added: Sequence[Any] = ()) -> None:
+        self._added = list(added)
+        with jax.named_scope("totals"):
             self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
 
-    def add(self, values: Leaves) -> None:
-        """Add one value to each."""
-        for ref, value in zip(self.refs, values, strict=True):
-            ref[...] += value.astype(ref.dtype)
+    @property
+    def targets(self) -> Leaves:
+        """The refs that a pullback adds to."""
+        return [*self.refs, *self._added]
+
+    def add(self, values: Leaves, real: Any = True) -> None:
+        """Add one value to each of `targets`, if it is ``real``, which may be traced."""
+        if real is False:
+            return
+        for ref, value in zip(self.targets, values, strict=True):
+            ref[...] += _if(real, value).astype(ref.dtype)
+
+    def beside(self, added: Leaves) -> Total:
+        """These totals, for pullbacks that sum up added losses as said."""
+        found = copy.copy(self)
+        found._added = added  # noqa: SLF001  its own
+        return found
 
     def all(self) -> Leaves:
         """The totals."""
         return [ref[...] for ref in self.refs]
+
+
+def _if(real: Any, value: jax.Array) -> jax.Array:
+    """The value if it is real, else zeros; no select where that is known."""
+    return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +200,10 @@ class Memory:
     """Buffers that a rank's actions read and write, and the backward of a stage on them.
 
     Attributes:
-      loss: totals of the loss, of its weight, and of what metrics are made of.
-      added: the total of losses that stages add, if any does.
+      keep: `Forward.keep` of the stages whose actions these are.
+      sums: by name, totals of the sums of outcomes: the loss, its weight, the sums that metrics are
+        made of, and those of stages.
+      added: the total of losses that stages and ends add, if any does.
       chunk_grads: [V] totals, and ends_grads, totals for embed and head.
       input_grads: [M, b, ...] gradients for the inputs' float leaves.
       buffers: messages, by place; returned: the same, read as what a stage returns.
@@ -182,8 +213,9 @@ class Memory:
       halves: a stage's backward in two, if the program splits any.
     """
 
-    loss: Any
-    added: Any
+    keep: Callable[..., None]
+    sums: dict[str, Total]
+    added: Total
     chunk_grads: list[Any]
     ends_grads: Any
     input_grads: Any
@@ -195,26 +227,47 @@ class Memory:
     residuals: Any = None
     halves: Any = None
 
+    def take(
+        self, outcome: Outcome, microbatch: Any, chunk: Any = None, *, real: Any = True
+    ) -> None:
+        """Add up and keep all that a forward call leaves beside its value.
+
+        Args:
+          outcome: of embed, of a stage, or of head and loss.
+          microbatch: its index.
+          chunk: the stage's, perhaps traced.
+          real: whether it is to be taken, perhaps traced.
+        """
+        if outcome.added:
+            self.added.add(outcome.added, real)
+        for name, values in outcome.sums.items():
+            self.sums[name].add(values, real)
+        self.keep(outcome.state, chunk, microbatch, real)
+
 
 def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
-    """Make the sums of a step, for any executor."""
+    """Make the totals of a step, for any executor, and the places of its inputs' gradients."""
     axes, model = local.axes, local.model
-    measured = list(map(zeros, local.metrics[0])) if step.take_loss else []
-    loss = Total([jnp.zeros(()), jnp.zeros(()), *measured], axes)
+    types = dict(local.state.stage_sums)
+    if step.take_loss:
+        scalar = jnp.zeros(())
+        types |= {"loss": [scalar], "weight": [scalar], "metrics": local.metrics[0]}
+    sums = {name: Total(list(map(zeros, of)), axes) for name, of in types.items()}
+    added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
 
-    def sums(weights: Leaves, mask: Mask) -> Total:
-        own = chosen(weights, mask)
-        return Total(as_summed(own, model.grad_dtype) if step.training else [], axes)
+    def gradients(weights: Leaves, mask: Mask, *, adds: bool) -> Total:
+        own = as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
+        return Total(own, axes, added.refs if adds else [])
 
     chunk_grads = [
-        sums(weights, mask)
+        gradients(weights, mask, adds=local.adds)
         for weights, mask in zip(local.state.chunks, model.trained.chunks, strict=True)
     ]
-    ends_grads = sums(local.ends_weights, model.trained.ends)
+    adds = local.state.adding_ends
+    ends_grads = gradients(local.ends_weights, model.trained.ends, adds=adds)
     floats, _ = partition(at(local.batch.inputs, 0))
     kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
-    added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
-    return Memory(loss, added, chunk_grads, ends_grads, kept)
+    return Memory(local.keep, sums, added, chunk_grads, ends_grads, kept)
 
 
 def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
@@ -251,8 +304,9 @@ def _output_types(local: LocalModel, *, logprobs: bool) -> Tree:
     if logprobs:
         targets = at(local.batch.targets, 0)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), targets)
-    y = blank(local.output, local.axes)
-    return jax.eval_shape(lambda: local.outputs(local.ends_weights, y, 0))  # seen by check_outputs
+    given = local.state, local.ends_weights, blank(local.output, local.axes), 0
+    # Their shapes are seen by `check_outputs`.
+    return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
 
 
 def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
@@ -301,10 +355,11 @@ class TotalView:
     """Totals of one stage's gradients, within those that several share.
 
     Gradients are added in place where they have a ref of their own. Those that are a part of one
-    are summed beside it first, from `begin` to `end`.
+    are summed beside it first, from `begin` to `end`. ``added`` as of `Total`.
     """
 
-    def __init__(self, total: Total, spots: tuple[Spot, ...]) -> None:
+    def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
+        self._added = added
         self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
         self._own = [spot.part is None for spot in spots]
         self._refs = [total.refs[spot.cell] for spot in spots]
@@ -324,10 +379,17 @@ class TotalView:
                 part[...] += ref[...]
         self.refs = []
 
-    def add(self, values: Leaves) -> None:
-        """Add one value to each."""
-        for part, value in zip(self._parts, values, strict=True):
-            part[...] += value
+    @property
+    def targets(self) -> Leaves:
+        """The refs that a pullback adds to."""
+        return [*self.refs, *self._added]
+
+    def add(self, values: Leaves, real: Any = True) -> None:
+        """Add one value to each, if it is ``real``, which may be traced."""
+        if real is False:
+            return
+        for place, value in zip([*self._parts, *self._added], values, strict=True):
+            place[...] += _if(real, value)
 
 
 # --- loops that write in place what a conditional would copy ---

@@ -27,7 +27,8 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import fold, split_streams
 from pipeline.core.model.stage import Definition, Seat
 from pipeline.core.options.plan import Plan
-from pipeline.core.rank.forward import called, embedded, headed, lost
+from pipeline.core.rank.ends import embedded, headed, lost
+from pipeline.core.rank.forward import called
 
 
 def watched(

@@ -31,6 +31,7 @@ from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
 from pipeline.core.rank.effects import check_effects, check_permutes
+from pipeline.core.rank.ends import ends_usage
 from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
@@ -121,7 +122,7 @@ def train(
             loss_share=share,
         )
         sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        total, weight, *measured = total_over(sums.loss.all(), plan.axes.varying)
+        total, weight, *measured = total_over(_of_loss(sums), plan.axes.varying)
         value = total
         if normalise and known is None:
             value, share = mean_of(total, weight)
@@ -191,16 +192,24 @@ def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
 
 
 def _writing(
-    local: LocalModel, activations: Activations, plan: Plan, ways: Sequence[Way], *, training: bool
+    local: LocalModel,
+    activations: Activations,
+    plan: Plan,
+    ways: Sequence[Way],
+    *,
+    training: bool,
+    take_loss: bool = True,
 ) -> LocalModel:
     """The rank's model with the declared state that a step writes, if it writes any."""
-    held = _make_held(local, plan, training=training)
+    held = _make_held(local, plan, training=training, take_loss=take_loss)
     if held is None:
         return local
     return make_local_model(dataclasses.replace(local.state, held=held), activations, ways)
 
 
-def _make_held(local: LocalModel, plan: Plan, *, training: bool) -> Held | None:
+def _make_held(
+    local: LocalModel, plan: Plan, *, training: bool, take_loss: bool = True
+) -> Held | None:
     """The declared state that a step writes; None if it writes none."""
     model = local.model
     if not model.declared.is_anything:
@@ -212,7 +221,8 @@ def _make_held(local: LocalModel, plan: Plan, *, training: bool) -> Held | None:
         usages = [found[k] for k in range(len(found))]
     else:
         usages = [local.stage_usage()] * len(model.stages)
-    ends, hook = local.ends_usage(), plan.after_step is not None and training
+    ends = ends_usage(local.state, local.output, take_loss=take_loss)
+    hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return None
     plan.traces.written[model.stages, model.ends] = True
@@ -251,6 +261,11 @@ def _with_metrics(
         counted = weight * (rows / plan.axes.num_positions) if is_mean else weight
         loss = Weighed(value, counted)
     return loss if metrics is None else (loss, metrics.of(measured, weight, counted))
+
+
+def _of_loss(sums: Memory) -> Leaves:
+    """The sums of the loss, of its weight, and those that metrics are made of."""
+    return [x for name in ("loss", "weight", "metrics") for x in sums.sums[name].all()]
 
 
 def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
@@ -363,7 +378,7 @@ def _of_outputs(local: LocalModel, plan: Plan) -> tuple[Any, Any]:
     step = Step(training=False, take_loss=True)
     actions = make_actions(local, program, step)
     run_ticks(actions, program, tables, masked=plan.is_masked)
-    total, weight, *_ = total_over(actions.memory.loss.all(), plan.axes.varying)
+    total, weight, *_ = total_over(_of_loss(actions.memory), plan.axes.varying)
     return mean_of(total, weight)
 
 
@@ -415,7 +430,9 @@ def infer(
             local = make_local_model(state, activations, ways)
             if not logprobs:
                 check_outputs(local, state)
-        local = _writing(local, activations, plan, ways, training=want_share)
+        counting = dataclasses.replace(local.state, counts=take_loss)
+        local = make_local_model(counting, activations, ways)
+        local = _writing(local, activations, plan, ways, training=want_share, take_loss=take_loss)
         found = outputs(local, tables, is_mean=is_mean)
         return found, _kept(local, weights, plan, training=want_share)
 
@@ -425,7 +442,7 @@ def infer(
         actions = make_actions(local, plan.forward, step)
         run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
         if take_loss:
-            total, weight, *measured = total_over(actions.memory.loss.all(), plan.axes.varying)
+            total, weight, *measured = total_over(_of_loss(actions.memory), plan.axes.varying)
             value, share = mean_of(total, weight)
             value = _with_added(actions.memory, value, plan)
             found = _with_metrics(local, plan, value, weight, measured, is_mean=is_mean)

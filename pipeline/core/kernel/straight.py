@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from pipeline.base.tree import at
 from pipeline.core.kernel.actions import Actions
 from pipeline.core.kernel.memory import Step, make_sums
 from pipeline.core.rank.local_model import LocalModel
@@ -48,18 +47,22 @@ class Straight(Actions):
     def _microbatch(self, microbatch: jax.Array) -> None:
         local, embed = self.local, None
         if self.wants_upstream:
-            x, embed = local.embed_pullback(microbatch)
+            outcome, embed = local.embed_pullback(microbatch)
         else:
-            x = local.embed(local.ends_weights, at(local.batch.inputs, microbatch), microbatch)
+            outcome = self.embed(microbatch)
+        self.memory.take(outcome, microbatch)
         pullbacks = []
         for chunk in range(local.num_chunks):
-            x, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
+            x = outcome.value
+            outcome, pullback = local.stage_pullback(chunk, microbatch, x, late=True)
+            self.memory.take(outcome, microbatch, chunk)
             pullbacks.append(pullback)
-        dx = self._loss_gradient(x, microbatch)
+        dx = self._loss_gradient(outcome.value, microbatch)
         for chunk, pullback in reversed(list(enumerate(pullbacks))) if self.goes_on else ():
             want_x = local.way.x and (chunk > 0 or self.wants_upstream)
-            dx = pullback(dx, self.chunk_refs(chunk), want_x=want_x)
+            dx = pullback(dx, self.memory.chunk_grads[chunk].targets, want_x=want_x)
         if embed is not None:
-            found = embed(dx, self.ends_refs, want_x=self.step.want_inputs)
+            refs = self.memory.ends_grads.targets
+            found = embed(dx, refs, want_x=self.step.want_inputs)
             if self.step.want_inputs:
                 self.memory.input_grads[microbatch] = found

@@ -35,10 +35,12 @@ from collectives.vocabulary import (
     sum_up,
 )
 from pipeline.base.tree import Leaves, Tree, at, times
-from pipeline.core.backward.accumulate import Pullback, differentiate
+from pipeline.core.backward.accumulate import Pullback
+from pipeline.core.backward.outcome import Outcome, pulled
 from pipeline.core.kernel.actions import Actions, Row
 from pipeline.core.kernel.memory import updated
 from pipeline.core.kernel.scopes import COMMON
+from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.sharding.zero import total_over
 from pipeline.vocabulary import CrossEntropy, logits, spoil
@@ -129,7 +131,8 @@ class VocabularyParallel:
         lost, weight, dz = self._loss(z, microbatch)
         here = (self.rank == self.last) & real
         # Every rank knows the loss; one counts it.
-        actions.memory.loss.add([jnp.where(here, x, jnp.zeros_like(x)) for x in (lost, weight)])
+        outcome = Outcome(lost, sums={"loss": [lost], "weight": [weight]})
+        actions.memory.take(outcome, microbatch, real=here)
         if not actions.step.training:
             return message
         share = actions.step.loss_share
@@ -145,18 +148,18 @@ class VocabularyParallel:
         """Compute the factors of the logits, and the pullback over all weights but tables."""
         weights, tables = self.local.ends_weights, self.tables
 
-        def f(others: Leaves, leaves: Leaves) -> tuple[jax.Array, None]:
+        def f(others: Leaves, leaves: Leaves) -> Outcome:
             rest = iter(others)
             whole = [w if n in tables else next(rest) for n, w in enumerate(weights)]
-            return self.local.features(whole, leaves[0], microbatch), None
+            return Outcome(ends.features(self.local.state, whole, leaves[0], microbatch))
 
         others = [w for n, w in enumerate(weights) if n not in tables]
         model = self.local.model
         mask = tuple(yes for n, yes in enumerate(model.trained.ends) if n not in tables)
-        h, _, pullback = differentiate(
+        outcome, pullback = pulled(
             f, others, [y], grad_dtype=model.grad_dtype, trained=mask, part="head"
         )
-        return h, pullback
+        return outcome.value, pullback
 
     def _joined(self, x: jax.Array, sequence_axis: int) -> jax.Array:
         """Join a value of this rank's positions over all ranks."""
@@ -203,9 +206,9 @@ class VocabularyParallel:
             if yes and n not in self.tables
         ]
         if real is True:
-            (dy,) = pullback(dh, refs, want_x=True)
+            (dy,) = pullback([dh], refs, want_x=True)
             return dy
-        dw, (dy,) = pullback.values(dh)
+        dw, (dy,) = pullback.values([dh])
         for ref, value in zip(refs, dw, strict=True):
             ref[...] += jnp.where(real, value, jnp.zeros_like(value))
         return dy

@@ -18,13 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import has_check
+from pipeline.base.added import Adding, adding_losses
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
+from pipeline.core.backward.outcome import Outcome
 from pipeline.core.jaxpr.primitives import makes_ref
-from pipeline.core.model.added_losses import Adding, adding_losses
 from pipeline.core.model.ends import check_activations, check_words
 from pipeline.core.model.model import Batch
 from pipeline.core.model.randomness import own_axes
+from pipeline.core.rank.ends import embed
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.messages import (
     check_constraint_error,
@@ -49,11 +51,13 @@ class Activations:
       bodies: [K] of each stage, its jaxpr as a function of its weights; stages that are one
         computation share theirs.
       adding: [K] whether a stage adds losses.
+      sums: by name, the types of the sums of a stage's outcome.
     """
 
     types: list[Tree]
     bodies: list[Any]
     adding: tuple[bool, ...]
+    sums: dict[str, list[Any]]
 
 
 def follow(state: RankState) -> tuple[RankState, Activations]:
@@ -73,7 +77,7 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
 
     def first(state: RankState) -> Tree:
         with noted("embed", inputs):
-            return Forward(state, model.stages[0]).embed(state.ends, inputs, 0)
+            return embed(state, state.ends, inputs, 0).value
 
     if model.has_embed and jax.tree.leaves(state.ends_streams[0]):
         own = own_axes(jax.eval_shape(functools.partial(first, state)), state.axes)
@@ -95,37 +99,40 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         state = dataclasses.replace(state, checks=True)
     if any(makes_ref(body) for body in found.bodies):
         state = dataclasses.replace(state, has_refs=True)
-    return dataclasses.replace(state, adding_stages=found.adding), found
+    return dataclasses.replace(state, adding_stages=found.adding, stage_sums=found.sums), found
 
 
 def _follow(state: RankState, x: Tree) -> Activations:
     """Activations 1..K, and 0, whose type is given."""
     found, bodies, adding, known = [x], [], [], {}
+    sums: dict[str, list[Any]] = {}
     for k, seat in enumerate(state.model.stages):
         key = state.code(seat), signature(x)
         if key not in known:
             known[key] = _output(state, k, found)
-        x, body, adds = known[key]
+        outcome, body, adds = known[key]
+        x = outcome.value
+        sums |= outcome.sums
         bodies.append(body)
         adding.append(adds)
         found.append(x)
-    return Activations(found, bodies, tuple(adding))
+    return Activations(found, bodies, tuple(adding), sums)
 
 
-def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bool]:
-    """The type of activation k + 1, the jaxpr of the stage, and whether it adds losses."""
+def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Outcome, Any, bool]:
+    """The types of stage k's outcome, the jaxpr of the stage, and whether it adds losses."""
     stage = Forward(state, state.model.stages[k])
 
-    def run(x: Tree) -> tuple[Tree, Any]:
+    def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
         # Made inside: not every release takes a type that says over which axes it varies.
         call = lambda weights: stage.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
-        closed, y = jax.make_jaxpr(call, return_shape=True)(weights)
-        return y, closed.jaxpr
+        closed, outcome = jax.make_jaxpr(call, return_shape=True)(weights)
+        return outcome, closed.jaxpr
 
     try:
         with adding_losses(Adding()) as adding:
-            y, body = run(before[k])
+            outcome, body = run(before[k])
     except Exception as error:
         check_static(f"stages[{k}]", before[k], error)
         check_constraint_error(f"stages[{k}]", error)
@@ -151,7 +158,7 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Tree, Any, bo
         ) from error
     check_order(f"stages[{k}]", body.effects)
     check_constraints(f"stages[{k}]", body)
-    return y, body, adding.is_used
+    return outcome, body, adding.is_used
 
 
 def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
@@ -176,7 +183,8 @@ def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
         batch = Batch((), (), extras, state.batch.specs and ((), (), state.batch.specs[2]))
         side = streams, batch.map_rows(resized, lambda leaf: leaf).extras, *where
         x = jax.tree.map(resized, blank(types[0], ()))
-        return stage.stage(list(map(whole, weights)), jax.tree.map(whole, fixed), side, x)
+        weights, fixed = list(map(whole, weights)), jax.tree.map(whole, fixed)
+        return stage.stage(weights, fixed, side, x).value
 
     try:
         with jax.numpy_rank_promotion("allow"):

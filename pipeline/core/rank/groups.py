@@ -26,6 +26,7 @@ import jax
 from pipeline.base.masks import Way
 from pipeline.base.tree import Leaves, Tree, signature
 from pipeline.core.backward.accumulate import Pullback
+from pipeline.core.backward.outcome import Outcome
 from pipeline.core.backward.residuals import Residuals
 from pipeline.core.model.overlay import View, overlay_trees
 from pipeline.core.model.stage import Seat
@@ -107,17 +108,15 @@ def make_local_model(state: RankState, activations: Activations, ways: Sequence[
 class WithOutput:
     """Residuals whose stash also holds the stage's output."""
 
-    def __init__(self, residuals: Residuals, y: Tree, *, updates: bool) -> None:
+    def __init__(self, residuals: Residuals, y: Tree) -> None:
         self._residuals, self._y_tree = residuals, jax.tree.structure(y)
-        self._updates = updates
         self.stashed = [*residuals.stashed, *jax.tree.leaves(y)]
         self.gathers = residuals.gathers
 
-    def forward(self, *arguments: Any) -> tuple[Tree, Leaves]:
-        """The stage's output, and what to stash."""
-        found, stash = self._residuals.forward(*arguments)
-        y = found[0] if self._updates else found
-        return found, [*stash, *jax.tree.leaves(y)]
+    def forward(self, *arguments: Any) -> tuple[Outcome, Leaves]:
+        """The stage's outcome, and the values to stash."""
+        outcome, stash = self._residuals.forward(*arguments)
+        return outcome, [*stash, *jax.tree.leaves(outcome.value)]
 
     def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
         """The stage's pullback."""
@@ -145,8 +144,7 @@ class SharedResiduals:
             residuals = group.local.residuals()
             kept_elsewhere = last not in group.stages or group.y_view is not None
             if not kept_elsewhere:
-                local = group.local
-                residuals = WithOutput(residuals, local.output, updates=local.writes)
+                residuals = WithOutput(residuals, group.local.output)
             self.of.append(residuals)
         self.stashed, self.views = overlay_trees([residuals.stashed for residuals in self.of])
         self.gathers = any(residuals.gathers for residuals in self.of)

@@ -26,6 +26,7 @@ from pipeline.core.sharding.zero import several, total_over
 
 Values = list[Leaves]  # of variables, the leaves of each
 Place = tuple[int | None, int]  # a chunk, None for the ends, and a leaf of its other state
+_OWNERS = {"embed": ("embed",), "finish": ("head", "loss_fn")}
 Usage = tuple[Any, Any]  # of the leaves of state: which are written, and which make a difference
 
 
@@ -100,6 +101,24 @@ class Held:
             elif (chunk, n) in self._then:
                 found[n] = self._then[chunk, n][microbatch]
         return found
+
+    def keep(
+        self, part: str, seat: Any, chunk: Any, microbatch: Any, values: Values, real: Any
+    ) -> None:
+        """Keep the state that an `Outcome` has for a part: "stage", "embed" or "finish".
+
+        Args:
+          part: the part.
+          seat: that of a stage of its kind, if it is one.
+          chunk: the stage's, perhaps traced.
+          microbatch: its index.
+          values: of the part's declared variables, in the order of its state.
+          real: whether they are to be kept, perhaps traced.
+        """
+        if part == "stage":
+            self.write(seat, chunk, microbatch, values, real=real)
+        else:
+            self.write_ends(_OWNERS[part], microbatch, values, real)
 
     def write(
         self, seat: Any, chunk: Any, microbatch: Any, values: Values, *, real: Any = True

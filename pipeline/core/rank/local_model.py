@@ -5,26 +5,28 @@ The ways back are over (weights, float leaves of what is given).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from collectives import vary
+from pipeline.base.added import Adding, adding_losses
 from pipeline.base.masks import Way
 from pipeline.base.tree import Index, Leaves, Tree, at, blank, combine, partition, real
-from pipeline.core.backward.accumulate import Pullback, differentiate
+from pipeline.core.backward.accumulate import Pullback
+from pipeline.core.backward.outcome import MakeAdding, Outcome, pulled
 from pipeline.core.backward.residuals import Residuals, stage_pullback
 from pipeline.core.backward.split_backward import Linearize, SplitBackward
 from pipeline.core.jaxpr.dead_code import lean
 from pipeline.core.jaxpr.reachability import needed_inputs
 from pipeline.core.jaxpr.reader import read_block
 from pipeline.core.jaxpr.steps import run_block
-from pipeline.core.model.added_losses import Adding, adding_losses
-from pipeline.core.model.loss import take_loss
+from pipeline.core.model.loss import Metrics
 from pipeline.core.model.stage import Seat
+from pipeline.core.rank import ends
 from pipeline.core.rank.forward import Forward
-from pipeline.core.rank.messages import noted
 from pipeline.core.rank.state import RankState
 
 
@@ -41,8 +43,7 @@ class LocalModel(Forward):
       adds: whether such a stage adds losses.
 
     Attributes:
-      trained: for the leaves of its parameters, whether they are trained; in ``way`` a probe for
-        the losses that it adds comes behind them.
+      trained: for the leaves of its parameters, whether they are trained.
     """
 
     def __init__(
@@ -57,8 +58,22 @@ class LocalModel(Forward):
         adds: bool = False,
     ) -> None:
         super().__init__(state, seat, x, y, adds=adds)
-        self.trained, self.wire = way.weights, wire
-        self.way = Way((*way.weights, True), way.x) if adds else way
+        self.trained, self.wire, self.way = way.weights, wire, way
+
+    @property
+    def goes_back(self) -> bool:
+        """True if such a stage's backward has anything to do."""
+        return self.way.is_any or self.adds
+
+    @property
+    def sums_weights(self) -> bool:
+        """True if it adds anything to sums: gradients of weights, or losses."""
+        return any(self.way.weights) or self.adds
+
+    @functools.cached_property
+    def metrics(self) -> tuple[Leaves, Metrics | None]:
+        """The types of the sums that metrics are made of, and how."""
+        return ends.metrics_of(self.state, self.output)
 
     def loss_is_mean(self) -> tuple[bool, Any, bool, bool]:
         """Tell whether every microbatch's loss has weight 1; found by a trace.
@@ -69,22 +84,21 @@ class LocalModel(Forward):
         Raises:
           ValueError: the loss itself does.
         """
-        found = []
+        found, state = [], self.state
 
         def probe(weights: Leaves) -> Any:
-            loss_fn = self.loss_fn(weights, 0)
-            y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+            y = blank(self.output, self.axes)
             with adding_losses(Adding()) as of_head:
-                outputs = self.outputs(weights, y, 0)
-            with adding_losses(Adding()) as of_loss, noted("loss_fn", (outputs, targets)):
-                taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
+                outputs = ends.finish(state, weights, y, 0, take_loss=False).value
+            with adding_losses(Adding()) as of_loss:
+                taken, _ = ends.take_loss_of(state, weights, outputs, 0)
             if of_loss.is_used:
                 raise ValueError(
                     "loss_fn called add_loss, which is for what has no other way to the loss; add "
                     "the value to what loss_fn returns"
                 )
             with adding_losses(Adding()) as of_embed:
-                embedded = self.embed(weights, at(self.batch.inputs, 0), 0)
+                embedded = ends.embed(state, weights, at(self.batch.inputs, 0), 0).value
             found.extend([taken.is_mean, of_embed.is_used, of_head.is_used])
             return embedded, taken.total, taken.weight
 
@@ -97,21 +111,18 @@ class LocalModel(Forward):
 
         That of a count, or of what follows from targets alone, has none.
         """
-        y, targets = blank(self.output, self.axes), at(self.batch.targets, 0)
+        y = blank(self.output, self.axes)
         floats, others = partition(y)
         primals = self.ends_weights, floats
 
         def weigh(weights: Leaves, floats: Leaves) -> jax.Array:
-            outputs = self.outputs(weights, combine(y, floats, others), 0)
-            loss_fn = self.loss_fn(weights, 0)
-            taken = take_loss(loss_fn, outputs, targets, has_aux=self.model.has_aux)
-            return vary(taken.weight, self.axes)
+            return vary(self._weight(weights, combine(y, floats, others), 0), self.axes)
 
-        def pulled(primals: Any, ct: jax.Array) -> Any:
-            return jax.vjp(self._pure(weigh), *primals)[1](ct)
+        def back(primals: Any, ct: jax.Array) -> Any:
+            return jax.vjp(ends.pure(self.state, weigh), *primals)[1](ct)
 
         ct = vary(jnp.zeros((), real()), self.axes)
-        closed = jax.make_jaxpr(pulled)(primals, ct)
+        closed = jax.make_jaxpr(back)(primals, ct)
         wanted = [True] * len(closed.jaxpr.outvars)
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
@@ -120,10 +131,7 @@ class LocalModel(Forward):
         targets, y = self.batch.targets, blank(self.output, self.axes)
 
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
-            outputs = self.outputs(self.ends_weights, y, 0)
-            loss_fn = self.loss_fn(self.ends_weights, 0)
-            taken = take_loss(loss_fn, outputs, of_one, has_aux=self.model.has_aux)
-            return jax.lax.stop_gradient(taken.weight)
+            return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))
 
         block = lean(read_block(jax.make_jaxpr(weigh)(y, at(targets, 0))), [True], ())
         given = jax.tree.leaves(y)
@@ -135,47 +143,62 @@ class LocalModel(Forward):
 
         return jax.lax.scan(add, vary(jnp.zeros((), real()), self.axes), targets)[0]
 
-    def embed_pullback(self, microbatch: Any) -> tuple[Tree, Pullback]:
+    def _weight(
+        self, weights: Leaves, y: Tree, microbatch: int, *, targets: Tree = None
+    ) -> jax.Array:
+        """The weight of a microbatch's loss."""
+        outputs = ends.finish(self.state, weights, y, microbatch, take_loss=False).value
+        taken, _ = ends.take_loss_of(self.state, weights, outputs, microbatch, targets=targets)
+        return taken.weight
+
+    def embed_pullback(self, microbatch: Any) -> tuple[Outcome, Pullback]:
         """Stage 0's input; over the ends' weights and the inputs."""
         inputs = at(self.batch.inputs, microbatch)
         floats, others = partition(inputs)
 
-        def f(weights: Leaves, leaves: Leaves) -> tuple[Leaves, Leaves]:
-            return partition(self.embed(weights, combine(inputs, leaves, others), microbatch))
+        def f(weights: Leaves, leaves: Leaves) -> Outcome:
+            given = combine(inputs, leaves, others)
+            return ends.embed(self.state, weights, given, microbatch)
 
-        x, x_others, pullback = self._differentiate_ends(f, floats, "embed")
-        return combine(self.activation, x, x_others), pullback
+        return self._pulled_ends(f, floats, "embed")
 
-    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[jax.Array, Leaves, Pullback]:
-        """The loss, as of `loss`; over the ends' weights and the last stage's output."""
+    def loss_pullback(self, y: Tree, microbatch: Any) -> tuple[Outcome, Pullback]:
+        """The loss, as of `finish`; over the ends' weights and the last stage's output."""
         floats, others = partition(y)
 
-        def f(weights: Leaves, leaves: Leaves) -> tuple[jax.Array, Leaves]:
-            return self.loss(weights, combine(y, leaves, others), microbatch)
+        def f(weights: Leaves, leaves: Leaves) -> Outcome:
+            return ends.finish(self.state, weights, combine(y, leaves, others), microbatch)
 
         part = "head, or loss_fn," if self.model.has_head else "loss_fn"
-        return self._differentiate_ends(f, floats, part)
+        return self._pulled_ends(f, floats, part)
 
-    def _differentiate_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Any, Any, Pullback]:
-        probes = self.probes(adds=self.state.adding_ends)
-        return differentiate(
+    def _pulled_ends(self, f: Any, floats: Leaves, part: str) -> tuple[Outcome, Pullback]:
+        return pulled(
             f,
-            [*self.ends_weights, *probes],
+            self.ends_weights,
             floats,
             grad_dtype=self.model.grad_dtype,
-            trained=(*self.model.trained.ends, *(True for _ in probes)),
+            trained=self.model.trained.ends,
+            adding=self.state.adding if self.state.adding_ends else None,
             part=part,
         )
 
     def stage_pullback(
         self, chunk: Index, microbatch: Any, x: Tree, *, late: bool = False
-    ) -> tuple[Tree, Pullback]:
-        """A stage's output; over its weights and its input; ``late`` as `differentiate` has it."""
+    ) -> tuple[Outcome, Pullback]:
+        """A stage's outcome; over its weights and its input; ``late`` as `differentiate` has it."""
         return self._linearize(*self.stage_arguments(chunk, microbatch), x, late=late)
 
-    def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Tree, Pullback]:
-        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
-        return stage_pullback(self.stage, *arguments, **options, late=late, part=self._part)
+    def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Outcome, Pullback]:
+        # The forward has kept the state that the stage writes.
+        stage = functools.partial(self.stage, paths=())
+        return stage_pullback(stage, *arguments, **self._options, late=late, part=self._part)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options with which a stage is differentiated."""
+        adding: MakeAdding | None = self.state.adding if self.adds else None
+        return {"grad_dtype": self.model.grad_dtype, "way": self.way, "adding": adding}
 
     @property
     def _part(self) -> str:
@@ -186,21 +209,8 @@ class LocalModel(Forward):
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
-        options: dict[str, Any] = {"grad_dtype": self.model.grad_dtype, "way": self.way}
-        options |= {"updates": self.writes, "gathers": self.model.gathers_again}
-        options |= {"part": self._part}
-        return Residuals(self.forward_stage, *arguments, **options)
-
-    @property
-    def forward_stage(self) -> Any:
-        """The function of a forward: a stage, with the state after it where it writes any."""
-        return self.stage_and_own_state if self.writes else self.stage
-
-    def stage_and_own_state(
-        self, weights: Leaves, fixed: Tree, side: Tree, x: Tree
-    ) -> tuple[Tree, list[Leaves]]:
-        """A stage's output, and the state behind it."""
-        return self.stage_and_state(weights, fixed, side, x, self.state_paths)
+        gathers = self.model.gathers_again
+        return Residuals(self.stage, *arguments, **self._options, gathers=gathers, part=self._part)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
@@ -213,10 +223,4 @@ class LocalModel(Forward):
             linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
             stash = blank(residuals.stashed, self.axes)
         arguments = *self.stage_arguments(home, 0), stash, dy
-        return SplitBackward(
-            linearize,
-            *arguments,
-            in_place=in_place,
-            grad_dtype=self.model.grad_dtype,
-            way=self.way,
-        )
+        return SplitBackward(linearize, *arguments, in_place=in_place, **self._options)

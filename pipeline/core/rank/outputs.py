@@ -16,6 +16,7 @@ from pipeline.base.axes import axes_in
 from pipeline.base.tree import Tree, at, blank, shape_text
 from pipeline.core.model.loss import same_over_others
 from pipeline.core.rank.activations import follow
+from pipeline.core.rank.ends import finish
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
 
@@ -66,7 +67,8 @@ def check_positions(results: Tree, spec: PartitionSpec) -> None:
 
 def _outputs(last: Forward) -> Tree:
     y = blank(last.output, last.axes)
-    return jax.eval_shape(lambda: last.outputs(last.ends_weights, y, 0))
+    given = last.state, last.ends_weights, y, 0
+    return jax.eval_shape(lambda: finish(*given, take_loss=False).value)
 
 
 def _unlike_with_another_row(found: Tree, state: RankState) -> list[Any]:

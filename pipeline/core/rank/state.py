@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from collectives import vary
-from pipeline.base.tree import Index, Leaves, Tree, pick, signature, vary_like
+from pipeline.base.added import Adding
+from pipeline.base.tree import Index, Leaves, Tree, pick, real, signature, vary_like
 from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import split_streams
@@ -53,7 +55,10 @@ class RankState:
       has_refs: whether a stage, embed, head or loss makes refs (`jax.new_ref`).
       adding_stages: [K] whether a stage adds losses (`add_loss`).
       adding_ends: whether embed or head does, and adding_embed: whether embed.
-      added_share: what an added loss is multiplied with, to be differentiated.
+      added_share: the cotangent of an added loss.
+      counts: whether calls return the sums of the losses that they add, as in an evaluation. In
+        training their pullbacks do.
+      stage_sums: by name, the types of the sums of a stage's outcome.
       mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
       held: the declared state while it is written (`pipeline.core.rank.held`), None if nothing is.
     """
@@ -71,6 +76,8 @@ class RankState:
     adding_ends: bool = False
     adding_embed: bool = False
     added_share: Any = 1.0
+    counts: bool = False
+    stage_sums: dict[str, Leaves] = field(default_factory=dict)
     mean: Any = None
     held: Any = None
 
@@ -83,6 +90,11 @@ class RankState:
     def adds(self) -> bool:
         """True if `add_loss` adds to the loss."""
         return self.adding_ends or any(self.adding_stages)
+
+    def adding(self) -> Adding:
+        """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""
+        share = vary(jnp.asarray(self.added_share, real()), self.axes)
+        return Adding(share, vary(jnp.zeros((), real()), self.axes))
 
     @functools.cached_property
     def shards(self) -> list[Leaves]:

@@ -22,6 +22,7 @@ from pipeline.core.backward.residuals import Residuals
 from tests.support import models
 from tests.support.close import assert_close
 from tests.support.group import mesh as group_mesh
+from tests.support.outcomes import told
 
 WIDTH, HIDDEN, ROWS = 7, 13, 5
 W = [
@@ -39,12 +40,12 @@ def shapes(residuals: Residuals) -> list[tuple]:
 
 def check(f, weights, fixed, side, x) -> Residuals:
     """Forward, stash and backward give what `jax.vjp` gives; no stash has a weight's shape."""
-    residuals = Residuals(f, weights, fixed, side, x)
-    y, stash = jax.jit(residuals.forward)(weights, fixed, side, x)
+    residuals = Residuals(told(f), weights, fixed, side, x)
+    outcome, stash = jax.jit(residuals.forward)(weights, fixed, side, x)
     assert [s.shape for s in stash] == [s.shape for s in residuals.stashed]
     assert [s.dtype for s in stash] == [s.dtype for s in residuals.stashed]
     want, pullback = jax.vjp(lambda w, x: f(w, fixed, side, x), weights, x)
-    assert_close(y, want, tolerance=1e-6)
+    assert_close(outcome.value, want, tolerance=1e-6)
     ct = jnp.cos(jnp.arange(float(want.size))).reshape(want.shape).astype(want.dtype)
 
     @jax.jit
@@ -93,7 +94,7 @@ def test_weights_of_low_precision_are_not_stashed():
     def f(w, fixed, side, x):
         return x + (jnp.tanh(x.astype(jnp.bfloat16) @ w[0]) @ w[1]).astype(jnp.float32)
 
-    residuals = Residuals(f, weights, (), (), X)
+    residuals = Residuals(told(f), weights, (), (), X)
     assert not WEIGHT_SHAPES & set(shapes(residuals))
     assert {leaf.dtype for leaf in residuals.stashed} <= {X.dtype, jnp.dtype(jnp.bfloat16)}
 
@@ -147,7 +148,7 @@ def check_on_ranks(f, **options) -> Residuals:
 
     def step(w0, w1, x, ct):
         w = [vary(w0, TENSOR), vary(w1, TENSOR)]
-        found.append(Residuals(f, w, (), (), x, **options))
+        found.append(Residuals(told(f), w, (), (), x, **options))
         _, stash = found[0].forward(w, (), (), x)
         own = found[0].backward(w, (), (), stash).values([ct])
         plain = jax.vjp(lambda w, x: f(w, (), (), x), w, x)[1](ct)

@@ -21,6 +21,7 @@ from pipeline.core.backward.split_backward import SplitBackward
 from pipeline.layers.experts import Router, combine, route, run_grouped
 from tests.support import dots
 from tests.support.close import assert_close
+from tests.support.outcomes import told
 
 D, E, ROWS, LAYERS = 7, 13, 5, 3
 X = jax.random.normal(jax.random.key(3), (ROWS, D))
@@ -297,8 +298,8 @@ SAME_SHAPE |= {"float32[3,1,7]": "a scale", "int32[5]": "indices", "int32[5,1]":
 def starts(case: Case, keep: str) -> tuple[Any, Any]:
     """How the backward begins, and what the forward left for it."""
     if keep == "input":
-        return lambda *args: stage_pullback(case.f, *args), case.x
-    residuals = Residuals(case.f, case.weights, case.fixed, case.side, case.x)
+        return lambda *args: stage_pullback(told(case.f), *args), case.x
+    residuals = Residuals(told(case.f), case.weights, case.fixed, case.side, case.x)
     _, stash = residuals.forward(case.weights, case.fixed, case.side, case.x)
     return lambda *args: (None, residuals.backward(*args)), stash
 

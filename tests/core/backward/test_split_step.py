@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import gpt
 from tests.support.close import assert_close
+from tests.support.outcomes import told
 
 # --- collectives over another axis ---
 
@@ -73,9 +74,9 @@ def test_collectives_over_another_axis(f, keep):
     def parts(up, down, scale, x):
         weights = list(vary((up, down, scale), "stage"))
         if keep == "input":
-            linearize, stash = lambda *args: stage_pullback(f, *args), x
+            linearize, stash = lambda *args: stage_pullback(told(f), *args), x
         else:
-            residuals = Residuals(f, weights, (), (), x)
+            residuals = Residuals(told(f), weights, (), (), x)
             _, stash = residuals.forward(weights, (), (), x)
             linearize = lambda *args: (None, residuals.backward(*args))  # noqa: E731
         return linearize, (weights, (), (), stash, [jnp.cos(x)])
@@ -170,9 +171,9 @@ def test_a_stage_of_gpt_blocks(make, keep, again):
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))(x)
 
     if keep == "input":
-        linearize, stash = lambda *args: stage_pullback(f, *args), x
+        linearize, stash = lambda *args: stage_pullback(told(f), *args), x
     else:
-        residuals = Residuals(f, weights, (), (), x)
+        residuals = Residuals(told(f), weights, (), (), x)
         linearize = lambda *args: (None, residuals.backward(*args))  # noqa: E731
         _, stash = residuals.forward(weights, (), (), x)
     arguments = weights, (), (), stash, [jnp.cos(x)]
