@@ -296,7 +296,7 @@ def measure(
             pipe = pipes[config]
             step = functools.partial(pipe.value_and_grad, *batch)
             _see_the_loss(config, float(step()[0]), losses)
-            operands = pipe.plan.traces.last
+            operands = pipe.plan.facts.last
             held[config] = predict_bytes(pipe.plan, *operands)
             size = traffic.predict(pipe.plan, *operands).message
             timers[MESSAGES] = functools.partial(seconds, exchanges(pipe.plan.mesh, size))

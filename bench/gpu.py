@@ -223,7 +223,7 @@ def compiled_bytes(pipe: Pipeline, case: Case) -> dict[str, int]:
     sizes = pipe.lower(x, x).compile().memory_analysis()
     return {
         "compiled": sizes.temp_size_in_bytes,
-        "predicted": predict(pipe.plan, *pipe.plan.traces.last).temporaries,
+        "predicted": predict(pipe.plan, *pipe.plan.facts.last).temporaries,
         "arguments": sizes.argument_size_in_bytes,
         "results": sizes.output_size_in_bytes,
     }

@@ -173,7 +173,7 @@ def report(case: Case) -> dict[str, str]:
     traced = time.perf_counter() - wall
     compiled = lowered.compile()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    said, found = compiled.memory_analysis(), predict_step(pipe, optimizer, *pipe.plan.traces.last)
+    said, found = compiled.memory_analysis(), predict_step(pipe, optimizer, *pipe.plan.facts.last)
     beside = said.output_size_in_bytes - said.alias_size_in_bytes
     total = said.argument_size_in_bytes + beside + said.temp_size_in_bytes
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -109,7 +109,7 @@ def row(mesh: Mesh, schedule: str, num_microbatches: int, args: argparse.Namespa
     sizes = compiled.memory_analysis()
     columns = (
         sizes.temp_size_in_bytes,
-        predict(pipe.plan, *pipe.plan.traces.last).temporaries,
+        predict(pipe.plan, *pipe.plan.facts.last).temporaries,
         sizes.argument_size_in_bytes,
         sizes.output_size_in_bytes,
     )

@@ -19,11 +19,10 @@ from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.core.kernel import differentiable, runtime
-from pipeline.core.kernel.jitted import hold
 from pipeline.core.kernel.nans import watched
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.layerwise.convert import from_layers, to_layers
-from pipeline.core.layerwise.layout import Layout, check_layout, mark, types_of
+from pipeline.core.layerwise.layout import Layout, Origin, check_layout, mark, types_of
 from pipeline.core.layerwise.replace import check_changes, refusal, replaced
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
@@ -35,6 +34,7 @@ from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, tak
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
+from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, Options, Parts
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
@@ -83,6 +83,7 @@ class Pipeline(nnx.Module):
     """
 
     __signature__ = ConstructorSignature()
+    plan = PlanOfPipeline()
 
     @takes(Arguments, "Pipeline()")
     def __init__(self, arguments: Arguments) -> None:
@@ -108,9 +109,8 @@ class Pipeline(nnx.Module):
             costs=known,
             costs_from=costs_from,
             signature=model,
+            stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
         )
-        if is_stacked(stages) and check_stack(stages) == "unknown":
-            self.plan.traces.stack = count
         if not was_made and options.mesh is None and meshes.default_mesh() is None:
             warn_of_idle_devices(options.schedule, plan.mesh, count)
         warn_of_parameters_read_from_outside(
@@ -139,10 +139,9 @@ class Pipeline(nnx.Module):
             check_order(plan.schedule)
         check_state(plan, self.chunks, self.ends)
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
-        plan.traces.made = types_of(self.chunks)
         watched = {} if was_made else {"embed": embed, "head": head}
-        plan.traces.copies = Copies(self, [] if was_made else given_stages, **watched)
-        hold(plan, self)
+        copies = Copies(self, [] if was_made else given_stages, **watched)
+        self.origin = Origin(types_of(self.chunks), copies)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
@@ -472,7 +471,7 @@ class Pipeline(nnx.Module):
         if is_typed:
             home = self.plan.home
             stages = [_with_state(stage, meshes.typed_as_they_lie, home) for stage in stages]
-        self.plan.traces.copies.returned(stages)
+        self.origin.copies.returned(stages)
         return stages
 
     def replace(self, **options: Any) -> Self:
@@ -569,7 +568,7 @@ class Pipeline(nnx.Module):
     def _step(self, name: str, operands: Operands) -> Iterator[Operands]:
         """The operands of a call that computes; random streams count it, the mesh is in force."""
         check_arrays(name, operands)
-        self.plan.traces.copies.warn(self)
+        self.origin.copies.warn(self)
         with counting(self):  # the weights hold the variables that count
             operands = self._untyped(operands)
             with self._entered():
@@ -584,7 +583,7 @@ class Pipeline(nnx.Module):
         """The plan of a call, which may have another M."""
         if num_microbatches is None or num_microbatches == self.num_microbatches:
             return self.plan
-        known = self.plan.traces.plans
+        known = self.plan.compiled.plans
         if num_microbatches not in known:
             plan = with_microbatches(self.plan, num_microbatches)
             if plan.schedule.stages_of != self.schedule.stages_of:
@@ -614,8 +613,7 @@ class Pipeline(nnx.Module):
         if has_aux is not None:
             check_has_aux(has_aux, shared_head="head" in self.plan.shared)
         if loss_for:
-            meshes.warn_of_untyped_weights(self.plan.home, self.plan.traces.warned)
-        hold(plan, self)
+            meshes.warn_of_untyped_weights(self.plan.home, self.plan.compiled.warned)
         flat = nnx.to_flat_state(nnx.state(self.chunks))
         check_layout("the pipeline", self.schedule.stages_of, self.layout, flat)
         state, wrt = (self.chunks, self.ends), self.plan.wrt if wrt is None else wrt
@@ -624,7 +622,7 @@ class Pipeline(nnx.Module):
 
     def _keep(self, plan: Plan, model: Model, kept: runtime.Kept) -> None:
         """Take over the state that a step has written, if it has written any."""
-        if plan.traces.written.get((model.stages, model.ends)):
+        if (model.stages, model.ends) in plan.compiled.writes:
             specs = jax.tree.leaves(model.state_specs)
             kept = meshes.typed(kept, self.plan.home, specs)
             chunks, ends = kept
@@ -637,7 +635,7 @@ class Pipeline(nnx.Module):
 
     def _trained_by(self, wrt: Any) -> tuple[Trained, nnx.filterlib.Filter]:
         """Resolve a filter to the leaves it trains, and to a filter of the pipeline's own state."""
-        stages, known = self.schedule.stages_of, self.plan.traces.filtered
+        stages, known = self.schedule.stages_of, self.plan.compiled.trained
         return trained_by(wrt, self.chunks, self.ends, stages, known)
 
     def _filter(self, wrt: Any) -> nnx.filterlib.Filter:

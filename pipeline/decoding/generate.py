@@ -304,8 +304,8 @@ def _in_a_loop(pipe: Any) -> Any:
     if plan.schedule.placement == loop_placement(plan.schedule.num_stages, plan.schedule.num_ranks):
         return pipe
     changes = {"schedule": None, "pattern": None}  # the default is a loop
-    if (like := plan.traces.jitted.get("in a loop")) is None:
-        like = plan.traces.jitted["in a loop"] = typed(pipe).replace(**changes)
+    if (like := plan.compiled.ring) is None:
+        like = plan.compiled.ring = typed(pipe).replace(**changes)
     found = with_weights_of(pipe, like)
     if found is None:  # stages share storage, or move to other devices: they are laid out anew
         found = pipe.replace(**changes)

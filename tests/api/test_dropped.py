@@ -12,7 +12,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel import jitted
+from pipeline.core.options.compiled import REVIVED
 from tests.support import models
 
 X = models.rows(4)
@@ -52,37 +52,59 @@ def test_what_is_dropped_goes_at_once() -> None:
             gc.enable()
 
 
-def test_plans_that_only_graphs_hold_keep_what_the_last_of_them_compiled(monkeypatch) -> None:
-    """A loop that merges in every step compiles once; what JAX remembers of `nnx.jit` is small."""
-    monkeypatch.setattr(jitted, "KEPT", 1)
+def test_a_clone_shares_what_is_compiled_and_outlives_the_pipeline() -> None:
+    """Whoever is left keeps it; with the last it goes, also where `nnx.jit` remembers the graph."""
     traced: list[None] = []
     pipe = make(traced)
+    pipe.value_and_grad(X, X)
     nnx.jit(lambda pipe: pipe.value_and_grad(X, X))(pipe)
+    clone, count = nnx.clone(pipe), len(traced)
+    compiled = weakref.ref(pipe.plan.compiled)
     plan = pipe.plan
-    graphdef, state = nnx.split(pipe)
     del pipe
+    merged = nnx.merge(*nnx.split(clone))
+    del clone
+    gc.collect()
+    merged.value_and_grad(X, X)
+    assert len(traced) == count > 0
+    assert plan.compiled is compiled() is not None
+    del merged
+    assert compiled() is None
+
+
+def test_pipelines_that_graphs_make_again_compile_once() -> None:
+    """A loop that merges in every step, and drops the pipeline behind it."""
+    traced: list[None] = []
+    graphdef, state = nnx.split(make(traced))
     gc.collect()
     nnx.merge(graphdef, state).value_and_grad(X, X)
     count = len(traced)
     nnx.merge(graphdef, state).value_and_grad(X, X)
     assert len(traced) == count > 0
-    assert plan.traces.jitted
-    other = make()
-    other(X)
-    assert plan.traces.jitted
-    del other, graphdef
-    later = make()
-    later(X)
-    kept = later.plan
-    del later
-    assert not plan.traces.jitted
-    assert kept.traces.jitted
+    for _ in range(REVIVED):  # a process keeps only the last few of them
+        nnx.merge(*nnx.split(make())).plan.programs.get()
+    others = [nnx.split(make()) for _ in range(REVIVED)]
+    gc.collect()
+    assert [bool(nnx.merge(*other).plan.compiled.functions) for other in others] == [
+        False
+    ] * REVIVED
+    nnx.merge(graphdef, state).value_and_grad(X, X)
+    assert len(traced) == 2 * count
+
+
+def test_another_number_of_microbatches_shares_what_is_compiled() -> None:
+    traced: list[None] = []
+    pipe = make(traced)
+    first = pipe.loss(X, X, num_microbatches=4)
+    count = len(traced)
+    assert float(nnx.clone(pipe).loss(X, X, num_microbatches=4)) == float(first)
+    assert len(traced) == count > 0
+    assert [key.plan.num_microbatches for key in pipe.plan.compiled.functions] == [4]
 
 
 @pytest.mark.slow
-def test_what_trainers_make_of_a_pipeline_goes_with_it(monkeypatch) -> None:
+def test_what_trainers_make_of_a_pipeline_goes_with_it() -> None:
     """Gradients of `loss` and of outputs, under `nnx.jit` and not."""
-    monkeypatch.setattr(jitted, "KEPT", 1)
     found = []
     for _ in range(3):
         pipe = make()
@@ -95,13 +117,15 @@ def test_what_trainers_make_of_a_pipeline_goes_with_it(monkeypatch) -> None:
     assert found[1] == found[2]
 
 
-def test_a_step_writes_nothing_into_its_plan_but_what_it_traced() -> None:
+def test_a_step_writes_nothing_into_its_plan() -> None:
     pipe = make()
-    fields = [one.name for one in dataclasses.fields(pipe.plan) if one.name != "traces"]
-    before = {name: getattr(pipe.plan, name) for name in fields}
+    before = dict(vars(pipe.plan))
+    assert pipe.plan.facts.last is None
     pipe.value_and_grad(X, X)
     pipe.describe()
-    assert {name: getattr(pipe.plan, name) for name in fields} == before
-    assert pipe.plan.traces.last is not None
+    made = {"training", "forward", "is_straight"}  # tables, which are made when they are asked for
+    assert {name: value for name, value in vars(pipe.plan).items() if name not in made} == before
+    assert pipe.plan.facts.last is not None
+    assert pipe.plan.facts.straight is False
     with pytest.raises(dataclasses.FrozenInstanceError):
         pipe.plan.remat = None

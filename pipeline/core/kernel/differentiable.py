@@ -99,11 +99,12 @@ def _is_narrow(
     plan: Plan, model: Model, weights: Any, batch: Any, run: Callable[..., Any], **wanted: bool
 ) -> bool:
     """Tell whether a step computes in floats in which gradients vanish or overflow, seen once."""
-    key = narrows, model, signature((weights, batch)), *wanted.values()
-    if key not in plan.traces.jitted:
+    key = plan, model, signature((weights, batch)), *wanted.values()
+    known = plan.compiled.narrow
+    if key not in known:
         # No more work than to run it: JAX keeps the trace of the kernel.
-        plan.traces.jitted[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
-    return bool(plan.traces.jitted[key])
+        known[key] = narrows(jax.make_jaxpr(run)(weights, batch).jaxpr)
+    return known[key]
 
 
 def _loss_backward(plan: Plan, model: Model, _: Before, kept: Any, ct: Any) -> tuple[Any, Any]:

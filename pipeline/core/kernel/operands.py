@@ -83,7 +83,7 @@ def make_operands(
         has_head=ends.head is not None,
         loss_fn=plan.loss_fn,
         layout=lay_out(chunks, ends),
-        trained=trained_by(wrt, chunks, ends, stages_of, plan.traces.filtered, structure)[0],
+        trained=trained_by(wrt, chunks, ends, stages_of, plan.compiled.trained, structure)[0],
         policy=plan.remat if callable(plan.remat) else None,
         gathers_again=plan.remat == "gathered",
         compute_dtype=plan.compute_dtype,
@@ -92,17 +92,17 @@ def make_operands(
         has_aux=has_aux,
         weighed=weighed,
         declared=declared,
-        stack=plan.traces.stack,
+        stack=plan.stack,
     )
     return model, Weights(params, ends_params, rests, ends_rest), batch
 
 
 def _declared(plan: Plan, chunks: Sequence[nnx.Module], ends: Ends, structure: Any) -> Declared:
     """The state that may be written; remembered, as what is trained is."""
-    known, key = plan.traces.filtered, ("state", structure)
-    if key not in known:
-        known[key] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
-    found: Declared = known[key]
+    known = plan.compiled.states
+    if structure not in known:
+        known[structure] = find_state(plan.state, chunks, ends, plan.schedule.stages_of)
+    found: Declared = known[structure]
     return found
 
 

@@ -109,7 +109,7 @@ def train(
             local = make_local_model(state, activations, ways)
         known = known if normalise else None
         if normalise:
-            bodies, warned = activations.bodies, plan.traces.warned
+            bodies, warned = activations.bodies, plan.compiled.warned
             warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, warned)
         share: Any = 1.0 if known is None else known
         if scale is not None:
@@ -225,7 +225,7 @@ def _make_held(
     hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return None
-    plan.traces.written[model.stages, model.ends] = True
+    plan.compiled.writes.add((model.stages, model.ends))
     count = plan.schedule.num_microbatches
     return Held(local.state, usages, ends, count, again=training)
 
@@ -387,17 +387,17 @@ def _train(
 ) -> Memory:
     """Run a step; returns the memory that holds what it has added up."""
     is_alike = not isinstance(local, GroupedModel)
-    plan.traces.straight = plan.is_straight and is_alike and local.state.held is None
-    if plan.traces.straight and not by_table:
+    plan.facts.straight = plan.is_straight and is_alike and local.state.held is None
+    if plan.facts.straight and not by_table:
         straight = Straight(local, plan.schedule.num_microbatches, step)
         straight.run()
         return straight.memory
     check_effects(local, again=plan.keep == "input", masked=plan.is_masked)
     actions = make_actions(local, program, step)
     if plan.remat == "gathered":
-        warn_of_nothing_to_gather(actions.memory.residuals, plan.traces.warned)
+        warn_of_nothing_to_gather(actions.memory.residuals, plan.compiled.warned)
     halves = actions.memory.halves
-    plan.traces.unsplit = tuple(halves.whole) if halves else ()
+    plan.facts.unsplit = tuple(halves.whole) if halves else ()
     run_ticks(actions, program, tables, masked=plan.is_masked)
     return actions.memory
 

@@ -111,7 +111,7 @@ def _foreign(pipe: Any) -> dict[Path, Any]:
     order, ranks = layout_name(pipe.schedule.stages_of), len(pipe.schedule.stages_of)
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(pipe)):
-        own = pipe.plan.traces.made.get(path)
+        own = pipe.origin.made.get(path)
         if own is None or path[0] != "chunks":
             continue
         shape = getattr(raw(variable), "shape", ())

@@ -11,6 +11,7 @@ other placements have two, since `nnx.merge` counts leaves and reads no names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipeline.base.variables import kind_text, metadata, raw, remade
 from pipeline.core.sharding.distribute import distribute
 from pipeline.core.sharding.placement import LAYERS
+from pipeline.core.trained.copies import Copies
 
 Held = Sequence[Sequence[int]]  # [S] lists of the V stages on each rank
 
@@ -46,6 +48,23 @@ class Layout(nnx.Module):
             if not types:
                 value = distribute(np.zeros((), np.int32), everywhere)
             setattr(self, name, Mark(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The modules that a pipeline was made of.
+
+    Attributes:
+      made: variables of the stages as they were placed, as types, by path.
+      copies: the modules of which the pipeline has copies.
+    """
+
+    made: Mapping[Any, Any]
+    copies: Copies
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        """Itself: a copy of a pipeline was made of the same modules."""
+        return self
 
 
 def layout_name(stages_of: Held) -> str | None:

@@ -124,7 +124,7 @@ class Model:
       head that all ranks share. has_aux: whether loss_fn returns (loss, metrics), and both are
       wanted; None if it may, and metrics are not. weighed: whether means are wanted as `Weighed`.
       declared: the state that stages and ends may write. stack: as of
-        `pipeline.core.options.plan.Traces`.
+        `pipeline.core.options.plan.Plan`.
     """
 
     stages: tuple[Seat, ...]

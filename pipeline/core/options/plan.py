@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from pipeline.base.axes import Axes
 from pipeline.core.model.loss import Loss
 from pipeline.core.options.choose import is_straight
+from pipeline.core.options.compiled import Compiled, Facts, Programs
 from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
@@ -25,39 +26,6 @@ class Sends(TypedDict):
 
     partners: bool
     delayed: bool
-
-
-@dataclass(eq=False)
-class Traces:
-    """Results of a plan's traced steps, and their compiled functions.
-
-    Attributes:
-      unsplit: parts of a stage's backward that could not be split.
-      straight: whether a step was one loop over microbatches; None if none was traced.
-      last: model, weights and batch of the last step, as types.
-      warned: types of steps whose memory was looked at, and parameters that nobody reads.
-      filtered: what filters were found to train.
-      written: by model, the leaves of declared state that a step was seen to write.
-      plans: by M, those of calls that have another.
-      jitted: functions jitted for the plan, and what was seen in their traces.
-      made: the variables of the pipeline's stages as it was made, as types, by path.
-      copies: modules of which the pipeline has copies (`pipeline.core.trained.copies`).
-      pipelines: the ids of those that need them (`pipeline.core.kernel.jitted`).
-      stack: K, of stages that were given as one module of which nothing shows that it is a stack.
-    """
-
-    unsplit: tuple[str, ...] = ()
-    straight: bool | None = None
-    last: tuple[Any, Any, Any] | None = None
-    warned: set[Any] = field(default_factory=set)
-    filtered: dict[Any, Any] = field(default_factory=dict)
-    written: dict[Any, Any] = field(default_factory=dict)
-    plans: dict[int, Any] = field(default_factory=dict)
-    jitted: dict[Any, Any] = field(default_factory=dict)
-    made: dict[Any, Any] = field(default_factory=dict)
-    copies: Any = None
-    pipelines: set[int] = field(default_factory=set)
-    stack: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,7 +47,8 @@ class Plan(Options):
       costs_from: where the costs are from, in a few words.
       signature: what the model is, for costs that are measured (`pipeline.insight.calibrate`).
       options: the options as the user gave them.
-      traces: what was found when its steps were traced; all else is never written.
+      stack: K, of stages that were given as one module of which nothing shows that it is a stack.
+      programs: the way to the pipeline's compiled functions.
     """
 
     mesh: Mesh
@@ -94,16 +63,21 @@ class Plan(Options):
     costs_from: str = ""
     signature: Any = None
     options: Options = field(repr=False)
-    traces: Traces = field(default_factory=Traces, init=False, repr=False)
+    stack: int = 0
+    programs: Programs = field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
         """Check nothing: the options have been checked as they were given."""
 
-    def forget(self) -> None:
-        """Drop what can be made again: tables, and what was jitted."""
-        self.traces.jitted.clear()
-        for name in ("training", "forward"):
-            vars(self).pop(name, None)
+    @property
+    def compiled(self) -> Compiled:
+        """The compiled functions of the pipeline, and what is known of them."""
+        return self.programs.get()
+
+    @property
+    def facts(self) -> Facts:
+        """Facts about this plan's step; without any before it was traced."""
+        return self.compiled.facts.setdefault(self, Facts())
 
     def __deepcopy__(self, memo: Any) -> Plan:
         """Itself: a copy of a pipeline runs what is compiled already."""

@@ -41,6 +41,7 @@ def make_plan(
     costs: Costs | None,
     costs_from: str,
     signature: Any,
+    stack: int = 0,
 ) -> Plan:
     """The plan of K stages.
 
@@ -53,6 +54,7 @@ def make_plan(
       costs: durations of ``options.costs``, which may be a calibration.
       costs_from: where they are from.
       signature: the model, for costs that are measured.
+      stack: K, if the stages are one module of which nothing shows that it is a stack.
 
     Raises:
       ValueError: options that do not fit the mesh or the stages.
@@ -87,6 +89,7 @@ def make_plan(
         "loss_fn": LossModule() if isinstance(loss_fn, nnx.Module) else loss_fn,
         "costs_from": costs_from,
         "signature": signature,
+        "stack": stack,
         "options": options,
     }
     return Plan(**(options.to_dict() | chosen))

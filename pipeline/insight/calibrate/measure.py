@@ -119,11 +119,13 @@ class Calibrator:
         self._programs = ("FB", "FIW") if split else ("FB",)
         rows = functools.partial(rows_of, plan=plan, num_microbatches=repeats + 1)
         self._batch = jax.tree.map(rows, (inputs, targets, extras))
+        self._alone = []  # pipelines of one rank, which keep their compiled steps alive
         steps: dict[Any, Callable[[], Any]] = {}
         for kinds in self._programs:
             with warnings.catch_warnings():  # whoever made the pipeline has seen them
                 warnings.simplefilter("ignore")
                 one = one_rank(pipe, make, self._chain, kinds, repeats + 1, in_flight)
+            self._alone.append(one)
             program, operands = one.plan.training, operands_of(one, *self._batch)
             if kinds == self._programs[0]:
                 self.operands = one.plan, *operands

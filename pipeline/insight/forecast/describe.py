@@ -29,7 +29,7 @@ def summary(pipe: Any) -> dict[str, str]:
         if one.name not in ("num_microbatches", "schedule", "mesh")
         if value is not one.default and value != one.default
     ]
-    ours = "chunks", "ends", "ignored", "layout", "plan"
+    ours = "chunks", "ends", "ignored", "layout", "origin", "plan"
     added = [n for n in vars(pipe) if n not in ours and not n.startswith("_")]
     model = f"{schedule.num_stages} of {' and '.join(dict.fromkeys(map(_short, stages)))}"
     ends = {"embed": pipe.embed, "head": pipe.head}.items()
@@ -62,7 +62,7 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     """A few lines: sizes, schedule and why, ticks, places, bubbles, memory, unlike stages."""
     schedule, unlike = plan.schedule, _unlike(chunks)
     used, present = plan.mesh.size, len(plan.mesh.devices.flat[0].client.devices())
-    straight = plan.traces.straight
+    straight = plan.facts.straight
     if straight is None:
         straight = plan.is_straight and not unlike
     lines = [
@@ -86,8 +86,8 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
     if plan.compute_dtype is not None:
         lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
     lines += _sharded(plan)
-    if plan.traces.unsplit:  # known once a step was traced
-        lines.append(f"I does whole what cannot be split: {'; '.join(plan.traces.unsplit)}")
+    if plan.facts.unsplit:  # known once a step was traced
+        lines.append(f"I does whole what cannot be split: {'; '.join(plan.facts.unsplit)}")
     return "\n".join([*lines, *unlike])
 
 

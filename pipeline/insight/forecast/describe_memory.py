@@ -40,7 +40,7 @@ def describe_memory(
     Raises:
       ValueError: there is nothing to compile.
     """
-    operands = operands or plan.traces.last
+    operands = operands or plan.facts.last
     if operands is None and compiled:
         raise ValueError(
             "describe(compiled=True) compiles a step, and no batch is known; give it one, "

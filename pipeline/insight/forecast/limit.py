@@ -15,6 +15,7 @@ import jax
 
 from pipeline.base.tree import signature
 from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.compiled import Programs
 from pipeline.core.options.plan import Plan
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict, types
 from schedules import ScheduleError, build, names
@@ -30,13 +31,13 @@ def warn_of_memory(
     """
     limit = device_limit(plan)
     operands = types((weights, batch))
-    plan.traces.last = (model, *operands)
+    plan.facts.last = (model, *operands)
     if limit is None:
         return
     key = signature(operands), want_inputs, model.trained
-    if key in plan.traces.warned:
+    if key in plan.compiled.warned:
         return
-    plan.traces.warned.add(key)
+    plan.compiled.warned.add(key)
     try:
         found = predict(plan, model, *operands, want_inputs=want_inputs)
         if found.total <= limit:
@@ -104,19 +105,18 @@ def _build(name: str, sizes: dict[str, Any]) -> Any:
 
 
 def _replace(plan: Plan, **changes: Any) -> Plan:
-    other = dataclasses.replace(plan, **changes)
-    other.traces.warned = plan.traces.warned  # once is enough
-    return other
+    return dataclasses.replace(plan, programs=Programs(), **changes)
 
 
 def _message(
     found: MemoryPrediction, limit: int, plan: Plan, model: Model, operands: Any, **wanted: bool
 ) -> str:
     weights, batch = operands
-    others = [
-        (predict(other, code, weights, batch, **wanted).total, text)
-        for text, other, code in alternatives(plan, model, batch)
-    ]
+    others = []
+    for text, other, code in alternatives(plan, model, batch):
+        compiled = other.programs.make()  # goes again when the next alternative is predicted
+        compiled.warned = plan.compiled.warned  # once is enough
+        others.append((predict(other, code, weights, batch, **wanted).total, text))
     least, text = min(others, default=(found.total, ""))
     part, size = found.largest
     help_ = "no other remat, bubbles, schedule or num_microbatches takes less: use more ranks, or "

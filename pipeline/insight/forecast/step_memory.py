@@ -98,7 +98,7 @@ def describe_step(
       ValueError: no batch is known; or the optimizer is not this pipeline's.
     """
     check_optimizer(pipe, optimizer)
-    operands = operands or pipe.plan.traces.last
+    operands = operands or pipe.plan.facts.last
     if operands is None:
         raise ValueError(
             "describe(optimizer=...) predicts a step, and no batch is known; give it one, "
