@@ -286,12 +286,10 @@ def _local_models(
         )
     seats = state.model.stages
     ways = state.model.trained.ways(want_inputs=False, backward=False)
-    members: dict[Any, list[int]] = {}
-    for k, seat in enumerate(seats):
-        members.setdefault((seat.chunk, state.code(seat)), []).append(k)
 
     return state, [
-        (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x)) for own in members.values()
+        (own, LocalModel(state, seats[own[0]], x, x, ways[own[0]], x))
+        for own in state.same_stages().values()
     ]
 
 

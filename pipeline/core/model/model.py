@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from pipeline.base.axes import LeafSpecs
 from pipeline.base.masks import chosen
 from pipeline.base.precision import GradDtype
-from pipeline.base.tree import Tree, at
+from pipeline.base.tree import Tree, at, signature
 from pipeline.core.model.ends import Tables
 from pipeline.core.model.loss import Loss
 from pipeline.core.model.stage import Definition, Seat
@@ -38,6 +38,16 @@ class Weights:
     ends: Tree
     chunks_rest: Tree
     ends_rest: Tree
+
+    def code(self, seat: Seat) -> Any:
+        """Key that stages of one computation share: static half, types, and place in the chunk.
+
+        It is the one answer to which stages are alike for the kernel, which runs them where they
+        lie. Calibration copies whole stages to one rank, where places no longer matter, so it
+        compares modules.
+        """
+        states = self.chunks[seat.chunk], self.chunks_rest[seat.chunk]
+        return seat.definition, seat.views, signature(states)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ backward needs of it is stashed beside its residuals.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,7 @@ class GroupedModel(LocalModel):
         wire, views = overlay_trees(list(between.values()))
         super().__init__(state, state.model.stages[0], types[0], types[-1], ways[0], wire)
         view_of = dict(zip(between, views, strict=True))
-        members: dict[Any, list[int]] = {}
-        for k, seat in enumerate(self.model.stages):
-            ends = signature(types[k]), signature(types[k + 1])
-            members.setdefault((state.code(seat), seat.chunk, ends, ways[k]), []).append(k)
+        all_ends = list(itertools.pairwise(map(signature, types)))
 
         def group(stages: list[int], ends: Any, way: Way) -> StageGroup:
             k = stages[0]
@@ -77,7 +75,8 @@ class GroupedModel(LocalModel):
             return StageGroup(tuple(stages), seat, local, *map(view_of.get, ends))
 
         self.groups = tuple(
-            group(stages, ends, way) for (_, _, ends, way), stages in members.items()
+            group(stages, ends, way)
+            for (_, _, ends, way), stages in state.same_stages(all_ends, ways).items()
         )
 
     def residuals(self) -> Any:

@@ -213,13 +213,11 @@ class Held:
 
     def _run(self, hook: Callable[..., Any], schedule: Any) -> None:
         """Give every stage with state to the user's function, once."""
-        kinds: dict[Any, list[int]] = {}
-        for k, seat in enumerate(self._model.stages):
-            if seat.definition.state:
-                kinds.setdefault((self._state.code(seat), seat.chunk), []).append(k)
         rank = jax.lax.axis_index(STAGE)
-        for members in kinds.values():
+        for members in self._state.same_stages().values():
             seat = self._model.stages[members[0]]
+            if not seat.definition.state:
+                continue
             ranks = sorted(schedule.placement[k] for k in members)
             mine: Any = True
             if len(ranks) < schedule.num_ranks:

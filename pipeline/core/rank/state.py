@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.added import Adding
-from pipeline.base.tree import Index, Leaves, Tree, pick, real, signature, vary_like
+from pipeline.base.tree import Index, Leaves, Tree, pick, real, vary_like
 from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.randomness import split_streams
@@ -138,7 +138,17 @@ class RankState:
         x = vary(x, self.axes)
         return x if self.widest is None else vary_like(x, self.widest)
 
+    def same_stages(self, *others: Sequence[Any]) -> dict[Any, list[int]]:
+        """Numbers of the stages of one chunk that are one computation, by what they have in common.
+
+        Args:
+          others: [K] each, what such stages have in common beside their code.
+        """
+        found: dict[Any, list[int]] = {}
+        for k, (seat, *of) in enumerate(zip(self.model.stages, *others, strict=True)):
+            found.setdefault((self.code(seat), seat.chunk, *of), []).append(k)
+        return found
+
     def code(self, seat: Seat) -> Any:
         """Key that stages of one computation share, apart from their activations."""
-        states = self.weights.chunks[seat.chunk], self.weights.chunks_rest[seat.chunk]
-        return seat.definition, seat.views or signature(states)
+        return self.weights.code(seat)

@@ -68,7 +68,9 @@ def reported_limit(device: jax.Device) -> int | None:
     return stats.get("bytes_limit")
 
 
-def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, Plan, Model]]:
+def alternatives(
+    plan: Plan, model: Model, weights: Weights, batch: Batch
+) -> Iterator[tuple[str, Plan, Model]]:
     """Each option that would give the same gradients, as a user writes it; and what would run."""
     schedule = plan.schedule
     if plan.remat != "stage":
@@ -82,7 +84,7 @@ def alternatives(plan: Plan, model: Model, batch: Batch) -> Iterator[tuple[str, 
         "num_stages": schedule.num_stages,
     }
     kinds = zip(model.stages, model.trained.stages, strict=True)
-    alike = len({(seat.definition, seat.views, mask) for seat, mask in kinds}) == 1
+    alike = len({(weights.code(seat), mask) for seat, mask in kinds}) == 1
     for name in names():
         other = None if options(name) or name == schedule.name else _build(name, sizes)
         if other and (alike or other.placement == schedule.placement):
@@ -113,7 +115,7 @@ def _message(
 ) -> str:
     weights, batch = operands
     others = []
-    for text, other, code in alternatives(plan, model, batch):
+    for text, other, code in alternatives(plan, model, weights, batch):
         compiled = other.programs.make()  # goes again when the next alternative is predicted
         compiled.warned = plan.compiled.warned  # once is enough
         others.append((predict(other, code, weights, batch, **wanted).total, text))
