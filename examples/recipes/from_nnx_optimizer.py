@@ -29,7 +29,7 @@ class Model(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """The same layer as a stage: it does what the loop over layers did."""
+    """A layer as a stage: it does what the loop over layers did."""
 
     def __init__(self, layer: nnx.Linear) -> None:
         self.layer = layer

@@ -213,7 +213,7 @@ class MixtureOfExperts(nnx.Module):
         self.drops[...] = jnp.zeros_like(self.drops[...])
 
     def experts(self, rows: jax.Array, product: Product, pick: Pick) -> jax.Array:
-        """What the experts of this rank make of rows in their order."""
+        """Apply the experts of this rank to rows in their order."""
         weight = self.gate_up[...].astype(rows.dtype)
         both = product(rows, weight.reshape(*weight.shape[:2], -1))
         if self.gate_up_bias is not None:

@@ -19,7 +19,7 @@ TINY = 1e-20  # keeps a sum of scores that are all 0 from dividing
 
 @dataclass(frozen=True)
 class Router:
-    """How experts are chosen and weighted.
+    """The rule that chooses and weighs experts.
 
     Attributes:
       num_experts: e.
@@ -92,7 +92,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """The destinations of tokens.
 
     Attributes:
       weights: `[n, k]` float32, what the outputs of a token's experts are multiplied with.

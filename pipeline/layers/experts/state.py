@@ -13,7 +13,7 @@ from flax import nnx
 
 
 class ExpertState(nnx.Variable[Any]):
-    """What a mixture of experts remembers; no parameter, so it has no gradient."""
+    """State of a mixture of experts; no parameter, so it has no gradient."""
 
 
 def advance_experts(module: nnx.Module) -> None:
