@@ -11,10 +11,9 @@ from typing import NoReturn, get_args
 import numpy as np
 
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.program import Keep, Op, Program
+from schedules.lowering.program import COMMON, Keep, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
-COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 
 
 def fail(program: Program, text: str, at: Sequence[int] = ()) -> NoReturn:

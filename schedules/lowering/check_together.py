@@ -8,9 +8,9 @@ Letters as in `schedules.core.action`, values as in `schedules.lowering.check_va
 
 from __future__ import annotations
 
-from schedules.lowering.check_tables import COMMON, Place, fail
+from schedules.lowering.check_tables import Place, fail
 from schedules.lowering.check_values import GRADIENT, WHAT, Values
-from schedules.lowering.program import Program
+from schedules.lowering.program import COMMON, Program
 
 
 class Common:

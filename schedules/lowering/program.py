@@ -31,6 +31,7 @@ from schedules.schedule import Schedule
 
 Keep = Literal["input", "residuals"]
 Table = NDArray[np.int32]
+COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 
 
 class Op(NamedTuple):

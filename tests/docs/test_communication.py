@@ -20,9 +20,9 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.kernel import runtime
-from pipeline.core.kernel.ticks import needed, segments
 from pipeline.core.sharding.placement import DEFERRED
 from pipeline.insight.forecast import traffic
+from schedules.lowering.needs import needed, segments
 from schedules.lowering.program import Program
 from tests.support.hlo import Sent
 

@@ -22,8 +22,7 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.lowering.check_tables import COMMON
-from schedules.lowering.program import Channel, Op
+from schedules.lowering.program import COMMON, Channel, Op
 from tests.support.sizes import CHUNKS, is_legal, sizes
 
 KEEPS = ["input", "residuals"]

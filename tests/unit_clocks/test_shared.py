@@ -14,8 +14,7 @@ import pytest
 
 import schedules
 from schedules import Costs, ScheduleError, build, check_program, from_orders, lower, simulate
-from schedules.lowering.check_tables import COMMON
-from schedules.lowering.program import Channel
+from schedules.lowering.program import COMMON, Channel
 from tests.support.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")

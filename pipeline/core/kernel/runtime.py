@@ -23,9 +23,8 @@ from pipeline.core.kernel.actions import Row
 from pipeline.core.kernel.grouped import make_actions
 from pipeline.core.kernel.jitted import PerPlan
 from pipeline.core.kernel.memory import Memory, Step, scale_in_place
-from pipeline.core.kernel.scopes import COMMON
 from pipeline.core.kernel.straight import Straight
-from pipeline.core.kernel.ticks import run_ticks, was_sent, without
+from pipeline.core.kernel.ticks import run_ticks, was_sent
 from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -51,7 +50,8 @@ from pipeline.core.sharding.zero import (
     total_over,
     totals_over,
 )
-from schedules.lowering.program import Program
+from schedules.lowering.needs import without
+from schedules.lowering.program import COMMON, Program
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")

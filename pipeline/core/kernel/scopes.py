@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.core.action import Action
-from schedules.lowering.program import Program
+from schedules.lowering.program import COMMON, Program
 
 ONCE = "once"  # a loop of exactly one trip
-COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
 _PLACE = re.compile(

@@ -39,7 +39,6 @@ from pipeline.core.backward.accumulate import Pullback
 from pipeline.core.backward.outcome import Outcome, pulled
 from pipeline.core.kernel.actions import Actions, Row
 from pipeline.core.kernel.memory import updated
-from pipeline.core.kernel.scopes import COMMON
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.sharding.zero import total_over
@@ -260,12 +259,6 @@ def _whole(z: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array,
     largest, totals, picked = jnp.moveaxis(parts, 1, 0)
     top = largest.max(axis=0)
     return top, (totals * jnp.exp(largest - top[None])).sum(axis=0), picked.sum(axis=0)
-
-
-def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
-    """For each slot, which of the tables have anything in some ticks."""
-    works = {name: (getattr(program, name)[start:stop] >= 0).any(axis=0) for name in COMMON}
-    return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
 
 
 def _own(of_tokens: jax.Array, *, parts: bool) -> jax.Array:

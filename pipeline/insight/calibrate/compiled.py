@@ -27,7 +27,6 @@ from jax.sharding import Mesh
 
 from collectives import make_mesh
 from pipeline.base.tree import Tree, shape_text
-from pipeline.core.kernel.scopes import COMMON
 from pipeline.core.layerwise.replace import ends_of
 from pipeline.core.options.plan import Plan
 from pipeline.insight.calibrate.calibration import Calibration
@@ -43,6 +42,7 @@ from pipeline.insight.calibrate.cycles import (
 )
 from pipeline.planner.chips import CHIPS, Chip, known
 from schedules import Costs, Schedule, from_orders
+from schedules.lowering.program import COMMON
 
 # What libtpu else asks the machine it is on for, which is none of Google's.
 _ENVIRONMENT = {

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core.kernel.scopes import COMMON
 from pipeline.insight.calibrate.conclude import CalibrationError
 from pipeline.insight.hlo import computations
 from pipeline.planner.chips import Chip
+from schedules.lowering.program import COMMON
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.

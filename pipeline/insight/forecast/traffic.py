@@ -27,10 +27,10 @@ from collectives.compat import live
 from pipeline.base.tree import nbytes
 from pipeline.core.jaxpr.primitives import bodies, held, traits
 from pipeline.core.kernel import runtime, scopes
-from pipeline.core.kernel.ticks import without
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.insight.forecast.liveness import find_shard_map
+from schedules.lowering.needs import without
 from schedules.lowering.program import Program
 
 Axes = tuple[str, ...]

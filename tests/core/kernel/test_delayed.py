@@ -17,8 +17,8 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel.ticks import UNUSED, WAIT, WORK, segments
 from schedules import ScheduleError, lower
+from schedules.lowering.needs import UNUSED, WAIT, WORK, segments
 from tests.parity.test_parity_families import nearest
 from tests.support import mixed, models
 from tests.support.grids import covering, effort, pairs

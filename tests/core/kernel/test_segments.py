@@ -10,8 +10,8 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel.ticks import needed, segment_starts, segments
 from schedules import build, lower, names
+from schedules.lowering.needs import needed, segment_starts, segments
 from tests.support import models
 from tests.support.sizes import CHUNKS
 

@@ -12,6 +12,7 @@ from pipeline import Pipeline
 from pipeline.core.kernel import scopes
 from pipeline.insight.forecast import traffic
 from schedules import build, lower
+from schedules.lowering.program import COMMON
 from tests.support import models
 from tests.support.hlo import Sent
 
@@ -62,7 +63,7 @@ def test_every_action_is_counted_once(family, V, options):
             assert (whole == sum(own)).all()
             total = total + whole
     assert total.tolist() == [len(order) for order in program.schedule.orders]
-    for name in scopes.COMMON if "shared" in options else ():
+    for name in COMMON if "shared" in options else ():
         found = [
             scopes.trips(program, f"ticks0_{T}/slot{n}/{name}") for n in range(len(program.slots))
         ]

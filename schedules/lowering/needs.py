@@ -1,0 +1,155 @@
+"""The parts of a program that a run of ticks needs: slots in use, branches, channels, segments.
+
+Letters: S ranks, T ticks, C channels of a slot. A loop over ticks compiles all that any of them
+does, so whoever runs a program asks here where one loop ends and the next begins, and which
+exchanges bring anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedules.lowering.program import COMMON, Channel, Program, Slot
+
+UNUSED, WAIT, WORK = range(3)  # what ranks do in a slot: nothing, take messages, run actions
+MOST_SEGMENTS = 8  # scans of their own for parts of a timetable, before it is one scan
+
+
+def segments(program: Program, *, split: bool) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Runs of ticks (start, stop), and of each slot whether some rank works or waits in them.
+
+    An idle branch costs nothing, so the kernel that branches starts a new run only where all that
+    happens changes (`segment_starts`). Without branches an unused slot costs its full
+    time: warm-up, steady state and cool-down are scans of their own, unless a timetable changes so
+    often that compile time would suffer. Where sends are delayed a message may arrive in a slot
+    that nobody works in.
+    """
+    waits = (program.arrival != program.num_buffers).any(axis=(2, 3))
+    uses = np.where((program.op != 0).any(axis=2), WORK, np.where(waits, WAIT, UNUSED))
+    starts = segment_starts(program)
+    few = starts if len(starts) < MOST_SEGMENTS else []
+
+    def runs(cuts: Iterable[int]) -> list[tuple[int, int, tuple[int, ...]]]:
+        pairs = itertools.pairwise([0, *cuts, program.num_ticks])
+        return [(a, b, tuple(uses[a:b].max(axis=0).tolist())) for a, b in pairs]
+
+    if not split:
+        return runs(few)
+    works = np.concatenate([uses, *(getattr(program, name) >= 0 for name in COMMON)], axis=1)
+    changed = 1 + np.flatnonzero((works[1:] != works[:-1]).any(axis=1))
+    changes = sorted({*changed.tolist(), *few})
+    return runs(changes if len(changes) < MOST_SEGMENTS else few)
+
+
+def without(program: Program, sends: Sequence[bool]) -> Program:
+    """The program without messages of gradients that nobody needs, so without their exchanges.
+
+    Args:
+      program: any.
+      sends: [K] whether a stage has a gradient for its input to send.
+    """
+    if all(sends):
+        return program
+    schedule = program.schedule
+    empty = np.zeros(program.op.shape, bool)
+    for index, slot in enumerate(program.slots):
+        for rank, held in enumerate(schedule.stages_of):
+            idle = [op.kind in "BI" and not sends[held[op.chunk]] for op in slot.ops]
+            empty[:, index, rank] = np.array([False, *idle])[program.op[:, index, rank]]
+    before = np.roll(empty.reshape(-1, schedule.num_ranks), 1, axis=0).reshape(empty.shape)
+    before[0, 0] = False
+    arrival = program.arrival.copy()
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            sent = before if program.delayed and channel.shift else empty
+            for source, destination in channel.edges:
+                arrival[sent[:, index, source], index, destination, column] = program.num_buffers
+    return replace(program, arrival=arrival)
+
+
+def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
+    """For each slot, which of the tables have anything in some ticks."""
+    works = {name: (getattr(program, name)[start:stop] >= 0).any(axis=0) for name in COMMON}
+    return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
+
+
+@dataclass(frozen=True, eq=False)
+class Needed:
+    """A slot with only what some ticks need of it.
+
+    Attributes:
+      slot: with those of its ops that occur, and all of its channels.
+      branch: for each branch of the program's slot that of this one, 0 where it does not occur.
+      channels: by the column of their arrivals, those that bring anything, with edges that do.
+    """
+
+    slot: Slot
+    branch: NDArray[np.int32]
+    channels: tuple[tuple[int, Channel], ...]
+
+    @property
+    def is_part(self) -> bool:
+        """True if branches have other numbers than the program's."""
+        return bool((self.branch != np.arange(len(self.branch))).any())
+
+
+def needed(program: Program, index: int, start: int, stop: int) -> Needed:
+    """Find the actions that ticks start..stop - 1 need in a slot."""
+    slot, occurs = program.slots[index], set(np.unique(program.op[start:stop, index]).tolist())
+    ops = [(n, op) for n, op in enumerate(slot.ops, start=1) if n in occurs]
+    branch = np.zeros(len(slot.ops) + 1, np.int32)
+    for new, (old, _) in enumerate(ops, start=1):
+        branch[old] = new
+    reads: Any = _reads(program)[start:stop, index].any(axis=0)  # [S, C]
+    channels = []
+    for column, channel in enumerate(slot.channels):
+        edges = tuple(edge for edge in channel.edges if reads[edge[1], column])
+        if edges:
+            channels.append((column, Channel(channel.shift, edges)))
+    part = Slot(slot.kinds, tuple(op for _, op in ops), slot.channels)
+    return Needed(part, branch, tuple(channels))
+
+
+def segment_starts(program: Program) -> list[int]:
+    """The ticks at which all that happens becomes other, and exchanges other directions."""
+    happens = _happens(program)
+    first, last = happens.argmax(axis=0), program.num_ticks - 1 - happens[::-1].argmax(axis=0)
+    ticks = np.arange(1, program.num_ticks)[:, None]
+    can = 1 + np.flatnonzero(~((first < ticks) & (last >= ticks)).any(axis=1))
+    used = _reads(program)
+    for index, slot in enumerate(program.slots):
+        for column, channel in enumerate(slot.channels):
+            used[:, index, :, column] &= channel.shift != 0
+    found: list[int] = []
+    before: set[int] = set()
+    for start, stop in zip([0, *can], [*can, program.num_ticks], strict=True):
+        here = set(np.flatnonzero(used[start:stop].any(axis=0)).tolist())
+        if here:
+            if before and here != before:
+                found.append(int(start))
+            before = here
+    return found
+
+
+def _reads(program: Program) -> NDArray[np.bool_]:
+    """[T, slots, S, C] whether a rank reads what a channel brings it."""
+    return np.asarray(program.arrival != program.num_buffers)
+
+
+def _happens(program: Program) -> NDArray[np.bool_]:
+    """[T, things] what runs in which ticks: branches of slots, and what all ranks do together."""
+    columns = [
+        (program.op[:, index] == branch).any(axis=1)
+        for index, slot in enumerate(program.slots)
+        for branch in range(1, len(slot.ops) + 1)
+    ]
+    columns += [
+        column for name in COMMON for column in (getattr(program, name) >= 0).T if column.any()
+    ]
+    return np.stack([column for column in columns if column.any()], axis=1)
