@@ -153,9 +153,10 @@ def _outputs_backward(
     cotangents, _ = partition(jax.tree.map(_instantiate, ct[0], is_leaf=_is_zero))
     model = dataclasses.replace(model, loss_fn=pairing, has_aux=False, trained=trained)
     specs = batch.specs[0], (plan.axes.output_spec,) * len(cotangents), batch.specs[2]
-    batch = dataclasses.replace(batch, targets=cotangents, specs=specs)
-    before(plan, model, weights, batch, want_inputs=want_inputs)
-    return _cotangents(plan, model, weights, batch, want_inputs=want_inputs)
+    paired = dataclasses.replace(batch, targets=cotangents, specs=specs)
+    before(plan, model, weights, paired, want_inputs=want_inputs)
+    of_weights, found = _cotangents(plan, model, weights, paired, want_inputs=want_inputs)
+    return of_weights, _cotangent(batch, found.inputs)
 
 
 outputs = custom_vjp(_outputs, _outputs_forward, _outputs_backward, nondiff_argnums=(0, 1, 2))

@@ -152,8 +152,7 @@ class Placement:
     def label(self, variable: Any, value: Any, spread: Spread, lead: tuple[str, ...]) -> Any:
         """Give the variable a value that lies there, and metadata that say so.
 
-        flax reads them in `nnx.get_partition_spec`. Streams of random numbers stay as they are:
-        what a call leaves of them is counted by the pipeline.
+        flax reads them in `nnx.get_partition_spec` and `nnx.get_named_sharding`.
         """
         said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
         is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
