@@ -27,8 +27,8 @@ from pipeline.core.layerwise.replace import check_changes, refusal, replaced
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
-from pipeline.core.model.model import Model
-from pipeline.core.model.randomness import counting
+from pipeline.core.model.model import Model, Weights
+from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
@@ -569,8 +569,12 @@ class Pipeline(nnx.Module):
         """The operands of a call that computes; random streams count it, the mesh is in force."""
         check_arrays(name, operands)
         self.origin.copies.warn(self)
-        with counting(self):  # the weights hold the variables that count
-            operands = self._untyped(operands)
+        with counting(self):
+            model, weights, batch = operands
+            rests = list(map(with_counts, weights.chunks_rest, self.chunks))
+            of_ends = with_counts(weights.ends_rest, self.ends)
+            weights = Weights(weights.chunks, weights.ends, tuple(rests), of_ends)
+            operands = self._untyped((model, weights, batch))
             with self._entered():
                 yield operands
 

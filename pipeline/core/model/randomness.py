@@ -126,6 +126,22 @@ def _folded(keys: jax.Array, numbers: list[Any]) -> jax.Array:
     return keys
 
 
+def with_counts(rest: Tree, module: nnx.Module) -> Tree:
+    """Give a module's other state the counts that its random streams have now.
+
+    What the kernel is given may be a copy, made before the call was counted.
+    """
+    now = dict(nnx.to_flat_state(nnx.state(module, nnx.RngCount)))
+    if not now:
+        return rest
+    return nnx.from_flat_state(
+        [
+            (path, variable.replace(now[path].get_raw_value()) if path in now else variable)
+            for path, variable in nnx.to_flat_state(rest)
+        ]
+    )
+
+
 @contextlib.contextmanager
 def counting(module: nnx.Module) -> Iterator[None]:
     """Count one call of the pipeline in every random stream, so that the next draws anew.

@@ -156,7 +156,7 @@ class Placement:
         """
         said, lies = dict(metadata(variable)), {spread.stored, spread.gradient}
         is_plain = "out_sharding" not in said and lies == {PartitionSpec(*lead)}
-        if is_plain and (not lead or isinstance(variable, nnx.RngState)):
+        if is_plain and not lead:
             return with_value(variable, value)
         own = tuple((key, said.pop(key)) for key in _KEYS if key in said)
         if is_plain:  # or flax lays out an optimizer's state so, also of shapes that it cannot
