@@ -15,7 +15,8 @@ from flax import nnx
 from collectives.tensor import group_size
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
-from pipeline.layers.attention import attend, read, visible
+from pipeline.layers.attending.formula import read, visible
+from pipeline.layers.attention import attend
 
 
 class DecoderAttention(nnx.Module):

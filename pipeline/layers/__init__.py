@@ -7,6 +7,7 @@ Where the axis is not manual it is handed the whole, and is the plain layer. Eve
 in the dtype of the input.
 """
 
+from pipeline.layers.attending.order import Context, unzigzag, zigzag
 from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.experts import (
@@ -26,6 +27,7 @@ from pipeline.layers.weights import check_axis
 __all__ = [
     "Attention",
     "ColumnLinear",
+    "Context",
     "Dropout",
     "ExpertState",
     "FusedQKV",
@@ -47,4 +49,6 @@ __all__ = [
     "rotary",
     "rotate",
     "settle_experts",
+    "unzigzag",
+    "zigzag",
 ]

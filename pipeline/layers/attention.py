@@ -7,6 +7,7 @@ arXiv:2305.13245).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,15 +15,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.sizes import TENSOR
+from collectives.tensor import group_size
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
+from pipeline.layers.attending.formula import read, visible
+from pipeline.layers.attending.order import CONTEXT, WHOLE, Context, Order, Way
+from pipeline.layers.attending.ring import Rule, ring
 from pipeline.layers.linear import ColumnLinear, RowLinear
 from pipeline.layers.replicated import ReplicatedKV
 from pipeline.layers.rotary import RopeScaling, rotary, rotate
 from pipeline.layers.weights import Initializer, Pieces
 
 REPLICATE = "replicate_kv=True"
-HIDDEN = -1e30  # the score of a key that a query does not read
 
 
 class FusedQKV(nnx.Module):
@@ -105,10 +109,19 @@ class Attention(nnx.Module):
         query_chunk, t]`, are formed at a time, again in the backward; None forms and keeps all.
       window: how many positions a query reads, its own and those before it; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
+      context_axis: a mesh axis over which the positions of a sequence are split, usually
+        "context"; on a mesh without it sequences are whole.
+      context: how ranks of that axis read each other's keys and values. "allgather": every rank
+        gathers them all. "ulysses": ranks exchange heads for positions and read whole sequences,
+        with any kernel; the axis divides the heads of queries. "ring": they travel from rank to
+        rank, and one rank's are held at a time.
+      context_order: "contiguous", or "zigzag" for batches that `pipeline.layers.zigzag` has
+        reordered, whose causal work is the same on all ranks.
 
     Raises:
-      ValueError: heads that do not divide each other or the width; an unknown implementation; a
-        window or a cap that is no positive number; as `FusedQKV`.
+      ValueError: heads that do not divide each other or the width; an unknown implementation or
+        context; a window or a cap that is no positive number; as `FusedQKV`. When called, a
+        sequence that is split over an axis "context" that the layer does not know.
     """
 
     def __init__(
@@ -131,6 +144,9 @@ class Attention(nnx.Module):
         replicate_kv: bool = False,
         window: int | None = None,
         softcap: float | None = None,
+        context_axis: str | None = None,
+        context: Way = "allgather",
+        context_order: Order = "contiguous",
     ) -> None:
         check_groups(num_heads, num_kv_heads)
         kernels.check_name(implementation)
@@ -149,6 +165,7 @@ class Attention(nnx.Module):
         self.theta, self.scaling = theta, scaling
         self.implementation, self.query_chunk = implementation, query_chunk
         self.window, self.softcap = window, softcap
+        self.context = Context(context_axis, context, context_order)
         heads = width, num_heads, num_kv_heads, head_dim
         self.qkv: Any = (ReplicatedKV if replicate_kv else FusedQKV)(
             *heads, rngs, init=init, **group
@@ -171,7 +188,8 @@ class Attention(nnx.Module):
         Args:
           x: `[b, t, d]`, or `[b, t / R, d]` with sequence parallelism.
           positions: `[b, t]` of the whole sequence; by default 0..t-1. They turn queries and keys;
-            what a position may read is decided by its place in the sequence.
+            what a position may read is decided by its place in the sequence. With a context axis,
+            here and below, those of this rank's part of the sequence.
           segments: `[b, t]` integers of the whole sequence, for rows that hold several documents:
             a position reads those of its own document. 0 is padding, which reads padding alone.
 
@@ -180,7 +198,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self.qkv(x)
         if positions is None:
-            positions = jnp.arange(q.shape[1])[None]
+            positions = self.context.places(q.shape[1])[None]
         turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
         q, k = rotate(q, *turns), rotate(k, *turns)
         y = attend(
@@ -192,6 +210,7 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             query_chunk=self.query_chunk,
             implementation=self.implementation,
+            context=self.context,
         )
         return self.out(y.reshape(*y.shape[:2], -1))
 
@@ -207,8 +226,9 @@ def attend(
     scale: float | None = None,
     query_chunk: int | None = None,
     implementation: kernels.Implementation | None = None,
+    context: Context = WHOLE,
 ) -> jax.Array:
-    """Causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
+    """Compute causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
 
     Args:
       q: queries.
@@ -220,14 +240,142 @@ def attend(
       scale: of the scores, by default c ** -0.5.
       query_chunk: as for `Attention`.
       implementation: as for `Attention`.
+      context: how the sequence lies on ranks; q, k, v and segments are this rank's part then.
 
     Raises:
       ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this;
-        segments of another shape, or that are no integers.
+        segments of another shape, or that are no integers; heads that a context axis does not
+        divide; a sequence that is split over an axis "context" that is not named.
     """
-    t, usual = q.shape[1], q.shape[-1] ** -0.5
     check_segments(segments, q)
-    window = None if window is None or window >= t else window
+    _check_context(context)
+    options: dict[str, Any] = {
+        "window": window,
+        "softcap": softcap,
+        "scale": scale,
+        "query_chunk": query_chunk,
+    }
+    if context.size == 1:
+        return _attend(q, k, v, segments, implementation=implementation, **options)
+    if context.way == "ulysses":
+        run = functools.partial(_attend, implementation=implementation, **options)
+        return _with_whole_sequences(run, q, k, v, segments, context)
+    if context.way == "allgather":
+        return _with_all_keys(q, k, v, segments, context, implementation, options)
+    if implementation not in (None, "chunked"):
+        raise ValueError(
+            f"implementation={implementation!r} with context='ring': a ring adds up blocks of "
+            f"keys by the formula; take implementation=None or 'chunked', or context='ulysses', "
+            f"which runs any kernel"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk))
+
+
+def _check_context(context: Context) -> None:
+    """Refuse whole-sequence attention where positions are split over the usual axis.
+
+    Raises:
+      ValueError: it is so.
+    """
+    if context.axis is None and group_size(CONTEXT) > 1:
+        raise ValueError(
+            f"attention without context_axis= on a mesh with {group_size(CONTEXT)} ranks of "
+            f"{CONTEXT!r}, each of which has a part of the positions: give the layer "
+            f"context_axis={CONTEXT!r}, or name the axis otherwise if it splits no positions"
+        )
+
+
+def _with_whole_sequences(
+    run: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    context: Context,
+) -> jax.Array:
+    """Exchange positions for heads, attend, and exchange back (arXiv:2309.14509)."""
+    ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ValueError(
+            f"context='ulysses' with {heads} heads of queries and {kv_heads} of keys and values "
+            f"over {ranks} ranks of {context.axis!r}: each rank takes as many heads of queries "
+            f"and the heads that they read; choose an axis that divides {heads}, and that divides "
+            f"{kv_heads} or is a multiple of it, or take context='allgather' or 'ring'"
+        )
+    context.check_length(q.shape[1])
+    if kv_heads < ranks:  # several ranks read one head
+        k, v = (jnp.repeat(x, ranks // kv_heads, axis=2) for x in (k, v))
+
+    def whole(x: jax.Array) -> jax.Array:
+        return context.natural(_exchange(x, context.axis, split=2, join=1))
+
+    if segments is not None:
+        segments = context.natural(_gather(segments, context.axis))
+    y = run(whole(q), whole(k), whole(v), segments)
+    return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
+
+
+def _exchange(x: jax.Array, axis: str | None, *, split: int, join: int) -> jax.Array:
+    return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
+
+
+def _gather(x: jax.Array, axis: str | None) -> jax.Array:
+    """Gather the positions of all ranks, `[b, T, ...]` rank by rank."""
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+def _with_all_keys(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    context: Context,
+    implementation: kernels.Implementation | None,
+    options: dict[str, Any],
+) -> jax.Array:
+    """Gather keys and values, and attend with this rank's queries at their places."""
+    if implementation in ("splash", "cudnn"):
+        raise ValueError(
+            f"implementation={implementation!r} with context='allgather': which keys a query "
+            f"reads depends on its rank, and the kernel's mask is the same on all; take "
+            f"implementation=None, 'chunked' or 'xla', or context='ulysses', which runs any kernel"
+        )
+    places = context.places(q.shape[1])
+    k, v = (context.natural(_gather(x, context.axis)) for x in (k, v))
+    of_keys = None if segments is None else context.natural(_gather(segments, context.axis))
+    return _attend(
+        q,
+        k,
+        v,
+        segments,
+        implementation=implementation or "chunked",
+        places=places,
+        segments_of_keys=of_keys,
+        **options,
+    )
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    query_chunk: int | None,
+    implementation: kernels.Implementation | None,
+    places: jax.Array | None = None,
+    segments_of_keys: jax.Array | None = None,
+) -> jax.Array:
+    """Attend with all keys `[b, s, k, c]` at hand.
+
+    Args: as of `attend`; places: `[t]` of the queries among the keys, by default 0..t-1.
+    """
+    t, length, usual = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
+    window = None if window is None or window >= length else window
     implementation = implementation or kernels.choose(q, softcap=softcap)
     if implementation != "chunked" and scale not in (None, usual):
         q = q * jnp.asarray(scale / usual, q.dtype)
@@ -237,12 +385,13 @@ def attend(
         return kernels.cudnn(q, k, v, segments, window=window, softcap=softcap)
     if implementation == "xla":
         kernels.check_softcap("xla", q, softcap)
-    whole = segments is None and window is None
+    whole = segments is None and window is None and places is None
+    places = jnp.arange(t) if places is None else places
+    of_keys = segments if segments_of_keys is None else segments_of_keys
 
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, ...]) -> jax.Array:
-        start, queries, *own = chunk
-        places = start + jnp.arange(queries.shape[1])
-        seen = visible(places, jnp.arange(t), window, *own, *([segments] if own else []))
+        here, queries, *own = chunk
+        seen = visible(here, jnp.arange(length), window, *own, *([of_keys] if own else []))
         if implementation == "chunked":
             return read(queries, k, v, seen, scale=scale, softcap=softcap)
         return jax.nn.dot_product_attention(queries, k, v, mask=seen[:, None], implementation="xla")
@@ -250,7 +399,7 @@ def attend(
     own = () if segments is None else (segments,)
     if query_chunk is None or query_chunk == t:
         if implementation == "chunked" or not whole:
-            return some(k, v, (jnp.zeros((), jnp.int32), q, *own))
+            return some(k, v, (places, q, *own))
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
     if t % query_chunk:
         raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
@@ -259,63 +408,9 @@ def attend(
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, query_chunk, *x.shape[2:]), 1, 0)
 
-    chunks = (jnp.arange(0, t, query_chunk), cut(q), *map(cut, own))
+    chunks = (places.reshape(-1, query_chunk), cut(q), *map(cut, own))
     _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, chunks)
     return jnp.moveaxis(y, 0, 1).reshape(q.shape)
-
-
-def visible(
-    places: jax.Array,
-    of_keys: jax.Array,
-    window: int | None = None,
-    segments: jax.Array | None = None,
-    segments_of_keys: jax.Array | None = None,
-) -> jax.Array:
-    """Mark which of s keys each of t queries reads, `[1 or b, t, s]`.
-
-    Args:
-      places: `[t]` of the queries in their sequence.
-      of_keys: `[s]` of the keys.
-      window: how many positions a query reads, its own and those before it; None for all.
-      segments: `[b, t]` of the queries; None where a row is one document.
-      segments_of_keys: `[b, s]`.
-    """
-    back = places[:, None] - of_keys[None]
-    seen = ((back >= 0) if window is None else (back >= 0) & (back < window))[None]
-    if segments is None or segments_of_keys is None:
-        return seen
-    return seen & (segments[:, :, None] == segments_of_keys[:, None, :])
-
-
-def read(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    seen: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Compute attention by its formula, in float32, returned in the dtype of q.
-
-    `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
-
-    Args:
-      q: queries, `[b, t, k·g, c]`.
-      k: keys, `[b, s, k, c]`.
-      v: values, the same.
-      seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
-      scale: of the scores, by default c ** -0.5.
-      softcap: of the scores, if any.
-    """
-    b, t, _, c = q.shape
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
-    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * (c**-0.5 if scale is None else scale)
-    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN), axis=-1)
-    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
 
 
 def check_segments(segments: Any, q: jax.Array) -> None:

@@ -1,0 +1,66 @@
+"""The formula of attention, and which keys a query reads.
+
+Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of keys and values, g
+= heads of queries for each of them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+HIDDEN = -1e30  # the score of a key that a query does not read
+
+
+def visible(
+    places: jax.Array,
+    of_keys: jax.Array,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    segments_of_keys: jax.Array | None = None,
+) -> jax.Array:
+    """Mark which of s keys each of t queries reads, `[1 or b, t, s]`.
+
+    Args:
+      places: `[t]` of the queries in their sequence.
+      of_keys: `[s]` of the keys.
+      window: how many positions a query reads, its own and those before it; None for all.
+      segments: `[b, t]` of the queries; None where a row is one document.
+      segments_of_keys: `[b, s]`.
+    """
+    back = places[:, None] - of_keys[None]
+    seen = ((back >= 0) if window is None else (back >= 0) & (back < window))[None]
+    if segments is None or segments_of_keys is None:
+        return seen
+    return seen & (segments[:, :, None] == segments_of_keys[:, None, :])
+
+
+def read(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute attention by its formula, in float32, returned in the dtype of q.
+
+    `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
+
+    Args:
+      q: queries, `[b, t, k·g, c]`.
+      k: keys, `[b, s, k, c]`.
+      v: values, the same.
+      seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
+      scale: of the scores, by default c ** -0.5.
+      softcap: of the scores, if any.
+    """
+    b, t, _, c = q.shape
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = wide_q.reshape(b, t, k.shape[2], -1, c) * (c**-0.5 if scale is None else scale)
+    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN), axis=-1)
+    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,180 @@
+"""The order of positions on the ranks of a context axis.
+
+A sequence of T positions lies on R ranks of the axis, T / R on each. In contiguous order rank r has
+the positions from r·T/R on. Causal attention then gives the last rank 2R - 1 times the work of the
+first. In zig-zag order the sequence is cut into 2R blocks, of which rank r has blocks r and
+2R - 1 - r: all ranks have equal work.
+
+Letters: R = ranks on the axis, T = positions of a sequence, t = T / R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collectives.tensor import group_rank, group_size
+from pipeline.base.arguments import is_whole
+
+Way = Literal["allgather", "ulysses", "ring"]
+Order = Literal["contiguous", "zigzag"]
+WAYS = ("allgather", "ulysses", "ring")
+ORDERS = ("contiguous", "zigzag")
+CONTEXT = "context"  # the axis's usual name
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a sequence lies on several ranks, and how its attention is computed.
+
+    Attributes:
+      axis: the mesh axis over which positions are split; None for whole sequences.
+      way: "allgather", "ulysses" or "ring".
+      order: of positions on the ranks, "contiguous" or "zigzag".
+    """
+
+    axis: str | None = None
+    way: Way = "allgather"
+    order: Order = "contiguous"
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+          ValueError: one is unknown.
+        """
+        if self.axis is not None and (not isinstance(self.axis, str) or not self.axis):
+            raise ValueError(
+                f"context_axis={self.axis!r}: must be the name of a mesh axis, such as 'context', "
+                f"or None for whole sequences"
+            )
+        for name, value, known in (
+            ("context", self.way, WAYS),
+            ("context_order", self.order, ORDERS),
+        ):
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
+
+    @property
+    def size(self) -> int:
+        """R, 1 where the axis is not manual: there sequences are whole."""
+        return group_size(self.axis)
+
+    def places(self, length: int, rank: Any = None) -> jax.Array:
+        """Compute the places `[t]` in the sequence of a rank's positions.
+
+        Args:
+          length: t.
+          rank: of the axis; by default this rank.
+
+        Raises:
+          ValueError: zig-zag order and an odd t.
+        """
+        rank = group_rank(self.axis) if rank is None else rank
+        if self.order == "contiguous" or self.size == 1:
+            return rank * length + jnp.arange(length)
+        self.check_length(length)
+        half = length // 2
+        far = (2 * self.size - 1 - rank) * half
+        return jnp.concatenate([rank * half + jnp.arange(half), far + jnp.arange(half)])
+
+    def check_length(self, length: int) -> None:
+        """Check that a rank's positions are two blocks where the order is zig-zag.
+
+        Raises:
+          ValueError: they are not.
+        """
+        if self.order == "zigzag" and self.size > 1 and length % 2:
+            raise ValueError(
+                f"context_order='zigzag' with {length} positions on each of {self.size} ranks of "
+                f"{self.axis!r}: a rank has two blocks of equal length, so sequences are a "
+                f"multiple of {2 * self.size} long; pad them to "
+                f"{-(-length * self.size // (2 * self.size)) * 2 * self.size}"
+            )
+
+    def natural(self, x: jax.Array) -> jax.Array:
+        """Bring whole sequences `[b, T, ...]`, gathered rank by rank, to ascending order."""
+        if self.order == "contiguous":
+            return x
+        return jnp.take(x, np.argsort(zigzag_places(x.shape[1], self.size)), axis=1)
+
+    def as_on_ranks(self, x: jax.Array) -> jax.Array:
+        """Undo `natural`."""
+        if self.order == "contiguous":
+            return x
+        return jnp.take(x, zigzag_places(x.shape[1], self.size), axis=1)
+
+
+WHOLE = Context()  # a sequence that no axis splits
+
+
+def zigzag_places(length: int, ranks: int) -> np.ndarray:
+    """Compute [T] which position of the sequence stands where in zig-zag order.
+
+    Raises:
+      ValueError: 2R does not divide T.
+    """
+    if not is_whole(ranks, 1, numpy=True) or length % (2 * ranks):
+        raise ValueError(
+            f"zigzag of {length} positions over ranks={ranks!r}: a rank has two blocks of equal "
+            f"length, so ranks is an integer >= 1 and twice it divides the positions; pad "
+            f"sequences to a multiple of 2 * ranks"
+        )
+    blocks = np.arange(length).reshape(2 * ranks, -1)
+    return np.concatenate([blocks[[r, 2 * ranks - 1 - r]].ravel() for r in range(ranks)])
+
+
+def zigzag(tree: Tree, ranks: int) -> Tree:
+    """Reorder batches for `Attention(context_order="zigzag")`: all leaves [N, T, ...] together.
+
+    Give it all of a batch at once, inputs, targets, positions and segments; what is reordered alone
+    no longer belongs to the rest. Targets are shifted before: what follows the last position of a
+    block lies in another. Numbers and leaves [N] stay as they are.
+
+    Args:
+      tree: a `pipeline.training.batches.Batch`, or any tree of arrays.
+      ranks: R, the size of the context axis.
+
+    Raises:
+      ValueError: leaves of several lengths, or a length that 2R does not divide.
+    """
+    return _reordered(tree, ranks, zigzag_places)
+
+
+def unzigzag(tree: Tree, ranks: int) -> Tree:
+    """Undo `zigzag`, for outputs and log-probabilities.
+
+    Args:
+      tree: arrays [N, T, ...].
+      ranks: R.
+
+    Raises:
+      ValueError: as `zigzag`.
+    """
+    return _reordered(tree, ranks, lambda *sizes: np.argsort(zigzag_places(*sizes)))
+
+
+def _reordered(tree: Tree, ranks: int, make: Any) -> Tree:
+    leaves = [
+        (jax.tree_util.keystr(path), np.shape(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    long = [(path, shape) for path, shape in leaves if len(shape) > 1]
+    if not long:
+        return tree
+    (first, shape), *others = long
+    for path, other in others:
+        if other[1] != shape[1]:
+            raise ValueError(
+                f"zigzag: the leaf {path or 'given'} is {list(other)} and {first or 'another'} is "
+                f"{list(shape)}: all leaves of two dims or more are [N, T, ...] with one T; "
+                f"reorder what has no positions by itself"
+            )
+    order = make(shape[1], ranks)
+    return jax.tree.map(lambda x: x[:, order] if np.ndim(x) > 1 else x, tree)

@@ -1,0 +1,306 @@
+"""Ring attention: keys and values travel around the ranks of an axis, and are read block by block.
+
+H. Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax of
+M. Milakov and N. Gimelshein, arXiv:1805.02867. Every rank holds the keys and values of one other
+rank at a time. The backward sends them around once more, and with them the sums of their gradients.
+In zig-zag order a rank reads two of the four pairs of half blocks of another rank, the same number
+on every rank (`pipeline.layers.attending.order`).
+
+Letters: R = ranks on the axis, h = blocks of a rank (2 in zig-zag order), b = sequences, n =
+positions of a block, k = heads of keys and values, g = heads of queries for each, c = width of a
+head.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from collectives import ring_shift, vary, varying_axes
+from collectives.tensor import group_rank
+from pipeline.layers.attending.formula import HIDDEN, visible
+from pipeline.layers.attending.order import Context
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a score is made of, and which are read.
+
+    Attributes:
+      context: how sequences lie on ranks.
+      scale: of the scores.
+      window: how many positions a query reads; None for all before it.
+      softcap: of the scores, if any.
+      chunk: how many queries of a block are read at a time; None for all.
+    """
+
+    context: Context
+    scale: float
+    window: int | None
+    softcap: float | None
+    chunk: int | None
+
+
+class Sums(NamedTuple):
+    """Sums over the keys that were read so far, of every query.
+
+    Attributes:
+      values: `[h, b, n, k, g, c]` weighted values.
+      largest: `[h, b, k, g, n]` the largest score.
+      total: `[h, b, k, g, n]` the sum of exp(score - largest).
+    """
+
+    values: jax.Array
+    largest: jax.Array
+    total: jax.Array
+
+
+def ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, rule: Rule
+) -> jax.Array:
+    """Attend over the ranks of an axis: `[b, t, k·g, c]`, the positions of this rank.
+
+    Computed in float32, returned in the dtype of q.
+
+    Args:
+      q: queries, `[b, t, k·g, c]`.
+      k: keys, `[b, t, k, c]`.
+      v: values, the same.
+      segments: `[b, t]` integers, or None where a row is one document.
+      rule: which keys are read, and how.
+
+    Raises:
+      ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
+    """
+    rule.context.check_length(q.shape[1])
+    blocks = 2 if rule.context.order == "zigzag" else 1
+    each = q.shape[1] // blocks
+    if rule.chunk is not None and each % rule.chunk:
+        raise ValueError(
+            f"query_chunk={rule.chunk}: must divide the {each} positions that a rank of "
+            f"{rule.context.axis!r} reads at a time"
+        )
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, each, *x.shape[2:]), 1, 0)
+
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    own = () if segments is None else (cut(segments),)
+    axis = rule.context.axis
+    both = frozenset({axis} - {None}).union(*map(varying_axes, (q, k, v, *own)))
+    axes = tuple(sorted(map(str, both)))
+    given = vary((cut(grouped), cut(k), cut(v), own), axes)
+    y = jnp.moveaxis(_ring(rule, *given), 0, 1)
+    return y.reshape(q.shape).astype(q.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> jax.Array:
+    return _forward(rule, q, k, v, segments)[0]
+
+
+def _forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
+    """The output `[h, b, n, k, g, c]`, and what the backward reads."""
+    context, wide = rule.context, q.astype(jnp.float32)
+    b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
+    like = functools.partial(_like, q)
+    sums = Sums(
+        like(jnp.zeros(q.shape, jnp.float32)),
+        like(jnp.full((q.shape[0], b, *heads, n), HIDDEN)),
+        like(jnp.zeros((q.shape[0], b, *heads, n))),
+    )
+    here = _places(context, n, group_rank(context.axis))
+
+    def meet(step: Any, held: Any, sums: Sums) -> Sums:
+        """Read the keys of one rank."""
+        k, v, of_keys = held
+        rank = group_rank(context.axis)
+        other = (rank - step) % context.size
+        there = _places(context, n, other)
+        for i, j in _pairs(context, step, rank, other):
+            wanted = here[i], there[j], *(x[i] for x in segments), *(x[j] for x in of_keys)
+            found = _read_block(rule, wide[i], k[j], v[j], wanted, Sums(*(x[i] for x in sums)))
+            sums = Sums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
+        return sums
+
+    held = k, v, segments
+    sums = meet(0, held, sums)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        held, sums = carry
+        held = _sent(held, context.axis)
+        return (held, meet(number, held, sums)), None
+
+    (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
+    by_query = jnp.moveaxis(sums.total, -1, 2)
+    y = sums.values / by_query[..., None]
+    return y, (q, k, v, segments, y, sums.largest + jnp.log(sums.total))
+
+
+def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
+    """Gradients of queries, keys and values."""
+    q, k, v, segments, y, level = kept
+    context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
+    slope = jnp.moveaxis(jnp.sum(g * y, axis=-1), 2, -1)  # [h, b, k, g, n]
+    here = _places(context, n, group_rank(context.axis))
+
+    def meet(step: Any, held: Any, sums: Any) -> Any:
+        k, v, of_keys = held
+        rank = group_rank(context.axis)
+        other = (rank - step) % context.size
+        there = _places(context, n, other)
+        dq, dk, dv = sums
+        for i, j in _pairs(context, step, rank, other):
+            wanted = here[i], there[j], *(x[i] for x in segments), *(x[j] for x in of_keys)
+            of_queries = wide[i], g[i], level[i], slope[i]
+            more = _unread_block(rule, of_queries, k[j], v[j], wanted)
+            dq = dq.at[i].add(more[0])
+            dk, dv = dk.at[j].add(more[1]), dv.at[j].add(more[2])
+        return dq, dk, dv
+
+    zeros = [_like(q, jnp.zeros(x.shape, jnp.float32)) for x in (q, k, v)]
+    held = k, v, segments
+    dq, dk, dv = meet(0, held, tuple(zeros))
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        held, dq, sums = carry
+        held, sums = _sent((held, sums), context.axis)
+        dq, *sums = meet(number, held, (dq, *sums))
+        return (held, dq, tuple(sums)), None
+
+    carry = held, dq, (dk, dv)
+    (_, dq, sums), _ = jax.lax.scan(step, carry, jnp.arange(1, context.size))
+    dk, dv = _sent(sums, context.axis)  # home
+    found = (x.astype(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return *found, tuple(None for _ in segments)
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _sent(tree: Any, axis: str | None) -> Any:
+    return ring_shift(tree, axis) if axis is not None else tree
+
+
+def _like(q: jax.Array, x: jax.Array) -> jax.Array:
+    """An array that varies over the axes over which queries do."""
+    return vary(x, tuple(sorted(varying_axes(q))))
+
+
+def _places(context: Context, n: int, rank: Any) -> jax.Array:
+    """Compute `[h, n]`, the places of a rank's blocks."""
+    blocks = 2 if context.order == "zigzag" else 1
+    return context.places(blocks * n, rank).reshape(blocks, n)
+
+
+def _pairs(context: Context, step: Any, rank: Any, other: Any) -> list[tuple[Any, Any]]:
+    """List the pairs of a query block and a key block that are read in a step.
+
+    In zig-zag order the far block of a rank comes after the near block of every other. The second
+    pair is that of the near blocks where the other rank's comes before this one's, and that of the
+    far blocks elsewhere.
+    """
+    if context.order == "contiguous":
+        return [(0, 0)]
+    if isinstance(step, int):  # this rank's own
+        return [(0, 0), (1, 0), (1, 1)]
+    both = jnp.where(other < rank, 0, 1)
+    return [(1, 0), (both, both)]
+
+
+def _scores(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Compute `[b, k, g, n, s]` scores of queries `[b, n, k, g, c]`, soft cap included."""
+    scores = jnp.einsum("btkgc,bskc->bkgts", q * rule.scale, k.astype(jnp.float32))
+    if rule.softcap is not None:
+        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
+    return scores
+
+
+def _seen(rule: Rule, wanted: Any) -> jax.Array:
+    return visible(wanted[0], wanted[1], rule.window, *wanted[2:])[:, None, None]
+
+
+def _read_block(
+    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, wanted: Any, had: Sums
+) -> Any:
+    """Add what queries `[b, n, k, g, c]` read of a block of keys to their sums."""
+
+    def some(q: jax.Array, wanted: Any, had: Sums) -> Sums:
+        seen, scores = _seen(rule, wanted), _scores(rule, q, k)
+        scores = jnp.where(seen, scores, HIDDEN)
+        largest = jnp.maximum(had.largest, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
+        before = jnp.exp(had.largest - largest)
+        more = jnp.einsum("bkgts,bskc->btkgc", weights, v.astype(jnp.float32))
+        values = had.values * jnp.moveaxis(before, -1, 1)[..., None] + more
+        return Sums(values, largest, had.total * before + weights.sum(axis=-1))
+
+    if rule.chunk is None or rule.chunk == q.shape[1]:
+        return some(q, wanted, had)
+    cut, join = _chunks(rule.chunk)
+    places, of_keys, *segments = wanted
+    mine = [cut(x, 1) for x in segments[:1]]
+    parts = cut(q, 1), cut(places, 0), mine, Sums(cut(had[0], 1), cut(had[1], 3), cut(had[2], 3))
+
+    def one(part: Any) -> Sums:
+        q, places, mine, had = part
+        return some(q, (places, of_keys, *mine, *segments[1:]), had)
+
+    found = jax.lax.map(one, parts)
+    return Sums(join(found[0], 1), join(found[1], 3), join(found[2], 3))
+
+
+def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wanted: Any) -> Any:
+    """Compute the gradients of a block of queries, and of the keys and values that it has read."""
+    wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    def some(of_queries: Any, wanted: Any) -> Any:
+        q, g, level, slope = of_queries
+        scores = _scores(rule, q, k)
+        weights = jnp.where(_seen(rule, wanted), jnp.exp(scores - level[..., None]), 0.0)
+        dv = jnp.einsum("bkgts,btkgc->bskc", weights, g)
+        along = jnp.einsum("btkgc,bskc->bkgts", g, wide_v)
+        change = weights * (along - slope[..., None])
+        if rule.softcap is not None:
+            change = change * (1 - (scores / rule.softcap) ** 2)
+        change = change * rule.scale
+        dq = jnp.einsum("bkgts,bskc->btkgc", change, wide_k)
+        return dq, jnp.einsum("bkgts,btkgc->bskc", change, q), dv
+
+    if rule.chunk is None or rule.chunk == of_queries[0].shape[1]:
+        return some(of_queries, wanted)
+    cut, join = _chunks(rule.chunk)
+    places, of_keys, *segments = wanted
+    q, g, level, slope = of_queries
+    parts = (
+        (cut(q, 1), cut(g, 1), cut(level, 3), cut(slope, 3)),
+        cut(places, 0),
+        [cut(x, 1) for x in segments[:1]],
+    )
+
+    def one(sums: Any, part: Any) -> Any:
+        of_queries, places, mine = part
+        dq, *more = some(of_queries, (places, of_keys, *mine, *segments[1:]))
+        return tuple(a + b for a, b in zip(sums, more, strict=True)), dq
+
+    zeros = tuple(_like(q, jnp.zeros(x.shape, jnp.float32)) for x in (k, v))
+    (dk, dv), dq = jax.lax.scan(one, zeros, parts)
+    return join(dq, 1), dk, dv
+
+
+def _chunks(size: int) -> Any:
+    """Functions that cut an axis into chunks in front, and join them again."""
+
+    def cut(x: jax.Array, axis: int) -> jax.Array:
+        shape = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    def join(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    return cut, join
