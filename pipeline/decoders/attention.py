@@ -16,6 +16,7 @@ from collectives.tensor import group_size
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attending.formula import read, visible
+from pipeline.layers.attending.order import WHOLE, Context
 from pipeline.layers.attention import attend
 
 
@@ -27,6 +28,7 @@ class DecoderAttention(nnx.Module):
       layer: which of its layers this is.
       rngs: has a stream ``params``.
       dtype: of the parameters; activations: of what is kept of keys and values, by default that.
+      context: how sequences lie on the ranks of an axis.
     """
 
     prefills = True
@@ -39,7 +41,9 @@ class DecoderAttention(nnx.Module):
         *,
         dtype: Any,
         activations: Any = None,
+        context: Context = WHOLE,
     ) -> None:
+        self.context = context
         c, heads, self.kv_heads = config.head_dim, config.heads, config.kv_heads
         self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
         self.qkv = FusedQKV(
@@ -103,7 +107,7 @@ class DecoderAttention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = jnp.arange(q.shape[1])[None]
+                positions = self.context.places(q.shape[1])[None]
                 positions = positions if first is None else positions + first
             turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
             q, k = rotate(q, *turns), rotate(k, *turns)
@@ -122,6 +126,7 @@ class DecoderAttention(nnx.Module):
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
+            context=self.context,
         )
 
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:

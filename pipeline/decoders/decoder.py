@@ -31,6 +31,7 @@ from pipeline.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from pipeline.layers.attending.order import WHOLE, Context
 
 Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # of initial tables
@@ -64,6 +65,7 @@ class Block(nnx.Module):
       layer: which of its layers this is.
       rngs: has a stream ``params``.
       dtype: of the parameters; activations: of activations, by default that.
+      context: how sequences lie on the ranks of an axis.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class Block(nnx.Module):
         *,
         dtype: Any,
         activations: Any = None,
+        context: Context = WHOLE,
     ) -> None:
         self.attention_norm = _norm(config, dtype)
-        types = {"dtype": dtype, "activations": activations}
+        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
         self.attention = DecoderAttention(config, layer, rngs, **types)
         self.mlp_norm = _norm(config, dtype)
         self.mlp: Any
@@ -154,11 +157,19 @@ class Embedding(VocabularyEmbedding):
       config: of the decoder.
       rngs: has a stream ``params``.
       dtype: of the tables; activations: of what it returns.
+      context: how sequences lie on the ranks of an axis.
     """
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any, activations: Any
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any,
+        context: Context = WHOLE,
     ) -> None:
+        self.context = context
         init = nnx.initializers.normal(SPREAD)
         super().__init__(
             config.vocabulary, config.width, rngs, init=init, dtype=dtype, activations=activations
@@ -197,13 +208,15 @@ class Embedding(VocabularyEmbedding):
         if self.positions is None:
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
-        self._check_length(t, learned.shape[0])
+        self._check_length(t * self.context.size, learned.shape[0])
         if places is not None:
             return x + learned[places].astype(x.dtype)
         if hasattr(self, "seen"):
             first = self.seen[...]
             self.seen[...] = first + t
             return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
+        if self.context.size > 1:
+            return x + learned[self.context.places(t)].astype(x.dtype)[None]
         return x + learned[:t].astype(x.dtype)[None]
 
     def _check_length(self, t: int, learned: int) -> None:
@@ -262,6 +275,7 @@ def build(
     dtype: Any = jnp.float32,
     activations: Any = None,
     vocabulary: Mode = "ends",
+    context: Context = WHOLE,
 ) -> tuple[list[Stage], Any, Any]:
     """Stages, embed and head of a decoder.
 
@@ -273,6 +287,8 @@ def build(
       dtype: of the parameters.
       activations: of activations, by default that of the parameters.
       vocabulary: as of `Pipeline`; with "stage" embed and head are those of `pipeline.vocabulary`.
+      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), for
+        ``Pipeline(..., batch=P("data", "context"))``; by default they are whole.
 
     Raises:
       ValueError: counts that do not add up to the config's layers; or ranks that are to share what
@@ -286,13 +302,13 @@ def build(
         )
 
     def make(rngs: nnx.Rngs) -> Parts:
-        types = {"dtype": dtype, "activations": activations}
+        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
         blocks = [Block(config, n, rngs, **types) for n in range(config.layers)]
         firsts = [sum(counts[:k]) for k in range(len(counts))]
         stages = [Stage(blocks[n : n + c]) for n, c in zip(firsts, counts, strict=True)]
         if vocabulary == "stage":
             return Parts(stages, *_shared_ends(config, rngs, dtype, activations))
-        embed = Embedding(config, rngs, dtype=dtype, activations=activations)
+        embed = Embedding(config, rngs, **types)
         table = embed.table if config.tied else None
         return Parts(stages, embed, Head(config, rngs, table=table, dtype=dtype))
 

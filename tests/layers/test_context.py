@@ -92,7 +92,6 @@ FAST = {
     (2, "allgather", "zigzag", "everything", True),
     (2, "ulysses", "zigzag", "window", True),
     (2, "ring", "zigzag", "everything", True),
-    (2, "ring", "contiguous", "plain", False),
 }
 SLOW = covering(GRID, FAST)
 

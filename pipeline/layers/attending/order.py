@@ -31,7 +31,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Context:
-    """How a sequence lies on several ranks, and how its attention is computed.
+    """Layout of a sequence on several ranks, and the way its attention is computed.
 
     Attributes:
       axis: the mesh axis over which positions are split; None for whole sequences.

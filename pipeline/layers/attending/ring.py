@@ -28,7 +28,7 @@ from pipeline.layers.attending.order import Context
 
 @dataclass(frozen=True)
 class Rule:
-    """What a score is made of, and which are read.
+    """Rule for scores: what they are made of, and which are read.
 
     Attributes:
       context: how sequences lie on ranks.
