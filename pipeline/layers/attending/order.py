@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from collectives.sizes import is_size
 from collectives.tensor import group_rank, group_size
-from pipeline.base.arguments import is_whole
 
 Way = Literal["allgather", "ulysses", "ring"]
 Order = Literal["contiguous", "zigzag"]
@@ -120,7 +120,7 @@ def zigzag_places(length: int, ranks: int) -> np.ndarray:
     Raises:
       ValueError: 2R does not divide T.
     """
-    if not is_whole(ranks, 1, numpy=True) or length % (2 * ranks):
+    if not is_size(ranks) or length % (2 * ranks):
         raise ValueError(
             f"zigzag of {length} positions over ranks={ranks!r}: a rank has two blocks of equal "
             f"length, so ranks is an integer >= 1 and twice it divides the positions; pad "
