@@ -7,7 +7,6 @@ of the model cuts, a pipeline may spread over its stages: `pipeline.vocabulary`.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -77,7 +76,6 @@ class VocabularyHead(nnx.Module):
     """Vectors to logits: `[b, t, d] -> [b, t, v]`; padding gets -inf, so that it never wins.
 
     Args:
-      sizes: width, vocabulary and rngs by position, which is deprecated.
       width: d.
       vocabulary: the number of words.
       rngs: has a stream ``params``; not needed with a table.
@@ -95,7 +93,7 @@ class VocabularyHead(nnx.Module):
 
     def __init__(
         self,
-        *sizes: Any,
+        *,
         width: int | None = None,
         vocabulary: int | None = None,
         rngs: nnx.Rngs | None = None,
@@ -107,16 +105,6 @@ class VocabularyHead(nnx.Module):
         init: Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        if sizes:
-            warnings.warn(
-                "VocabularyHead(width, vocabulary, rngs) by position is deprecated: an embedding, "
-                "and the head of pipeline.vocabulary, have the words first; say "
-                "VocabularyHead(width=..., vocabulary=..., rngs=...)",
-                DeprecationWarning,
-                stacklevel=3,  # flax calls this
-            )
-            named = {"width": width, "vocabulary": vocabulary, "rngs": rngs}
-            width, vocabulary, rngs = (named | dict(zip(named, sizes, strict=False))).values()
         self.axis, self.sequence_axis = axis, -2 if sequence_parallel else None
         if table is None and vocabulary is not None and width is not None and rngs is not None:
             table = _table(rngs, vocabulary, width, multiple_of, init, dtype, axis)

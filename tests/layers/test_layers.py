@@ -470,9 +470,8 @@ def test_refusals(make: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_a_head_by_position_is_deprecated_and_one_without_sizes_is_refused() -> None:
-    with pytest.warns(DeprecationWarning, match=r"say VocabularyHead\(width=\.\.\., vocabulary="):
-        old = VocabularyHead(D, WORDS, nnx.Rngs(0), multiple_of=8)
+def test_a_head_without_sizes_is_refused() -> None:
+    old = VocabularyHead(width=D, vocabulary=WORDS, rngs=nnx.Rngs(0), multiple_of=8)
     assert (old.words, old.table.shape) == (WORDS, (24, D))
     shared = VocabularyHead(vocabulary=WORDS, table=old.table)
     np.testing.assert_array_equal(shared(normal(B, T, D)), old(normal(B, T, D)))

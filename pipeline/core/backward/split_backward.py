@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,17 @@ from pipeline.core.jaxpr.steps import Name, Step, prune, read, run
 
 # (weights, fixed, side, stash) -> (the stage's outcome or None, its pullback)
 Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Outcome | None, Pullback]]
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a backward pass as names of values, in the order of its block."""
+
+    weights: list[Name]
+    fixed: list[Name]
+    side: list[Name]
+    stash: list[Name]
+    dy: list[Name]
+    refs: list[Name]
 
 
 class SplitBackward:
@@ -87,11 +98,11 @@ class SplitBackward:
         self._y, self._dx = block.outs[:num_y], block.outs[num_y:num_early]
         self._dw = block.outs[num_early:]
         inputs, sizes = iter(block.inputs), [len(jax.tree.leaves(a)) for a in arguments]
-        self._inputs = [list(itertools.islice(inputs, n)) for n in (*sizes, None)]
-        weights_in, fixed_in, side_in, *_ = map(frozenset, self._inputs)
+        self._inputs = _Inputs(*(list(itertools.islice(inputs, n)) for n in (*sizes, None)))
         early = [i < num_early for i in range(len(block.outs))]
         late = [not e for e in early]
-        given = Given(refs=refs_in, same=weights_in | fixed_in, again=side_in)
+        same = frozenset((*self._inputs.weights, *self._inputs.fixed))
+        given = Given(refs=refs_in, same=same, again=frozenset(self._inputs.side))
         halves = halve(block, early, late, given)
         self._first, self._second, self._crossing = halves.first, halves.second, halves.crossing
         self.crossing, self.whole = [n.aval for n in halves.crossing], halves.whole
@@ -118,14 +129,13 @@ class SplitBackward:
           refs: the weights' gradients; only what could not be taken apart adds to them here.
           want_x: whether to compute the gradients for the input.
         """
-        known = self._known(weights, fixed, side, stash)
-        known |= dict(zip(self._inputs[5], refs, strict=True))
+        known = self._known(weights=weights, fixed=fixed, side=side, stash=stash, refs=refs)
         done: set[int] = set()
         if callable(dy):
             forward = prune(self._first, self._y, known)
             done, known = set(map(id, forward)), run(forward, known)
             dy = dy(jax.tree.unflatten(self._y_tree, [read(known, a) for a in self._y]))
-        known |= dict(zip(self._inputs[4], dy, strict=True))
+        known |= dict(zip(self._inputs.dy, dy, strict=True))
         wanted = self._dx if want_x else []
 
         def remains(step: Step) -> bool:
@@ -138,16 +148,16 @@ class SplitBackward:
         self, weights: Leaves, fixed: Tree, side: Tree, crossing: Leaves, refs: Leaves
     ) -> Leaves:
         """Add the weights' gradients to ``refs``; return them if they are not made in place."""
-        known = self._known(weights, fixed, side)
-        known |= dict(zip(self._inputs[5], refs, strict=True))
+        known = self._known(weights=weights, fixed=fixed, side=side, refs=refs)
         env = run(self._second, known | dict(zip(self._crossing, crossing, strict=True)))
         return [read(env, a) for a in self._dw]
 
-    def _known(self, *groups: Tree) -> dict[Name, Any]:
-        """Constants, and values of the first inputs."""
-        pairs = zip(self._inputs, groups, strict=False)
-        given = [zip(inputs, jax.tree.leaves(group), strict=True) for inputs, group in pairs]
-        return self._constants | {name: value for group in given for name, value in group}
+    def _known(self, **groups: Tree) -> dict[Name, Any]:
+        """Constants, and values of the inputs of these groups, by the names of `_Inputs`."""
+        known = dict(self._constants)
+        for name, group in groups.items():
+            known |= zip(getattr(self._inputs, name), jax.tree.leaves(group), strict=True)
+        return known
 
 
 def _new_ref(like: Any) -> Any:

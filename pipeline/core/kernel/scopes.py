@@ -21,7 +21,7 @@ from schedules.lowering.program import COMMON, Program
 ONCE = "once"  # a loop of exactly one trip
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
-_PLACE = re.compile(
+PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
     rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})"
 )
@@ -65,20 +65,24 @@ class Place(NamedTuple):
 def place_of_loop(scope: str) -> Place | None:
     """Find a loop's action by the name scopes at its end; None for any other loop."""
     around, _, last = scope.rpartition("/")
-    found = _PLACE.search(around) if last == "while" else None
+    found = PLACE.search(around) if last == "while" else None
     if found is None or found.end() != len(around):
         return None
     start, stop, slot, stages, label = found.groups()
-    alike = tuple(map(int, stages.strip("_").split("_"))) if stages else None
-    return Place(int(start), int(stop), int(slot), label, alike)
+    return Place(int(start), int(stop), int(slot), label, numbers_of(stages) or None)
 
 
-def of_ticks(start: int, stop: int) -> str:
+def numbers_of(stages: str | None) -> tuple[int, ...]:
+    """The stages that a match of `PLACE` names."""
+    return tuple(map(int, stages.strip("_").split("_"))) if stages else ()
+
+
+def of_ticks(start: int | str, stop: int | str) -> str:
     """Ticks start..stop - 1."""
     return f"ticks{start}_{stop}"
 
 
-def of_slot(index: int) -> str:
+def of_slot(index: int | str) -> str:
     """A slot of every tick."""
     return f"slot{index}"
 

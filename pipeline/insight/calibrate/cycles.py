@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.core.kernel.scopes import PLACE, numbers_of, of_slot, of_ticks
 from pipeline.insight.calibrate.conclude import CalibrationError
 from pipeline.insight.hlo import computations
 from pipeline.planner.chips import Chip
-from schedules.lowering.program import COMMON
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.
@@ -44,10 +44,7 @@ _RESULT = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = ")
 _LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
 _CALLS = re.compile(r" (?:call|conditional)\(.*?(?:to_apply=|branch_computations=\{)([^}\s]+)")
 _FUSED = re.compile(r" (?:fusion|async-start)\(.*?calls=%([\w.-]+)")
-_PLACE = re.compile(
-    rf"/(ticks\d+_\d+)/(?:.*/)?(slot\d+)/(?:stages((?:_\d+)+)/)?"
-    rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})(?:/|$)"
-)
+_PLACE = re.compile(rf"/{PLACE.pattern}(?:/|$)")
 _TICKS = re.compile(r"/(ticks\d+_\d+)/while/body")
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)"
@@ -292,9 +289,8 @@ def scope_of(line: str, around: Scope) -> Scope:
     if name is None:
         return around
     if match := _PLACE.search(name[1]):
-        ticks, slot, stages, action = match.groups()
-        alike = tuple(map(int, stages.strip("_").split("_"))) if stages else ()
-        return Scope(action, ticks, slot, alike)
+        start, stop, slot, stages, action = match.groups()
+        return Scope(action, of_ticks(start, stop), of_slot(slot), numbers_of(stages))
     if around.action == ONCE and (match := _TICKS.search(name[1])):
         return Scope(AROUND, match[1])
     return around
