@@ -62,17 +62,37 @@ class Options:
       schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
         stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
         the path of a CSV timetable; or None to choose one.
-      mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
-        devices as share K stages equally.
-      remat: "stage" keeps each stage's input and runs its forward again in the backward; None
-        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
-        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
-      bubbles: "skip" branches around idle slots; "masked" computes through them without any
-        conditional.
+      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
+        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
+        is frozen has no gradient, and stages before the first that is trained no backward.
+      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
+        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
+        ascending order; where they write it in a call, the pipeline has the new values behind it.
+        Data shards have rows of their own: of floats the result is the mean over ``data``, of
+        integers what it was and the sum of what all shards have added.
+      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
+        its microbatches are through, and may write declared state.
+      ignore: names of attributes that make no difference to what a stage computes, such as
+        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
+        have the value of the first; `stages()` gives each its own back.
       pattern: the slots of a tick, "single", "paired", "unit" or "partner" (`schedules.lower`); by
         default the fastest on this mesh.
       delayed: whether a message between ranks travels beside the work of the slot after its own,
         which hides exchanges that are no longer than that work; an edge takes one slot more.
+      bubbles: "skip" branches around idle slots; "masked" computes through them without any
+        conditional.
+      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
+        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
+        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
+        repeats; embed and head count nothing.
+      remat: "stage" keeps each stage's input and runs its forward again in the backward; None
+        keeps its residuals; "gathered" these, but what a stage's own all-gathers made (as sequence
+        parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
+      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
+        CPU is nothing. A step predicted to exceed it warns before it is compiled.
+      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
+        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
+      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
       param_dtype: in which parameters are kept; None keeps them as they are.
       compute_dtype: to which parameters and activations are cast before they are used, such as
         jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and
@@ -81,68 +101,54 @@ class Options:
         weight's dtype, but at least float32; "weights" for each weight's own; or a dtype, such as
         jnp.bfloat16, which halves their memory but keeps 8 bits of a sum: what is less than 1/512
         of it is lost, the more the larger M. Gradients are returned in their weight's dtype.
-      data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
-        of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
-      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
-      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
-        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
-        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
-      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
-        CPU devices bubbles are then masked.
+      mesh: with an axis ``stage`` whose size divides K, and perhaps ``data``; by default as many
+        devices as share K stages equally.
       batch: over which mesh axes a batch is split: a `jax.sharding.PartitionSpec`, whose first
         entry splits rows and later ones positions, as ``P(("data", "expert"), "context")``. Leaves
         with fewer dims use the leading part. Or a tree prefix of specs for (inputs, targets,
         extras), or a dict by these names; a leaf of extras whose spec is ``P()`` has no batch axis
         and reaches every stage whole. The loss is summed over these axes, and so is the gradient of
         a weight that does not name them.
+      sharding: ``sharding(path, variable)`` returns the mesh axes of a variable's dims, for weights
+        whose metadata does not say it (`nnx.with_partitioning`), else None. Paths are those of
+        ``wrt``; they also compare and split as text, "up.kernel" of a stage.
+      auto_axes: mesh axes left to the compiler, for stages that know nothing of them. On virtual
+        CPU devices bubbles are then masked.
       vocabulary: "ends" has embed on the first rank and head on the last; "stage" splits a
         `pipeline.vocabulary.VocabularyEmbedding` and a `VocabularyHead` by vocabulary over all
         ranks, which share the work on every microbatch. Losses are then a
         `pipeline.vocabulary.CrossEntropy`, and outputs are sharded by vocabulary.
-      memory_limit: bytes that a device may hold; by default what its runtime reports, which on
-        CPU is nothing. A step predicted to exceed it warns before it is compiled.
-      ignore: names of attributes that make no difference to what a stage computes, such as
-        ("layer_index",): stages that differ in nothing else are alike. Within the pipeline all
-        have the value of the first; `stages()` gives each its own back.
-      wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
-        model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
-        is frozen has no gradient, and stages before the first that is trained no backward.
-      costs: how long actions take, as `schedules.Costs` or as `calibrate` has measured it, for the
-        schedule and the slots that are chosen and the bubble that is predicted. By default F, I and
-        W of all stages take as long as each other, and what ``remat`` runs again as long as what it
-        repeats; embed and head count nothing.
-      state: what stages, embed, head and loss may write when they are called: an nnx filter such as
-        nnx.BatchStat, asked as ``wrt`` is. Forward actions update it, microbatch by microbatch in
-        ascending order; where they write it in a call, the pipeline has the new values behind it.
-        Data shards have rows of their own: of floats the result is the mean over ``data``, of
-        integers what it was and the sum of what all shards have added.
-      after_step: ``after_step(stage)`` is called with every stage once in a step that trains, when
-        its microbatches are through, and may write declared state.
     """
 
     num_microbatches: int
     _: KW_ONLY
+    # The cut.
     schedule: str | os.PathLike[str] | Schedule | None = None
-    mesh: Mesh | None = None
-    remat: Remat = "stage"
-    bubbles: Bubbles = "skip"
+    # The model.
+    wrt: Filter = nnx.Param
+    state: Filter | None = None
+    after_step: Callable[[Any], None] | None = None
+    ignore: Sequence[str] = ()
+    # The time of a step.
     pattern: str | None = None
     delayed: bool = False
+    bubbles: Bubbles = "skip"
+    costs: Costs | Measured | None = None
+    # Memory.
+    remat: Remat = "stage"
+    memory_limit: int | None = None
+    data_parallel: DataParallel = "replicated"
+    gather: Gather = "step"
+    # Dtypes.
     param_dtype: Any = None
     compute_dtype: Any = None
     grad_dtype: Any = None
-    data_parallel: DataParallel = "replicated"
-    gather: Gather = "step"
+    # The mesh.
+    mesh: Mesh | None = None
+    batch: Any = PartitionSpec("data")
     sharding: Sharding | None = None
     auto_axes: Sequence[str] = ()
-    batch: Any = PartitionSpec("data")
     vocabulary: Vocabulary = "ends"
-    memory_limit: int | None = None
-    ignore: Sequence[str] = ()
-    wrt: Filter = nnx.Param
-    costs: Costs | Measured | None = None
-    state: Filter | None = None
-    after_step: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
         """Check each option by itself, and pairs of options that exclude each other.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from pipeline import Pipeline
 from tests.docs.pages.reading import DOCS, ROOT, blocks, name_of, pages
 
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
@@ -170,3 +172,15 @@ def test_a_name_that_there_is_not(contents: ModuleType) -> None:
         contents.expanded("```{api} schedules\nbuild\nbuilt\n```\n")
     assert str(error.value) == "{api}: schedules has no built; take it out of the page"
     assert sys.modules.get("sphinx") is None or "sphinx" not in vars(contents)
+
+
+def test_the_options_of_a_pipeline_are_listed_by_theme_in_their_order() -> None:
+    """Of one that is missing: put it beside its like in `Options`, and into the table."""
+    text = (DOCS / "reference" / "pipeline.md").read_text(encoding="utf-8")
+    table = text.partition("by theme\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| (`.*?`) \|", table, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(rows) == 7
+    model = ["stages", "embed", "head", "loss_fn"]
+    taken = list(inspect.signature(Pipeline).parameters)
+    assert listed == model + [name for name in taken if name not in model]
