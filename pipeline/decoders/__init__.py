@@ -1,4 +1,5 @@
-"""Decoders that people have: Llama, Qwen, Mistral, Gemma and GPT-2 as one configurable model.
+"""Decoders that people have: Llama, Qwen, Mistral, Gemma, GPT-2 and mixtures of experts as one
+configurable model.
 
 What lives here is the model, made of `pipeline.layers`, in the parts that a pipeline wants: stages,
 embed and head. What never does is a file format, or the name that another library gives a weight:
@@ -16,12 +17,15 @@ from pipeline.decoders.decoder import (
     next_token_loss,
     split_layers,
 )
+from pipeline.decoders.experts import ExpertsConfig, LatentConfig
 
 __all__ = [
     "Block",
     "DecoderConfig",
     "Embedding",
+    "ExpertsConfig",
     "Head",
+    "LatentConfig",
     "Parts",
     "Rope",
     "Stage",

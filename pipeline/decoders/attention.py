@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.tensor import group_size
+from collectives.sizes import TENSOR
+from collectives.tensor import group_size, is_manual
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attending.formula import read, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import attend
+from pipeline.layers.attention import attend, check_segments
+from pipeline.layers.weights import check_cut, make_weight
 
 
 class DecoderAttention(nnx.Module):
@@ -44,6 +46,8 @@ class DecoderAttention(nnx.Module):
         context: Context = WHOLE,
     ) -> None:
         self.context = context
+        if config.sinks:
+            check_whole("attention sinks", context)
         c, heads, self.kv_heads = config.head_dim, config.heads, config.kv_heads
         self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
         self.qkv = FusedQKV(
@@ -64,8 +68,18 @@ class DecoderAttention(nnx.Module):
             "sequence_parallel": True,
             "dtype": dtype,
         }
-        self.q_norm = RMSNorm(c, **norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(c, **norm) if config.qk_norm else None
+        self.q_norm: Any = RMSNorm(c, **norm) if config.qk_norm is True else None
+        self.k_norm: Any = RMSNorm(c, **norm) if config.qk_norm is True else None
+        if config.qk_norm == "whole":
+            self.q_norm, self.k_norm = (
+                nnx.data(HeadsNorm(config, number, dtype)) for number in (heads, config.kv_heads)
+            )
+        zeros, pieces = jax.nn.initializers.zeros, ("num_kv_heads", config.kv_heads, None)
+        self.sinks = (
+            make_weight(rngs, (heads,), init=zeros, dtype=dtype, axis=TENSOR, dim=0, pieces=pieces)
+            if config.sinks
+            else None
+        )
         self.rope, self.window = config.rope_of(layer), config.window(layer)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
 
@@ -96,12 +110,7 @@ class DecoderAttention(nnx.Module):
           ValueError: segments for a decoder that remembers, of which a row is one document.
         """
         first = self.seen[...] if hasattr(self, "seen") else None
-        if first is not None and segments is not None:
-            raise ValueError(
-                "segments= was given to attention that decodes with caches: a row that is "
-                "generated is one document; leave segments= out, or score packed rows by "
-                "pipe.logprobs"
-            )
+        check_not_remembered(first, segments)
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -118,6 +127,12 @@ class DecoderAttention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
         """Attention over local heads, by the platform's kernel where it takes them."""
+        if self.sinks is not None:
+            check_segments(segments, q)
+            own = () if segments is None else (segments, segments)
+            places = jnp.arange(q.shape[1])
+            seen = visible(places, places, self.window, *own)
+            return self._formula(q, k, v, seen)
         return attend(
             q,
             k,
@@ -140,4 +155,70 @@ class DecoderAttention(nnx.Module):
         window = None if self.window is None or self.window >= length else self.window
         seen = visible(first + jnp.arange(t), jnp.arange(length), window)
         keys, values = self.keys[...], self.values[...]
-        return read(q, keys, values, seen, scale=self.scale, softcap=self.softcap)
+        return self._formula(q, keys, values, seen)
+
+    def _formula(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+        sinks = None
+        if self.sinks is not None:
+            check_cut(self.sinks, TENSOR)
+            sinks = self.sinks[...]
+        return read(q, k, v, seen, scale=self.scale, softcap=self.softcap, sinks=sinks)
+
+
+class HeadsNorm(nnx.Module):
+    """`[b, t, h, c] -> [b, t, h, c]`: the root-mean-square norm of all heads together (OLMoE).
+
+    Args:
+      config: of the decoder.
+      heads: h.
+      dtype: of the scale.
+    """
+
+    def __init__(self, config: DecoderConfig, heads: int, dtype: Any) -> None:
+        self.epsilon = config.norm_epsilon
+        self.scale = make_weight(
+            nnx.Rngs(0),
+            (heads * config.head_dim,),
+            init=jax.nn.initializers.ones,
+            dtype=dtype,
+            axis=TENSOR,
+            dim=0,
+            pieces=("num_kv_heads", config.kv_heads, None),
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """In the dtype of the input."""
+        check_cut(self.scale, TENSOR)
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)
+        if is_manual(TENSOR):  # a rank has some of the heads
+            square = jax.lax.pmean(square, TENSOR)
+        scale = self.scale[...].astype(jnp.float32).reshape(1, 1, *x.shape[-2:])
+        return (wide * jax.lax.rsqrt(square + self.epsilon) * scale).astype(x.dtype)
+
+
+def check_not_remembered(first: jax.Array | None, segments: jax.Array | None) -> None:
+    """Refuse segments where a decoder remembers: there a row is one document.
+
+    Raises:
+      ValueError: so.
+    """
+    if first is not None and segments is not None:
+        raise ValueError(
+            "segments= was given to attention that decodes with caches: a row that is "
+            "generated is one document; leave segments= out, or score packed rows by "
+            "pipe.logprobs"
+        )
+
+
+def check_whole(what: str, context: Context) -> None:
+    """Refuse attention that needs whole sequences where they are cut.
+
+    Raises:
+      ValueError: so.
+    """
+    if context is not WHOLE:
+        raise ValueError(
+            f"{what} with sequences that are cut over a mesh axis (context={context!r}): no way of "
+            f"exchanging keys and values has them; leave context= out"
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pipeline.base.arguments import is_whole
+from pipeline.decoders.experts import ExpertsConfig, LatentConfig
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
 from pipeline.layers.attention import check_groups
 
@@ -48,7 +50,9 @@ class DecoderConfig:
       norm: "rms" or "layer"; norm_epsilon: added to the mean square or variance; norm_offset: to
         the scales of root-mean-square norms.
       post_norms: whether what attention and MLP return is normed before it is added.
-      qk_norm: whether queries and keys are, head by head.
+      qk_norm: whether queries and keys are, head by head; "whole" for all heads together.
+      sinks: whether a head has a score of its own that no key has, and that takes a part of the
+        weights (gpt-oss).
       qkv_bias, out_bias, mlp_bias: whether these layers have biases.
       activation: of the MLP; gated: whether it has a gate.
       rope: rotary positions, None for positions that are learned; local_rope: those of layers with
@@ -59,6 +63,8 @@ class DecoderConfig:
       attention_scale: of scores, by default head_dim ** -0.5.
       attention_softcap, logit_softcap: c of c·tanh(x / c), of scores and of logits.
       embedding_scale: what embeddings are multiplied with.
+      experts: mixtures of experts in the place of some layers' MLPs.
+      latent: multi-head latent attention in the place of heads of keys and values.
       tied: whether embedding and head share their table.
     """
 
@@ -73,7 +79,8 @@ class DecoderConfig:
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
     post_norms: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -87,6 +94,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -119,6 +128,8 @@ class DecoderConfig:
             for n, window in enumerate(self.windows)
             if window is not None and not is_whole(window, 1)
         ]
+        if (experts := self.experts) is not None:
+            wrong += experts.faults()
         if self.rope is not None and self.head_dim % 2:
             wrong.append(f"head_dim={self.head_dim} is odd: rotary positions turn pairs")
         if self.rope is None and not is_whole(self.positions, 1):
@@ -134,6 +145,21 @@ class DecoderConfig:
         """A layer's rotary positions."""
         local = self.window(layer) is not None and self.local_rope is not None
         return self.local_rope if local else self.rope
+
+
+def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> DecoderConfig:
+    """The same decoder with other options of its experts.
+
+    Raises:
+      ValueError: options of experts for a decoder without, or that are none.
+    """
+    if experts is None:
+        return config
+    if config.experts is None:
+        raise ValueError(
+            f"experts={dict(experts)!r} for a checkpoint without experts: leave it out"
+        )
+    return replace(config, experts=config.experts.with_options(dict(experts)))
 
 
 def as_float(name: Any) -> Any:

@@ -22,6 +22,8 @@ from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
 from pipeline.decoders.attention import DecoderAttention
 from pipeline.decoders.config import ACTIVATIONS, DecoderConfig
+from pipeline.decoders.experts import make_experts
+from pipeline.decoders.latent import LatentAttention
 from pipeline.layers import (
     ColumnLinear,
     LayerNorm,
@@ -80,16 +82,19 @@ class Block(nnx.Module):
     ) -> None:
         self.attention_norm = _norm(config, dtype)
         types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
-        self.attention = DecoderAttention(config, layer, rngs, **types)
+        kind = DecoderAttention if config.latent is None else LatentAttention
+        self.attention: Any = kind(config, layer, rngs, **types)
         self.mlp_norm = _norm(config, dtype)
-        self.mlp: Any
-        if config.gated:
-            self.mlp = SwiGLU(
+        experts, activation = config.experts, ACTIVATIONS[config.activation]
+        if experts is not None and layer in experts.layers:
+            self.experts = make_experts(experts, config.width, activation, rngs, dtype=dtype)
+        elif config.gated:
+            self.mlp: Any = SwiGLU(
                 config.width,
                 config.hidden,
                 rngs,
                 bias=config.mlp_bias,
-                activation=ACTIVATIONS[config.activation],
+                activation=activation,
                 dtype=dtype,
             )
         else:
@@ -107,7 +112,7 @@ class Block(nnx.Module):
         """Run it; positions and segments as of `DecoderAttention`."""
         y = self.attention(self.attention_norm(x), positions, segments)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
+        y = (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from pipeline.layers.experts.dispatch import (
     dispatch_by_ragged,
 )
 from pipeline.layers.experts.losses import (
+    BALANCES,
+    Balance,
     balance_loss,
     counts_of,
     load_of,
@@ -39,8 +41,6 @@ from pipeline.layers.mlp import SwiGLU
 from pipeline.layers.weights import Initializer, make_weight, scaled
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
-Balance = Literal["microbatch", "sequence", "batch"]
-BALANCES = ("microbatch", "sequence", "batch")
 
 
 def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -159,7 +159,7 @@ class MixtureOfExperts(nnx.Module):
             SwiGLU(width, shared_hidden, rngs, axis=TENSOR, dtype=dtype) if shared_hidden else None
         )
         self.shared_gate = (
-            nnx.Param(scaled(width)(rngs.params(), (width,), dtype)) if shared_gate else None
+            nnx.Param(scaled(width)(rngs.params(), (width, 1), dtype)) if shared_gate else None
         )
         self.is_counting = counts or balance == "batch" or bool(bias_rate)
         self.bias = ExpertState(jnp.zeros(e, jnp.float32)) if bias_rate is not None else None
@@ -253,7 +253,7 @@ class MixtureOfExperts(nnx.Module):
         if self.shared_gate is None:
             return y
         gate = jnp.dot(tokens, self.shared_gate[...].astype(tokens.dtype))
-        return y * jax.nn.sigmoid(gate)[:, None]
+        return y * jax.nn.sigmoid(gate)
 
     def _add_losses(self, y: jax.Array, logits: jax.Array, routing: Routing) -> jax.Array:
         if self.balance_weight:

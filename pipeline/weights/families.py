@@ -15,6 +15,7 @@ from pipeline.base.files import Kind, faults_of, shown
 from pipeline.decoders import DecoderConfig, Rope
 from pipeline.decoders.config import Activation
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
+from pipeline.weights import experts
 from pipeline.weights.family import Config, Family
 from pipeline.weights.patterns import row
 
@@ -120,15 +121,20 @@ _GPT2_KEYS = {
 # What values must be. JSON knows NaN and Infinity, and text where a number or flag belongs.
 _OF_KIND: dict[Kind, str] = {
     "size": "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim intermediate_size n_embd n_layer n_head n_inner n_positions max_position_embeddings "
+    "head_dim num_local_experts num_experts num_experts_per_tok moe_intermediate_size "
+    "decoder_sparse_step n_routed_experts n_group topk_group q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size n_embd n_layer n_head n_inner "
+    "n_positions max_position_embeddings "
     "sliding_window sliding_window_pattern _sliding_window_pattern",
-    "count": "max_window_layers",
+    "count": "max_window_layers shared_expert_intermediate_size first_k_dense_replace "
+    "n_shared_experts",
     "positive": "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq "
-    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping partial_rotary_factor",
-    "flag": "tie_word_embeddings attention_bias mlp_bias use_sliding_window",
-    "text": "model_type hidden_act hidden_activation activation_function",
+    "query_pre_attn_scalar swiglu_limit routed_scaling_factor attn_logit_softcapping "
+    "final_logit_softcapping partial_rotary_factor",
+    "flag": "tie_word_embeddings norm_topk_prob attention_bias mlp_bias use_sliding_window",
+    "text": "model_type topk_method hidden_act hidden_activation activation_function",
     "object": "rope_scaling rope_parameters",
-    "list": "layer_types architectures",
+    "list": "layer_types architectures mlp_only_layers",
 }
 _KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_KIND.items() for key in of.split()}
 _OF_ROPE: dict[Kind, str] = {
@@ -185,6 +191,8 @@ def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
         given[reading.activation] = reading.defaults.get(reading.activation)
     # Written out, null is a value: no window, no soft cap.
     given = {key: value for key, value in given.items() if value is not None}
+    if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
+        del given["sliding_window"]  # as transformers writes it where it is not used
     wrong = _faults(given)
     wrong += [
         f"{key} is missing"
@@ -256,14 +264,18 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
         names = ("factor", "low_freq_factor", "high_freq_factor")
         values = {name: written[name] for name in names if name in written}
         return Rope(theta, RopeScaling(**values, original_max_position_embeddings=context))
-    if how == "yarn" and not (written.get("mscale") or written.get("mscale_all_dim")):
+    if how == "yarn":
         options = ("beta_fast", "beta_slow", "attention_factor", "truncate")
         values = {name: written[name] for name in options if written.get(name) is not None}
         factor = written.get("factor") or given.get("max_position_embeddings", context) / context
+        both = [written.get(name) for name in ("mscale", "mscale_all_dim")]
+        if all(both) and "attention_factor" not in values:
+            first, second = (experts.yarn_amplitude(factor, scale) for scale in both if scale)
+            values["attention_factor"] = first / second
         return Rope(theta, YarnScaling(factor, context, **values))
     raise ValueError(
         f"rope of type {how!r} is not supported as written ({dict(written)!r}); known are "
-        f"default, linear, llama3, and yarn without mscale"
+        f"default, linear, llama3 and yarn"
     )
 
 
@@ -345,6 +357,53 @@ def _gemma3(given: Config) -> dict[str, Any]:
     }
 
 
+def _mixtral(given: Config) -> dict[str, Any]:
+    return {**_mistral(given), "experts": experts.mixtral(given)}
+
+
+def _olmoe(given: Config) -> dict[str, Any]:
+    return {**_llama(given), "experts": experts.olmoe(given)}
+
+
+def _qwen2_moe(given: Config) -> dict[str, Any]:
+    bias = given.get("qkv_bias", True)
+    return {"rope": _rope(given), "qkv_bias": bias, "experts": experts.qwen(given)}
+
+
+def _qwen3_moe(given: Config) -> dict[str, Any]:
+    bias, used = given.get("attention_bias", False), given.get("use_sliding_window", False)
+    return {
+        "rope": _rope(given),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _windows(given, pattern=lambda _: True) if used else (),
+        "experts": experts.qwen(given),
+    }
+
+
+def _gpt_oss(given: Config) -> dict[str, Any]:
+    bias = given.get("attention_bias", True)
+    return {
+        "rope": _rope(given),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _windows(given, pattern=lambda n: n % 2 == 0),
+        "experts": experts.gpt_oss(given),
+    }
+
+
+def _deepseek(given: Config, version: int) -> dict[str, Any]:
+    found = experts.latent(given)
+    return {
+        "rope": _rope(given),
+        "latent": found,
+        "attention_scale": experts.latent_scale(given),
+        "head_dim": found.rope,
+        "kv_heads": given["num_attention_heads"],
+        "experts": experts.deepseek(given, version),
+    }
+
+
 _GEMMA = {"norm_offset": 1.0}
 _SILU = {"hidden_act": "silu"}
 _GEMMA_DEFAULTS = {
@@ -352,7 +411,7 @@ _GEMMA_DEFAULTS = {
     "head_dim": 256,
     "tie_word_embeddings": True,
 }
-_READINGS = {
+_READINGS: dict[str, Reading] = {
     "llama": Reading(_KEYS, defaults=_SILU, more=_llama),
     "mistral": Reading(_KEYS, defaults={**_SILU, "sliding_window": 4096}, more=_mistral),
     "qwen2": Reading(_KEYS, defaults=_SILU, fixed={"qkv_bias": True}, more=_qwen2),
@@ -416,7 +475,83 @@ _READINGS = {
         activation="activation_function",
     ),
 }
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_OF_DEEPSEEK = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+_READINGS |= {
+    "mixtral": Reading(_KEYS, defaults={**_SILU, "rope_theta": 1e6}, more=_mixtral),
+    "olmoe": Reading(
+        _KEYS,
+        defaults={**_SILU, "rms_norm_eps": 1e-5},
+        only={"clip_qkv": None},
+        fixed={"qk_norm": "whole"},
+        more=_olmoe,
+    ),
+    "qwen2_moe": Reading(
+        _KEYS, defaults=_SILU, only={"use_sliding_window": False}, more=_qwen2_moe
+    ),
+    "qwen3_moe": Reading(
+        _KEYS, defaults={**_SILU, "head_dim": 128}, fixed={"qk_norm": True}, more=_qwen3_moe
+    ),
+    "gpt_oss": Reading(
+        _KEYS,
+        defaults={
+            **_SILU,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": _GPT_OSS_ROPE,
+            "sliding_window": 128,
+        },
+        only={"swiglu_alpha": 1.702},
+        fixed={"sinks": True},
+        more=_gpt_oss,
+    ),
+    "deepseek_v2": Reading(
+        _KEYS,
+        defaults=_SILU,
+        only={**_OF_DEEPSEEK, "norm_topk_prob": False, "scoring_func": "softmax"},
+        more=functools.partial(_deepseek, version=2),
+    ),
+    "deepseek_v3": Reading(
+        _KEYS,
+        defaults=_SILU,
+        only={**_OF_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        more=functools.partial(_deepseek, version=3),
+    ),
+}
+_DEEPSEEK_ROWS = (
+    row("attention_norm.scale", "d", ("input_layernorm.weight", "d")),
+    *experts.LATENT_ROWS,
+    row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
+    *_MLP,
+    *experts.DEEPSEEK_ROWS,
+)
+_HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}
+_OLMOE_ROWS = (
+    *(one for one in LLAMA_ROWS if one.target not in _HEAD_NORMS),
+    *experts.OLMOE_NORMS,
+    *experts.EXPERT_ROWS,
+)
+_BUFFERS = r"\.rotary_emb\.inv_freq$"
 _TABLES: dict[str, dict[str, Any]] = {
+    "mixtral": {"rows": (*LLAMA_ROWS, *experts.MIXTRAL_ROWS)},
+    "olmoe": {"rows": _OLMOE_ROWS},
+    "qwen2_moe": {"rows": (*LLAMA_ROWS, *experts.QWEN2_ROWS)},
+    "qwen3_moe": {"rows": (*LLAMA_ROWS, *experts.EXPERT_ROWS)},
+    "gpt_oss": {"rows": (*LLAMA_ROWS, *experts.GPT_OSS_ROWS)},
+    "deepseek_v2": {"rows": _DEEPSEEK_ROWS},
+    # The layer for multi-token prediction, which its definition leaves out too.
+    "deepseek_v3": {"rows": _DEEPSEEK_ROWS, "ignored": (_BUFFERS, r"^model\.layers\.61\.")},
     "gemma2": {"rows": GEMMA2_ROWS},
     "gemma3_text": {"rows": GEMMA2_ROWS},
     "gpt2": {
@@ -432,7 +567,7 @@ _COMMON = {
     "rows": LLAMA_ROWS,
     "embed": EMBED,
     "head": HEAD,
-    "ignored": (r"\.rotary_emb\.inv_freq$",),
+    "ignored": (_BUFFERS,),
 }
 
 FAMILIES: dict[str, Family] = {

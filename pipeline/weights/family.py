@@ -89,4 +89,17 @@ def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
         "c": config.head_dim,
         "f": config.hidden,
         "p": config.positions,
+        **_expert_sizes(config),
     }
+
+
+def _expert_sizes(config: DecoderConfig) -> dict[str, int]:
+    """The letters of experts and of latent attention."""
+    found: dict[str, int] = {}
+    if (experts := config.experts) is not None:
+        found = {"e": experts.number, "m": experts.hidden, "s": experts.shared_hidden}
+    if (latent := config.latent) is not None:
+        found |= {"q": latent.query_rank or 0, "r": latent.rank, "w": latent.value}
+        found |= {"x": latent.nope + latent.rope, "y": latent.rank + latent.rope}
+        found |= {"z": latent.nope + latent.value}
+    return found

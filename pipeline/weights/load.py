@@ -23,10 +23,11 @@ from pipeline.core.layerwise.layout import Mark
 from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.core.sharding.distribute import distribute
 from pipeline.decoders import build, next_token_loss, split_layers
-from pipeline.decoders.config import as_float
+from pipeline.decoders.config import as_float, with_options
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.layouts import Layout, parse_layout
 from pipeline.vocabulary import CrossEntropy
+from pipeline.weights.biases import Constant, StateRef, constants, state_view, with_biases
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Config, Family
@@ -67,6 +68,7 @@ def load(
     dtype: Any = None,
     activations: Any = None,
     family: str | Family | None = None,
+    experts: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Pipeline:
     """A pipeline of the decoder that a checkpoint holds, with its weights.
@@ -83,6 +85,8 @@ def load(
       dtype: of the weights; by default that of most bytes of the checkpoint.
       activations: dtype of activations; by default that of the weights.
       family: in place of the one that ``model_type`` names; a name, or a table of one's own.
+      experts: options of mixtures of experts that no checkpoint says, such as ``dispatch`` and
+        ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
       options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
 
     Raises:
@@ -98,6 +102,7 @@ def load(
         dtype=dtype,
         activations=activations,
         family=family,
+        experts=experts,
         **shared,
     )
     stages, read = made.pop("stages"), made.pop("read")
@@ -116,6 +121,7 @@ def parts(
     activations: Any = None,
     vocabulary: Literal["ends", "stage"] = "ends",
     family: str | Family | None = None,
+    experts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
 
@@ -128,6 +134,7 @@ def parts(
       activations: of activations.
       vocabulary: as of `Pipeline`.
       family: its names.
+      experts: as of `load`.
 
     Returns:
       stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
@@ -143,7 +150,7 @@ def parts(
             f"the family {family.name!r} has no config=, so its model is one's own: make a "
             f"Pipeline of it and call pipeline.weights.read_into(pipe, folder, family=...)"
         )
-    config = family.config(checkpoint.config)
+    config = with_options(family.config(checkpoint.config), experts)
     check_layers(checkpoint, family, config.layers)
     counts = count_blocks(config.layers, num_stages, layout, mesh)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
@@ -228,23 +235,29 @@ def common_dtype(checkpoint: Checkpoint) -> Any:
 
 
 def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
-    view = layer_view(pipe)
+    view, state = layer_view(pipe), state_view(pipe)
     prefix = family.prefix_of(list(checkpoint.tensors))
-    found = entries_of(view.tree, family, checkpoint.config, prefix)
+    found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
     entries = with_tied_head(found, checkpoint, family, prefix)
-    check_shapes(entries, lambda held: _shape(view, held))
+    check_shapes(entries, lambda held: _shape(view, state, held))
     if is_native(checkpoint):
         entries = native_entries(entries)
         check_tensors(entries, checkpoint, NATIVE)
     else:
         check_tensors(entries, checkpoint, family)
-    _Reading(pipe, view, checkpoint, {entry.held: entry.plan for entry in entries}).run()
+    plans: dict[Any, Any] = {entry.held: entry.plan for entry in entries}
+    _Reading(pipe, view, checkpoint, plans).run()
+    if state is not None:
+        held = {one.ref: plan for one, plan in plans.items() if isinstance(one, StateRef)}
+        _Reading(pipe, state, checkpoint, {**constants(state), **held}).run()
     text = json.dumps(checkpoint.config, indent=2)
     if isinstance(pipe.head, nnx.Module):
         pipe.head.origin = Origin(family, text)  # type: ignore[attr-defined]
 
 
-def _shape(view: LayerView, held: Any) -> tuple[int, ...]:
+def _shape(view: LayerView, state: LayerView | None, held: Any) -> tuple[int, ...]:
+    if isinstance(held, StateRef) and state is not None:
+        return _shape(state, None, held.ref)
     if isinstance(held, EndRef):
         return view.ends[held.end].shape
     stack = view.stacks[held.stack]
@@ -265,7 +278,7 @@ class _Reading:
     pipe: Pipeline
     view: LayerView
     checkpoint: Checkpoint
-    plans: Mapping[Any, Plan]
+    plans: Mapping[Any, Plan | Constant]
 
     def run(self) -> None:
         """Fill all of them."""
@@ -294,7 +307,7 @@ class _Reading:
                 if first <= rank < last and plan is not None:
                     self._slot(plan, slot, out[rank - first], rest)
 
-    def _slot(self, plan: Plan, slot: Slot, out: np.ndarray, at: Ranges) -> None:
+    def _slot(self, plan: Plan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
         """A layer's leaf, within a device's part of the row in which it lies."""
         part = None if slot.spot is None else slot.spot.part
         if part is None:
@@ -320,7 +333,7 @@ class _Reading:
             place = tuple(slice(0, b - a) for a, b in held)
             self._fill(self.plans[EndRef(n)], held, out[place])
 
-    def _fill(self, plan: Plan, at: Ranges, out: np.ndarray) -> None:
+    def _fill(self, plan: Plan | Constant, at: Ranges, out: np.ndarray) -> None:
         plan.fill(out, at, self._tensor)
 
     def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:

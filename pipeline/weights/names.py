@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
 from pipeline.weights.family import Config, Family
-from pipeline.weights.patterns import Part, Plan, Row, Sizes, plan
+from pipeline.weights.patterns import Plan, Row, Sizes, plan
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"
@@ -120,12 +120,7 @@ class _Planner:
         """A weight's."""
         made = plan(row, sizes)
         parts = tuple(
-            Part(
-                self.family.tensor_name(self.prefix, number, part.name),
-                part.dims,
-                part.start,
-                part.count,
-            )
+            replace(part, name=self.family.tensor_name(self.prefix, number, part.name))
             for part in made.parts
         )
         return Entry(layer, Plan(made.target, made.dims, parts), held)

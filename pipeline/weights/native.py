@@ -24,6 +24,7 @@ from flax.nnx.traversals import unflatten_mapping
 from pipeline.decoders import DecoderConfig, Parts, build, split_layers
 from pipeline.decoders.config import as_float
 from pipeline.splitting.layouts import Layout, parse_layout
+from pipeline.weights.biases import is_bias
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
 from pipeline.weights.families import family_of
 from pipeline.weights.family import Family
@@ -164,7 +165,9 @@ def describe_checkpoint(
 
 def tree_of(stages: Sequence[Any], embed: Any, head: Any) -> dict[str, Any]:
     """The layers of a model without a pipeline; a table that is shared is the embedding's."""
-    state = nnx.to_flat_state(nnx.state(Parts(list(stages), embed, head), nnx.Param))
+    state = nnx.to_flat_state(
+        nnx.state(Parts(list(stages), embed, head), nnx.Any(nnx.Param, is_bias))
+    )
     tree: Any = unflatten_mapping({tuple(path): leaf.get_raw_value() for path, leaf in state})
     found = {EMBED: {}, HEAD: {}, **tree}
     return {**found, "stages": [tree["stages"][k] for k in sorted(tree["stages"])]}

@@ -7,6 +7,9 @@ theirs ``+g`` says that it takes g places of it, and where, while one without ta
 So three matrices of a file are one fused weight here::
 
     "d (k + c)"  of  "(k +g c) d",  "(k c) d"  and  "(k c) d"
+
+An array whose name has a letter in braces is one of many, one for each value of the letter, which
+its pattern lacks: ``experts.{e}.up.weight`` with ``f d`` is a part of ``e d f`` for each expert.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ Sizes = Mapping[str, int]  # of letters
 Range = tuple[int, int]  # start, stop
 Read = Callable[[str, Sequence[Range]], np.ndarray]  # a tensor's name, a range of each dim
 Factors = tuple[tuple[str, int], ...]  # of a dim: letters and sizes, slowest first
+Place = dict[str, int | slice]  # of letters, in a slice of a weight
 
 PLACES = "+"
 BLOCK = 1 << 22  # bytes that are read at a time
 _TOKEN = re.compile(r"\([^()]*\)|\S+")
+_BRACES = re.compile(r"\{(\w+)\}")
 _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
 
 
@@ -36,7 +41,8 @@ class Source:
     """An array of the file.
 
     Attributes:
-      name: its name within the layer, such as ``self_attn.q_proj.weight``.
+      name: its name within the layer, such as ``self_attn.q_proj.weight``; with a letter in braces
+        the names of many arrays.
       pattern: its dims.
     """
 
@@ -78,33 +84,51 @@ class Part:
       name: of the array.
       dims: what each of its dims consists of.
       start, count: its places along ``+``.
+      fixed: letters of the weight that it lacks, and its place along each.
     """
 
     name: str
     dims: tuple[Factors, ...]
     start: int
     count: int
+    fixed: tuple[tuple[str, int], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array in the file."""
         return tuple(map(_size, self.dims))
 
-    def within(self, spans: Mapping[str, Range]) -> tuple[slice, dict[str, Range]] | None:
-        """Find the slice of the file for a slice of the weight, and its place along ``+``; None if
+    def within(self, spans: Mapping[str, Range]) -> tuple[Place, dict[str, Range]] | None:
+        """Find the slice of the file for a slice of the weight, and its place in that; None if
         empty.
 
         Args:
           spans: the range of each letter.
         """
+        place: Place = {}
+        for name, at in self.fixed:
+            first, last = spans[name]
+            if not first <= at < last:
+                return None
+            place[name] = at - first
+        own = {name: span for name, span in spans.items() if name not in place}
         if PLACES not in spans:
-            return slice(None), dict(spans)
+            return place, own
         first, last = spans[PLACES]
         low, high = max(first, self.start), min(last, self.start + self.count)
         if low >= high:
             return None
-        own = low - self.start, high - self.start
-        return slice(low - first, high - first), {**spans, PLACES: own}
+        place[PLACES] = slice(low - first, high - first)
+        return place, {**own, PLACES: (low - self.start, high - self.start)}
+
+    def view(self, weight: np.ndarray, names: Sequence[str], place: Place) -> np.ndarray:
+        """Take its place in a slice of the weight that has a dim for each letter."""
+        return weight[tuple(place.get(name, slice(None)) for name in names)]
+
+    def names(self, names: Sequence[str]) -> list[str]:
+        """List the letters of its view: all but the fixed ones."""
+        fixed = {name for name, _ in self.fixed}
+        return [name for name in names if name not in fixed]
 
 
 @dataclass(frozen=True)
@@ -156,9 +180,8 @@ class Plan:
         view = whole.reshape(held)
         for part in self.parts:
             if (found := part.within(spans)) is not None:
-                cut, own = found
-                axis = names.index(PLACES) if PLACES in names else 0
-                _fill(view[(slice(None),) * axis + (cut,)], names, part, own, read)
+                place, own = found
+                _fill(part.view(view, names, place), part.names(names), part, own, read)
         if whole is not out:
             dims = [
                 math.prod(spans[name][1] - spans[name][0] for name, _ in factors)
@@ -172,13 +195,11 @@ class Plan:
         view = weight.reshape([size for factors in self.dims for _, size in factors])
         found = {}
         for part in self.parts:
-            piece = view
-            if PLACES in names:
-                axis = names.index(PLACES)
-                piece = view[(slice(None),) * axis + (slice(part.start, part.start + part.count),)]
+            place: Place = {PLACES: slice(part.start, part.start + part.count), **dict(part.fixed)}
+            piece, left = part.view(view, names, place), part.names(names)
             order = [name for factors in part.dims for name, _ in factors]
-            missing = [name for name in names if name not in order]  # `+` of a single place
-            piece = piece.transpose([names.index(name) for name in (*order, *missing)])
+            missing = [name for name in left if name not in order]  # `+` of a single place
+            piece = piece.transpose([left.index(name) for name in (*order, *missing)])
             found[part.name] = np.ascontiguousarray(piece).reshape(part.shape)
         return found
 
@@ -189,28 +210,47 @@ def plan(row: Row, sizes: Sizes) -> Plan:
     Raises:
       ValueError: a pattern that cannot be read, or that names other letters than its sources do.
     """
-    starts, parts = 0, []
+    starts: int = 0
+    parts: list[Part] = []
+    letters = {}
     for source in row.sources:
         dims = _dims(source.pattern, sizes, row.target)
         count = next((size for factors in dims for name, size in factors if name == PLACES), 1)
-        parts.append(Part(source.name, dims, starts, count))
+        named = _named(source, sizes, row)
+        parts += [Part(name, dims, starts, count, fixed) for name, fixed in named]
         starts += count
+        theirs = [name for factors in dims for name, _ in factors if name != PLACES]
+        letters[source] = sorted(theirs + _BRACES.findall(source.name))
     dims = _dims(row.pattern, {**sizes, PLACES: starts}, row.target)
     own = sorted(name for factors in dims for name, _ in factors if name != PLACES)
-    for source, part in zip(row.sources, parts, strict=True):
-        theirs = sorted(name for factors in part.dims for name, _ in factors if name != PLACES)
+    for source, theirs in letters.items():
         if theirs != own:
             raise ValueError(
                 f"row {row.target!r}: the pattern {source.pattern!r} of {source.name!r} has the "
                 f"letters {' '.join(theirs)}, that of the weight, {row.pattern!r}, has "
                 f"{' '.join(own)}; both name the same, each once"
             )
-    if len(parts) > 1 and PLACES not in row.pattern:
+    if len(row.sources) > 1 and PLACES not in row.pattern:
         raise ValueError(
-            f"row {row.target!r} has {len(parts)} sources and the pattern {row.pattern!r}: say "
-            f"with + along which dim they lie"
+            f"row {row.target!r} has {len(row.sources)} sources and the pattern {row.pattern!r}: "
+            f"say with + along which dim they lie"
         )
     return Plan(row.target, dims, tuple(parts))
+
+
+def _named(source: Source, sizes: Sizes, row: Row) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+    """List the names of a source's arrays, each with its place along the letter in braces."""
+    found = _BRACES.search(source.name)
+    if found is None:
+        return [(source.name, ())]
+    letter = found[1]
+    if letter not in sizes:
+        raise ValueError(
+            f"row {row.target!r}: the name {source.name!r} has the letter {letter!r}, and the "
+            f"model has sizes for {' '.join(sizes)}"
+        )
+    parts = source.name[: found.start()], source.name[found.end() :]
+    return [(f"{n}".join(parts), ((letter, n),)) for n in range(sizes[letter])]
 
 
 def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:

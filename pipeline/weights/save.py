@@ -15,7 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pipeline.core.layerwise.view import EndRef, LayerView, layer_view
 from pipeline.core.sharding import meshes
+from pipeline.layers import ExpertState
 from pipeline.pipeline import Pipeline
+from pipeline.weights.biases import StateRef, state_view, with_biases
 from pipeline.weights.checkpoint import CONFIG
 from pipeline.weights.family import Config, Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
@@ -174,7 +176,8 @@ class _Source:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.view: LayerView = layer_view(pipe)
-        state = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
+        self.state = state_view(pipe)
+        state = nnx.to_flat_state(nnx.state(pipe, nnx.Any(nnx.Param, ExpertState)))
         values = {path: variable.get_raw_value() for path, variable in state}
         if any(isinstance(value, jax.ShapeDtypeStruct) for value in values.values()):
             raise ValueError(
@@ -186,7 +189,9 @@ class _Source:
 
     def entries(self, family: Family, config: Config) -> list[Entry]:
         """All weights in layer order."""
-        found = entries_of(self.view.tree, family, config, family.prefixes[0])
+        found = entries_of(
+            with_biases(self.view.tree, self.state), family, config, family.prefixes[0]
+        )
         check_shapes(found, lambda held: self._place(held)[2])
         return found
 
@@ -200,7 +205,8 @@ class _Source:
         if isinstance(entry.held, EndRef):
             whole = gathered(array, None, self.mesh)
             return whole[: shape[0]] if shape else whole
-        slot = self.view.stacks[entry.held.stack].slots[entry.held.slot]
+        view, ref = self._seen(entry.held)
+        slot = view.stacks[ref.stack].slots[ref.slot]
         row = gathered(array, rank, self.mesh)
         if slot.spot is None or slot.spot.part is None:
             return row
@@ -211,8 +217,15 @@ class _Source:
         if isinstance(held, EndRef):
             end = self.view.ends[held.end]
             return self.values["ends", *end.path], None, end.shape
-        stack = self.view.stacks[held.stack]
-        return self.values[stack.path], held.rank, stack.slots[held.slot].shape
+        view, ref = self._seen(held)
+        stack = view.stacks[ref.stack]
+        return self.values[stack.path], ref.rank, stack.slots[ref.slot].shape
+
+    def _seen(self, held: Any) -> tuple[LayerView, Any]:
+        """The view that has a leaf of stages, and where in it."""
+        if isinstance(held, StateRef) and self.state is not None:
+            return self.state, held.ref
+        return self.view, held
 
 
 def gathered(array: jax.Array, row: int | None, mesh: Any) -> np.ndarray:

@@ -152,7 +152,7 @@ def test_an_expert_without_tokens_has_no_gradient():
 
 def test_shared_experts_are_added_to_what_was_chosen():
     moe = made(shared_hidden=10, shared_gate=True)
-    gate = jax.nn.sigmoid(X @ moe.shared_gate[...])[:, None]
+    gate = jax.nn.sigmoid(X @ moe.shared_gate[...])
     assert_close(moe(X), dense(moe, X) + gate * moe.shared(X))
 
 

@@ -17,7 +17,10 @@ from tests.weights import tiny
 
 CONFIG = tiny.CONFIGS["llama"]
 TENSORS = tiny.tensors_of(CONFIG)
-KNOWN = "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, gpt2"
+KNOWN = (
+    "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, gpt2, mixtral, olmoe, qwen2_moe, "
+    "qwen3_moe, gpt_oss, deepseek_v2, deepseek_v3"
+)
 OUT = "model.layers.1.self_attn.o_proj.weight"
 
 
@@ -186,8 +189,7 @@ def test_shards_that_are_missing_or_of_another_checkpoint(tmp_path: Path):
             {"rope_scaling": {"rope_type": "longrope"}},
             (
                 "config.json of llama: rope of type 'longrope' is not supported as written "
-                "({'rope_type': 'longrope'}); known are default, linear, llama3, and yarn without "
-                "mscale"
+                "({'rope_type': 'longrope'}); known are default, linear, llama3 and yarn"
             ),
         ),
         (

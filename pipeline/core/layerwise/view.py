@@ -187,16 +187,18 @@ class LayerView:
     places: tuple[tuple[int, int], ...]
 
 
-def layer_view(pipe: Any, *, trained: bool = False, state: bool = False) -> LayerView:
+def layer_view(pipe: Any, *, trained: bool = False, state: Any = False) -> LayerView:
     """The layer view of a pipeline's parameters.
 
     Args:
       pipe: the pipeline.
       trained: only of those that it trains.
-      state: of its declared state instead.
+      state: of its declared state instead, or of that which a filter finds.
     """
     stages_of, masks = pipe.schedule.stages_of, pipe.trained
-    declared = find_state(pipe.plan.state if state else None, pipe.chunks, pipe.ends, stages_of)
+    wanted = (pipe.plan.state if state is True else state) if state else None
+    declared = find_state(wanted, pipe.chunks, pipe.ends, stages_of)
+    state = bool(state)
     stacks: list[Stack] = []
     for v, chunk in enumerate(pipe.chunks):
         held = [row[v] for row in stages_of]

@@ -43,6 +43,7 @@ def read(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention by its formula, in float32, returned in the dtype of q.
 
@@ -55,6 +56,7 @@ def read(
       seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
       scale: of the scores, by default c ** -0.5.
       softcap: of the scores, if any.
+      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
     """
     b, t, _, c = q.shape
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -62,5 +64,10 @@ def read(
     scores = jnp.einsum("btkgc,bskc->bkgts", grouped, wide_k)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, HIDDEN), axis=-1)
+    scores = jnp.where(seen[:, None, None], scores, HIDDEN)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)

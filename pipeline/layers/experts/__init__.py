@@ -12,17 +12,27 @@ from pipeline.layers.experts.dispatch import (
     dispatch_by_gather,
     dispatch_by_ragged,
 )
-from pipeline.layers.experts.losses import balance_loss, load_of, sequence_balance_loss, z_loss
+from pipeline.layers.experts.losses import (
+    BALANCES,
+    Balance,
+    balance_loss,
+    load_of,
+    sequence_balance_loss,
+    z_loss,
+)
 from pipeline.layers.experts.products import combine, grouped_matmul, run_grouped
-from pipeline.layers.experts.routing import Router, Routing, route
+from pipeline.layers.experts.routing import Router, Routing, Scoring, route
 from pipeline.layers.experts.state import ExpertState, advance_experts, settle_experts
 
 __all__ = [
+    "BALANCES",
     "DISPATCHES",
+    "Balance",
     "Dispatch",
     "ExpertState",
     "Router",
     "Routing",
+    "Scoring",
     "advance_experts",
     "balance_loss",
     "capacity_of",

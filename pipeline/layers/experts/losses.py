@@ -13,11 +13,16 @@ load of all rows is the loss of all rows.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from collectives.tensor import is_manual
 from pipeline.layers.experts.state import loads
+
+Balance = Literal["microbatch", "sequence", "batch"]  # of which rows a balance loss takes the load
+BALANCES = ("microbatch", "sequence", "batch")
 
 
 def counts_of(chosen: jax.Array, num_experts: int) -> jax.Array:

@@ -1,0 +1,143 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values out of one latent.
+
+Letters: b = sequences, t = positions, d = width, h = heads, r = width of the latent, n and o =
+numbers of a head that positions do not turn and that they do, w = width of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives.sizes import TENSOR
+from collectives.tensor import column_input
+from pipeline.decoders.attention import check_not_remembered, check_whole
+from pipeline.decoders.config import DecoderConfig
+from pipeline.layers import ColumnLinear, RMSNorm, RowLinear, rotary, rotate
+from pipeline.layers.attending.formula import HIDDEN, visible
+from pipeline.layers.attending.order import WHOLE, Context
+from pipeline.layers.attention import check_segments
+from pipeline.layers.weights import apply, scaled
+
+EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
+
+
+class LatentAttention(nnx.Module):
+    """`[b, t, d] -> [b, t, d]`: every position reads itself and those before it.
+
+    A decoder that makes text keeps the latents, r + o numbers of a position, and forms keys and
+    values again.
+
+    Args:
+      config: of the decoder, with ``latent``.
+      layer: which of its layers this is.
+      rngs: has a stream ``params``.
+      dtype: of the parameters; activations: of what is kept of latents, by default that.
+      context: how sequences lie on the ranks of an axis; whole ones alone.
+    """
+
+    prefills = True
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any = None,
+        context: Context = WHOLE,
+    ) -> None:
+        check_whole("latent attention", context)
+        sizes = config.latent
+        assert sizes is not None  # noqa: S101 - the block asks
+        d, h = config.width, config.heads
+        self.heads, self.sizes, self.rope = h, sizes, config.rope_of(layer)
+        self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
+        self.scale = config.attention_scale
+        pieces = "num_heads", h, None
+        out = h * (sizes.nope + sizes.rope)
+
+        def whole(rows: int, columns: int) -> nnx.Param[Any]:
+            return nnx.Param(scaled(rows)(rngs.params(), (rows, columns), dtype))
+
+        def norm(width: int) -> RMSNorm:
+            return RMSNorm(width, epsilon=EPSILON, dtype=dtype)
+
+        rank = sizes.query_rank
+        self.q_down = None if rank is None else whole(d, rank)
+        self.q_norm = None if rank is None else norm(rank)
+        last = ColumnLinear(rank or d, out, rngs, dtype=dtype, pieces=pieces)
+        self.q: Any = last if rank is None else None
+        self.q_up: Any = None if rank is None else last
+        self.kv_down, self.kv_norm = whole(d, sizes.rank + sizes.rope), norm(sizes.rank)
+        columns = h * (sizes.nope + sizes.value)
+        self.kv = ColumnLinear(sizes.rank, columns, rngs, dtype=dtype, pieces=pieces)
+        self.out = RowLinear(h * sizes.value, d, rngs, dtype=dtype, pieces=pieces)
+
+    def start_decoding(self, rows: int, length: int) -> None:
+        """Have room for the latents of that many sequences of that many positions."""
+        shape = rows, length, self.sizes.rank + self.sizes.rope
+        self.latents = nnx.Cache(jnp.zeros(shape, self.kept_dtype))
+        self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attend; arguments and errors as of `DecoderAttention`."""
+        first = self.seen[...] if hasattr(self, "seen") else None
+        check_not_remembered(first, segments)
+        n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
+        if positions is None:
+            positions = jnp.arange(t)[None]
+            positions = positions if first is None else positions + first
+        q = self._queries(x).reshape(b, t, -1, n + o)
+        both = apply(x, self.kv_down[...].astype(x.dtype))
+        latent, key = self.kv_norm(both[..., :-o]), both[..., -o:]
+        turned = key[:, :, None]
+        if self.rope is not None:
+            turns = rotary(positions, o, theta=self.rope.theta, scaling=self.rope.scaling)
+            q = jnp.concatenate([q[..., :n], rotate(_halves(q[..., n:]), *turns)], axis=-1)
+            turned = rotate(_halves(turned), *turns)
+        both = jnp.concatenate([latent, turned[:, :, 0]], axis=-1)
+        if first is not None:
+            kept = both.astype(self.kept_dtype)
+            place = (0, first, 0)
+            self.latents[...] = jax.lax.dynamic_update_slice(self.latents[...], kept, place)
+            self.seen[...] = first + t
+            both = self.latents[...].astype(x.dtype)
+        check_segments(segments, q)
+        places = jnp.arange(t) if first is None else first + jnp.arange(t)
+        own = () if segments is None else (segments, segments)
+        seen = visible(places, jnp.arange(both.shape[1]), None, *own)
+        y = self._read(q, both[..., :-o], both[..., -o:], seen)
+        return self.out(y.reshape(b, t, -1))
+
+    def _queries(self, x: jax.Array) -> jax.Array:
+        """`[b, t, h·(n + o)]` of this rank's heads."""
+        if self.q_down is None or self.q_norm is None:
+            return self.q(x)
+        return self.q_up(self.q_norm(apply(x, self.q_down[...].astype(x.dtype))))
+
+    def _read(self, q: jax.Array, latent: jax.Array, key: jax.Array, seen: jax.Array) -> jax.Array:
+        """Attention over local heads, in float32: `[b, t, h, w]`."""
+        n = self.sizes.nope
+        kv = self.kv(latent).reshape(*latent.shape[:2], -1, n + self.sizes.value)
+        key = column_input(key, TENSOR)
+        wide_q, wide_kv, wide_key = (x.astype(jnp.float32) for x in (q, kv, key))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = jnp.einsum("bthn,bshn->bhts", wide_q[..., :n], wide_kv[..., :n])
+        scores = scale * (scores + jnp.einsum("btho,bso->bhts", wide_q[..., n:], wide_key))
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, HIDDEN), axis=-1)
+        return jnp.einsum("bhts,bshw->bthw", weights, wide_kv[..., n:]).astype(q.dtype)
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Pairs (2i, 2i + 1), as DeepSeek's weights have them, as pairs (i, i + o / 2)."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
