@@ -9,24 +9,29 @@ themselves these are those of `pipeline.layers` that no mesh axis cuts, and in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives import TENSOR, vocabulary_cross_entropy
+from collectives import TENSOR
 from collectives.tensor import join_sequence, split_sequence
 from pipeline import layers
-from pipeline.base.tree import is_array, shape_text
-from pipeline.layers.vocabulary import Table, logits
+from pipeline.base.vocabulary import (
+    CrossEntropy,
+    SplitEmbedding,
+    SplitHead,
+    Table,
+    logits,
+    spoil,
+)
 from pipeline.layers.weights import shared
 
 __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "logits", "spoil"]
 
 
-class VocabularyEmbedding(layers.VocabularyEmbedding):
+class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
     """Words to vectors: [b] integers -> [b, d]. What is no word, below 0 or from N on, is NaN.
 
     Args:
@@ -66,7 +71,7 @@ class VocabularyEmbedding(layers.VocabularyEmbedding):
         return super().__call__(tokens)
 
 
-class VocabularyHead(layers.VocabularyHead):
+class VocabularyHead(layers.VocabularyHead, SplitHead):
     """Vectors to logits: [b, d] -> [b, N] float32, products with the table's rows.
 
     Args:
@@ -132,49 +137,3 @@ class VocabularyHead(layers.VocabularyHead):
         """All logits."""
         found = logits(self.features(x), self.table[...])[..., : self.words]
         return join_sequence(found, sequence_axis=-2) if self.sequence_parallel else found
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """The negative log likelihood of words, as (sum, weight): the mean is over all that count.
-
-    Called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b] integers of
-    which those below 0 do not count (-1 and -100 are usual); or a pair of them and of [b] weights,
-    0 or False for those that do not count. A word from N on makes the loss NaN.
-    """
-
-    def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
-        """[b] words and their float32 weights.
-
-        Raises:
-          ValueError: targets of another form.
-        """
-        is_pair = isinstance(targets, (tuple, list)) and len(targets) == 2
-        ids, weights = targets if is_pair else (targets, None)
-        ids_fit = is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)
-        if not ids_fit or not (weights is None or (is_array(weights) and _alike(weights, ids))):
-            given = jax.tree.map(lambda x: shape_text(x) if is_array(x) else repr(x), targets)
-            raise ValueError(
-                f"targets of CrossEntropy are {given}; give an array of integers, words or below "
-                f"0 for what does not count, or a pair (words, weights) of equal shapes"
-            )
-        ids = ids.astype(jnp.int32)  # few bits may not hold N
-        weights = jnp.ones((), jnp.bool_) if weights is None else weights
-        counts = jnp.broadcast_to(weights.astype(jnp.float32), ids.shape)
-        return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
-
-    def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
-        """(sum, weight), float32 scalars."""
-        ids, weights = self.tokens(targets)
-        words = scores.shape[-1]
-        lost = vocabulary_cross_entropy(scores, jnp.clip(ids, 0, words - 1), None, ignore=None)
-        return jnp.sum(lost * spoil(ids, weights, words)), jnp.sum(weights)
-
-
-def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
-    """Weights, NaN for what counts and is no word."""
-    return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
-
-
-def _alike(weights: Any, ids: Any) -> bool:
-    return bool(weights.shape == ids.shape)

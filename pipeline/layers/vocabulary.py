@@ -17,11 +17,8 @@ from collectives.chunked import linear_cross_entropy
 from collectives.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
+from pipeline.base.vocabulary import Table, logits
 from pipeline.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
-
-
-class Table(nnx.Param[jax.Array]):
-    """[V, d] one row per word, whole; behind the last word rows may belong to none."""
 
 
 class VocabularyEmbedding(nnx.Module):
@@ -165,14 +162,6 @@ class VocabularyHead(nnx.Module):
         x = self.features(x)
         table = read_weight(self.table, x, self.axis)
         return column_input(x, self.axis, sequence_axis=self.sequence_axis), table
-
-
-def logits(h: jax.Array, table: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """[b, d] and [N, d] -> [b, N], b being any axes; products of h's dtype, summed in ``dtype``."""
-    flat = jnp.dot(
-        h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=dtype
-    )
-    return flat.reshape(*h.shape[:-1], -1)
 
 
 def _table(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pipeline.base.tree import Tree, is_float, shape_text
+from pipeline.base.vocabulary import CrossEntropy, SplitEmbedding, SplitHead, Table, marked
 from pipeline.core.model.stage import Ends
-from pipeline.vocabulary import CrossEntropy, Table, VocabularyEmbedding, VocabularyHead
 from schedules.clocks.shared import Shared
 
+_NAMES = {"embed": "VocabularyEmbedding", "head": "VocabularyHead"}
 _REMEDY = {  # for what does more than the class that ranks can share
     "embed": "let the first stage do the rest",
     "head": "do the rest in its norm= or its features()",
@@ -76,9 +77,9 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
     """
     if mode == "ends":
         return ()
-    kinds = {"embed": VocabularyEmbedding, "head": VocabularyHead}
     ends = {"embed": embed, "head": head}
-    shared = tuple(name for name, kind in kinds.items() if isinstance(ends[name], kind))
+    kinds = {"embed": marked(embed, SplitEmbedding), "head": marked(head, SplitHead)}
+    shared = tuple(name for name, kind in kinds.items() if kind is not None)
     if not shared:
         given = " and ".join(f"{name} of type {type(end).__name__}" for name, end in ends.items())
         raise ValueError(
@@ -95,7 +96,7 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
             f"loss_fn=pipeline.vocabulary.CrossEntropy(), with weights in the targets for what "
             f"does not count, or vocabulary='ends'"
         )
-    own: list[tuple[str, Any, type[Any]]] = [(name, ends[name], kinds[name]) for name in shared]
+    own: list[tuple[str, Any, Any]] = [(name, ends[name], kinds[name]) for name in shared]
     if "head" in shared and loss_fn is not None:
         own.append(("loss_fn", loss_fn, CrossEntropy))
     for name, end, kind in own:
@@ -115,7 +116,7 @@ def choose_shared(mode: Any, embed: Any, head: Any, loss_fn: Any) -> Shared:
         if name not in shared and isinstance(ends[name], nnx.Module) and _shares(ends[name], other):
             raise ValueError(
                 f"vocabulary='stage': {name} of type {type(ends[name]).__name__} uses the table "
-                f"that all ranks share; make it a pipeline.vocabulary.{kinds[name].__name__} too, "
+                f"that all ranks share; make it a pipeline.vocabulary.{_NAMES[name]} too, "
                 f"or give vocabulary='ends'"
             )
     return shared

@@ -1,0 +1,90 @@
+"""The table of a vocabulary, its logits and its loss, and marks of layers that ranks can share.
+
+Letters: N words, d width; b stands for any leading axes, those of a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from collectives import vocabulary_cross_entropy
+from pipeline.base.tree import is_array, shape_text
+
+
+class Table(nnx.Param[jax.Array]):
+    """[V, d] one row per word, whole; behind the last word rows may belong to none."""
+
+
+class SplitEmbedding:
+    """The mark of an embedding whose table the ranks of ``stage`` can share.
+
+    Such a class has a ``table``, the number of ``words`` and ``sequence_parallel``.
+    """
+
+
+class SplitHead:
+    """The mark of a head whose table the ranks of ``stage`` can share, with ``features(x)``."""
+
+
+def marked(end: Any, mark: type[Any]) -> type[Any] | None:
+    """Find the class of an end that has a mark of its own; None if it has none."""
+    return next((kind for kind in type(end).__mro__ if mark in kind.__bases__), None)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The negative log likelihood of words, as (sum, weight): the mean is over all that count.
+
+    Called as ``loss(logits, targets)`` with [b, N] logits. Targets are the words, [b] integers of
+    which those below 0 do not count (-1 and -100 are usual); or a pair of them and of [b] weights,
+    0 or False for those that do not count. A word from N on makes the loss NaN.
+    """
+
+    def tokens(self, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """[b] words and their float32 weights.
+
+        Raises:
+          ValueError: targets of another form.
+        """
+        is_pair = isinstance(targets, (tuple, list)) and len(targets) == 2
+        ids, weights = targets if is_pair else (targets, None)
+        ids_fit = is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)
+        if not ids_fit or not (weights is None or (is_array(weights) and _alike(weights, ids))):
+            given = jax.tree.map(lambda x: shape_text(x) if is_array(x) else repr(x), targets)
+            raise ValueError(
+                f"targets of CrossEntropy are {given}; give an array of integers, words or below "
+                f"0 for what does not count, or a pair (words, weights) of equal shapes"
+            )
+        ids = ids.astype(jnp.int32)  # few bits may not hold N
+        weights = jnp.ones((), jnp.bool_) if weights is None else weights
+        counts = jnp.broadcast_to(weights.astype(jnp.float32), ids.shape)
+        return ids, jax.lax.stop_gradient(jnp.where(ids < 0, 0.0, counts))
+
+    def __call__(self, scores: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
+        """(sum, weight), float32 scalars."""
+        ids, weights = self.tokens(targets)
+        words = scores.shape[-1]
+        lost = vocabulary_cross_entropy(scores, jnp.clip(ids, 0, words - 1), None, ignore=None)
+        return jnp.sum(lost * spoil(ids, weights, words)), jnp.sum(weights)
+
+
+def spoil(ids: jax.Array, weights: jax.Array, words: int) -> jax.Array:
+    """Weights, NaN for what counts and is no word."""
+    return jnp.where((ids >= words) & (weights != 0), jnp.nan, weights)
+
+
+def _alike(weights: Any, ids: Any) -> bool:
+    return bool(weights.shape == ids.shape)
+
+
+def logits(h: jax.Array, table: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """[b, d] and [N, d] -> [b, N], b being any axes; products of h's dtype, summed in ``dtype``."""
+    flat = jnp.dot(
+        h.reshape(-1, h.shape[-1]), table.astype(h.dtype).T, preferred_element_type=dtype
+    )
+    return flat.reshape(*h.shape[:-1], -1)
