@@ -5,9 +5,9 @@ from collectives.compat import vary, varying_axes
 from collectives.local import local
 from collectives.mesh import check_mesh, make_mesh
 from collectives.picture import describe_mesh
+from collectives.places.sizes import DATA, STAGE, TENSOR
 from collectives.reduce import from_rank, mean_over, sum_over
 from collectives.shift import axis_size, exchange, ring_shift, shift_left, shift_right
-from collectives.sizes import DATA, STAGE, TENSOR
 from collectives.tensor import (
     check_divides,
     column_input,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import vary, varying_axes
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from collectives.homes import by_process, process_of, straddling, take
-from collectives.layout import as_grid, lay_out
-from collectives.sizes import (
+from collectives.places.homes import by_process, process_of, straddling, take
+from collectives.places.layout import as_grid, lay_out
+from collectives.places.sizes import (
     DATA,
     STAGE,
     TENSOR,

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from collectives.homes import held, process_of, slice_of
 from collectives.mesh import check_mesh
-from collectives.sizes import STAGE, TENSOR
-from collectives.torus import Torus, places, torus_of
+from collectives.places.homes import held, process_of, slice_of
+from collectives.places.sizes import STAGE, TENSOR
+from collectives.places.torus import Torus, places, torus_of
 
 
 def describe_mesh(mesh: Mesh, *, tables: int = 4, width: int = 100) -> str:

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import Axes, manual_axes, tracks_varying, varying_axes
+from collectives.places.sizes import integer
 from collectives.shift import axis_size
-from collectives.sizes import integer
 
 Tree = TypeVar("Tree")
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import manual_axes, platform, vary
-from collectives.sizes import STAGE
+from collectives.places.sizes import STAGE
 
 Tree = TypeVar("Tree")
 Edge = tuple[int, int]  # (source, destination)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import vary, varying_axes
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 
 
 def is_manual(axis: str | None) -> TypeGuard[str]:

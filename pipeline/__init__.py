@@ -7,8 +7,8 @@ from pipeline.base.imports import check_neighbours, check_releases, exports
 if TYPE_CHECKING:
     from pipeline.base.added import add_loss
     from pipeline.config import ParallelConfig
-    from pipeline.core.model.added_losses import with_losses
     from pipeline.core.sharding.report import check_sharding, describe_sharding
+    from pipeline.core.side_effects.added_losses import with_losses
     from pipeline.decoding.generate import generate
     from pipeline.decoding.sampling import sample
     from pipeline.insight.calibrate.calibration import Calibration
@@ -72,7 +72,7 @@ _HOMES = {
     "shard_batch": "pipeline.processes.batch",
     "shard_optimizer": "pipeline.optimizer",
     "split": "pipeline.splitting.split",
-    "with_losses": "pipeline.core.model.added_losses",
+    "with_losses": "pipeline.core.side_effects.added_losses",
 }
 _ROOMS = "layers", "processes", "vocabulary"
 

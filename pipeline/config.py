@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from collectives import make_mesh
-from collectives.homes import process_of
+from collectives.places.homes import process_of
 from pipeline.config_rules import DTYPES, resolve, sizes_of, unknown_keys
 
 _OWN = "process_id"  # the one field that differs between processes

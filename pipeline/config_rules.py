@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from collectives import DATA, STAGE, TENSOR
-from collectives.homes import straddling
-from collectives.sizes import fitting, in_order, integer, is_size, name_faults, text
+from collectives.places.homes import straddling
+from collectives.places.sizes import fitting, in_order, integer, is_size, name_faults, text
 from pipeline.base.precision import check_dtype
 
 Fields = dict[str, Any]

@@ -18,8 +18,9 @@ from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, leaves_by_name
+from pipeline.core.diagnosis.nans import watched
+from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
 from pipeline.core.kernel import differentiable, runtime
-from pipeline.core.kernel.nans import watched
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.layerwise.convert import from_layers, to_layers
 from pipeline.core.layerwise.layout import Layout, Origin, check_layout, mark, types_of
@@ -28,7 +29,6 @@ from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Model, Weights
-from pipeline.core.model.randomness import counting, with_counts
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
@@ -42,9 +42,9 @@ from pipeline.core.sharding import meshes
 from pipeline.core.sharding.fit import warn_of_no_names, warn_of_undivided_weights
 from pipeline.core.sharding.paths import Asked
 from pipeline.core.sharding.placement import Placement
+from pipeline.core.side_effects.randomness import counting, with_counts
 from pipeline.core.trained.copies import Copies
 from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
-from pipeline.core.trained.outside import warn_of_parameters_read_from_outside
 from pipeline.core.trained.state import check_order, check_state, keep_state
 from pipeline.insight.calibrate.calibration import Calibration, costs_for, signature_of
 from pipeline.insight.calibrate.compiled import calibrate_for

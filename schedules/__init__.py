@@ -4,14 +4,14 @@ from schedules.build import build, names
 from schedules.checks.check import check
 from schedules.core.action import Action, Kind, ScheduleError
 from schedules.core.costs import Costs
-from schedules.differences import Difference, differences
 from schedules.lowering.check_program import check_program
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
-from schedules.report import Explanation, Report
-from schedules.schedule import Schedule, from_orders
+from schedules.orders.schedule import Schedule, from_orders
 from schedules.search.auto import Choice, auto
-from schedules.simulate import simulate
+from schedules.timing.differences import Difference, differences
+from schedules.timing.report import Explanation, Report
+from schedules.timing.simulate import simulate
 
 __all__ = [
     "Action",

@@ -11,8 +11,8 @@ from schedules.core.arguments import integer, is_one_of, need, renamed
 from schedules.core.costs import Costs
 from schedules.families import FAMILIES, SLICED
 from schedules.families.constructions.sizes import StagesPerRankError, check_sizes
-from schedules.families.zb_auto import zb_auto
-from schedules.schedule import Schedule
+from schedules.families.zero_bubble.zb_auto import zb_auto
+from schedules.orders.schedule import Schedule
 from schedules.search.auto import build_auto
 from schedules.search.merge import merge as merge_halves
 

@@ -1,6 +1,7 @@
 """Adding a loss where it arises: `add_loss`, and what it does in a part of a model that is traced.
 
-Letters: M microbatches, D data shards. `pipeline.core.model.added_losses` reads what was added.
+Letters: M microbatches, D data shards. `pipeline.core.side_effects.added_losses` reads the added
+losses.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.compat import varying_axes
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank
 
 
@@ -44,7 +44,7 @@ class Dropout(nnx.Dropout):
         super().__init__(rate, deterministic=deterministic, rngs=rngs)
         self.dim, self.axis = dim, axis
         stream: Any = self.rngs
-        stream.key.set_metadata(alike=True)  # `pipeline.core.model.randomness` reads it
+        stream.key.set_metadata(alike=True)  # `pipeline.core.side_effects.randomness` reads it
 
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, deterministic: bool | None = None

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.sizes import CONTEXT, DATA, EXPERT, TENSOR
+from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
 from pipeline.base.arguments import is_number, is_whole

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.compat import platform
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
 from pipeline.layers.linear import RowLinear
 from pipeline.layers.weights import Initializer, make_weight, read_weight, scaled

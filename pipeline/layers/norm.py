@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from pipeline.layers.weights import shared
 
 

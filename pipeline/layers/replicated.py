@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank, group_size
 from pipeline.layers.weights import Initializer, apply, make_weight, read_weight, scaled, shared
 

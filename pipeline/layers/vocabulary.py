@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.chunked import linear_cross_entropy
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
 from pipeline.base.vocabulary import Table, logits

@@ -23,8 +23,8 @@ from schedules.drawing.terminal import render, wants_colour
 from schedules.families.constructions.sizes import OutOfReachError
 from schedules.files.whole import shown
 from schedules.lowering.lower import lower
-from schedules.report import CAUSES, Report
 from schedules.search.auto import Choice, auto
+from schedules.timing.report import CAUSES, Report
 
 ILLEGAL = 1  # a timetable is illegal, or nothing meets the limit
 

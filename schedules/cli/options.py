@@ -20,9 +20,9 @@ from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
 from schedules.families import SLICED
 from schedules.files.costs import read_costs
-from schedules.report import Report
-from schedules.schedule import Schedule
-from schedules.simulate import CLOCKS, simulate
+from schedules.orders.schedule import Schedule
+from schedules.timing.report import Report
+from schedules.timing.simulate import CLOCKS, simulate
 
 FILES = (".csv", ".json")
 SIZES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from schedules.cli import options as given
 from schedules.cli.records import write_json
 from schedules.drawing.terminal import render
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 DRAWINGS = (".html", ".png", ".svg", ".txt", ".json")
 

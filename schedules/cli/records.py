@@ -12,8 +12,8 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.grid import in_cells, steps
 from schedules.files.costs import costs_record
 from schedules.files.whole import read, replace
-from schedules.report import Report
-from schedules.schedule import Schedule, from_orders
+from schedules.orders.schedule import Schedule, from_orders
+from schedules.timing.report import Report
 
 FIELDS = ("name", "num_microbatches", "placement", "orders")
 

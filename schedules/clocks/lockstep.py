@@ -27,7 +27,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 class Slots(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.costs import Costs, Times
 from schedules.core.flat import B, F, I, Ints, flatten
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 SHARED = ("embed", "head")
 Shared = tuple[str, ...]

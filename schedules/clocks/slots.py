@@ -14,7 +14,7 @@ from schedules.core.action import KINDS, ScheduleError
 from schedules.core.flat import Ints, flatten, once
 from schedules.core.messages import links
 from schedules.core.timetable import Timetable
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 # What a slot permits: strings of kinds, taken in turn by rank modulo their number.
 Pattern = tuple[tuple[str, ...], ...]

@@ -19,7 +19,7 @@ from schedules.drawing.palette import (
     several,
     unit_text,
 )
-from schedules.report import CAUSES, Cause, Report, Wait
+from schedules.timing.report import CAUSES, Cause, Report, Wait
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

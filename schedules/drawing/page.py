@@ -39,9 +39,9 @@ from schedules.drawing.palette import (
     kinds,
     sizes,
 )
-from schedules.report import CAUSES, Report, Wait
-from schedules.schedule import Schedule
-from schedules.simulate import CLOCKS, simulate
+from schedules.orders.schedule import Schedule
+from schedules.timing.report import CAUSES, Report, Wait
+from schedules.timing.simulate import CLOCKS, simulate
 
 MOST_ACTIONS = 2_000_000  # drawn ones, every clock of every schedule counted: some 40 MB
 SCRIPTS = (

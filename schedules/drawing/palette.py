@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from schedules.core.action import KINDS, Action, Kind, ScheduleError
 from schedules.core.arguments import listed, need
 from schedules.core.text import printable
-from schedules.report import Cause, Report
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
+from schedules.timing.report import Cause, Report
 
 NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -22,7 +22,7 @@ NAMES: dict[Kind, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-# What the reader of a wait is told; `schedules.report` says which wait has which cause.
+# What the reader of a wait is told; `schedules.timing.report` says which wait has which cause.
 CAUSES: dict[Cause, str] = {
     "fill": "the pipeline is filling: no backward pass has begun on this rank",
     "drain": "the pipeline is draining: this rank has run its last forward pass",

@@ -38,9 +38,9 @@ from schedules.drawing.palette import (
     sizes,
     unit_text,
 )
-from schedules.report import Report
-from schedules.schedule import Schedule
-from schedules.simulate import simulate
+from schedules.orders.schedule import Schedule
+from schedules.timing.report import Report
+from schedules.timing.simulate import simulate
 
 MOST_CHARACTERS = 1_000_000  # of a row of bars
 

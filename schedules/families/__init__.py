@@ -17,12 +17,12 @@ from schedules.families.interleaved_zb import interleaved_zb
 from schedules.families.looped_bfs import looped_bfs
 from schedules.families.one_f_one_b import one_f_one_b
 from schedules.families.seq1f1b import seq1f1b, seq1f1b_zb
-from schedules.families.v_half import v_half
-from schedules.families.v_min import v_min
-from schedules.families.zb_h1 import zb_h1
-from schedules.families.zb_h2 import zb_h2
-from schedules.families.zb_v import zb_v
-from schedules.schedule import Schedule
+from schedules.families.zero_bubble.v_half import v_half
+from schedules.families.zero_bubble.v_min import v_min
+from schedules.families.zero_bubble.zb_h1 import zb_h1
+from schedules.families.zero_bubble.zb_h2 import zb_h2
+from schedules.families.zero_bubble.zb_v import zb_v
+from schedules.orders.schedule import Schedule
 
 # Families that cut the sequences of microbatches into slices; these take ``num_slices=`` too.
 SLICED: dict[str, Callable[..., Schedule]] = {"seq1f1b": seq1f1b, "seq1f1b_zb": seq1f1b_zb}

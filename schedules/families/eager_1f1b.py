@@ -17,7 +17,7 @@ import numpy as np
 from schedules.core.action import Kind
 from schedules.core.flat import Ints
 from schedules.families.constructions.fold import fold
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedules.families.constructions.fold import fold
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

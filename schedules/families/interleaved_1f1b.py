@@ -22,7 +22,7 @@ from __future__ import annotations
 from schedules.core.action import Action, Kind
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import group
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

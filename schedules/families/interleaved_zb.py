@@ -18,7 +18,7 @@ from schedules.core.action import Kind
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import group
 from schedules.families.interleaved_1f1b import turns
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

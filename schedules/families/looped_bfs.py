@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from schedules.core.action import Action
 from schedules.core.timetable import loop_placement
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -19,7 +19,7 @@ import numpy as np
 from schedules.core.action import Kind
 from schedules.core.flat import Ints
 from schedules.families.constructions.fold import fold
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from schedules.core.action import Action, Kind, action_of
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def seq1f1b(

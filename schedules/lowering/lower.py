@@ -20,7 +20,7 @@ from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, flatten
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Keep, Op, Program, Slot, Table
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def lower(

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedules.core.action import Kind
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 Keep = Literal["input", "residuals"]
 Table = NDArray[np.int32]

@@ -1,9 +1,10 @@
 """The best timetable for given costs, memory limit and clock, and why the others lost.
 
-All families, the eight variants of `schedules.families.zb_auto`, list schedules by priority
-(`schedules.search.greedy`), and local improvement of the best of them (`schedules.search.improve`);
-where a whole backward has a price of its own (`Costs.b`) also what becomes of them when halves are
-merged (`schedules.search.merge`).
+All families, the eight variants of `schedules.families.zero_bubble.zb_auto`, list schedules by
+priority (`schedules.search.greedy`), and local improvement of the best of them
+(`schedules.search.improve`). Where a whole backward has a price of its own (`Costs.b`), each is
+also tried with its halves merged (`schedules.search.merge`).
+
 Letters as in `schedules.core.action`.
 """
 
@@ -19,10 +20,10 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_one_of, renamed
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.families.constructions.sizes import check_sizes, need_memory
-from schedules.report import Report
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 from schedules.search.contest import Find, Setting, known, search
-from schedules.simulate import check_arguments
+from schedules.timing.report import Report
+from schedules.timing.simulate import check_arguments
 
 CLOCKS = ("event", "lockstep")
 BUDGET = 2000  # timetables that local improvement times by default, if they are small

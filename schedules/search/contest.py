@@ -16,9 +16,8 @@ from schedules.core.action import ScheduleError
 from schedules.core.costs import Costs
 from schedules.core.timetable import loop_placement
 from schedules.families import FAMILIES
-from schedules.families.zb_auto import variants
-from schedules.report import Report
-from schedules.schedule import Schedule
+from schedules.families.zero_bubble.zb_auto import variants
+from schedules.orders.schedule import Schedule
 from schedules.search.greedy import run
 from schedules.search.improve import improve
 from schedules.search.limits import shortest
@@ -26,7 +25,8 @@ from schedules.search.merge import merge, merged_under
 from schedules.search.policies import policies
 from schedules.search.problem import Orders, peak, pose
 from schedules.search.timing import Timer, timers
-from schedules.simulate import simulate
+from schedules.timing.report import Report
+from schedules.timing.simulate import simulate
 
 _KEPT = 3  # timetables of the policies that are shown, and timetables that are improved
 _LARGE = 2000  # actions of a timetable; of larger ones only the best few are merged

@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import B, I, W
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 from schedules.search.problem import Orders, Problem, pose
 from schedules.search.timing import Timer
-from schedules.simulate import simulate
+from schedules.timing.simulate import simulate
 
 _SLACK = 1 + 1e-9  # no rounding error keeps halves apart
 _PARTS = 8  # of the microbatches, of which the first few are merged at once

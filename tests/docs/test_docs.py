@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 from collectives import make_mesh
-from collectives.torus import ring_hops, torus_of
+from collectives.places.torus import ring_hops, torus_of
 from schedules import Costs, build, simulate
 from tests.support.chips import V5E, V5P, tpu
 from tests.support.sizes import CHUNKS

@@ -33,7 +33,7 @@ from schedules.clocks.slots import slot_times
 from schedules.clocks.ticks import PATTERNS
 from schedules.drawing.terminal import render
 from schedules.lowering.program import Channel
-from schedules.report import Wait
+from schedules.timing.report import Wait
 from tests.support.sizes import CHUNKS, is_legal, sizes
 from tests.unit_clocks.test_check_program import (
     CASES,

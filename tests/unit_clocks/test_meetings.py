@@ -16,7 +16,7 @@ from schedules.core.action import KINDS
 from schedules.drawing.draw import save_timeline
 from schedules.drawing.terminal import render
 from schedules.drawing.trace import save_trace
-from schedules.report import CAUSES, Wait
+from schedules.timing.report import CAUSES, Wait
 from tests.support.sizes import CHUNKS, is_legal
 
 BOTH = ("embed", "head")

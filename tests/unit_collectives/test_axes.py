@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from collectives import DATA, STAGE, TENSOR, describe_mesh, make_mesh
-from collectives.sizes import factorizations, fitting
+from collectives.places.sizes import factorizations, fitting
 from tests.support.chips import V5E, V5P, hosts, tpu
 
 

@@ -11,8 +11,8 @@ import pytest
 from jax.experimental import mesh_utils
 
 from collectives import make_mesh
-from collectives.layout import _snake, _tour
-from collectives.torus import Torus, ring_hops, torus_of
+from collectives.places.layout import _snake, _tour
+from collectives.places.torus import Torus, ring_hops, torus_of
 from tests.support.chips import V5E, V5P, Chip, hosts, tpu
 
 

@@ -11,7 +11,7 @@ import pytest
 from schedules import Costs, build, from_orders, simulate
 from schedules.core.action import KINDS
 from schedules.drawing.palette import ANSI, CAUSES, DARK, LIGHT, NAMES, clock_name, heading, joined
-from schedules.report import Cause
+from schedules.timing.report import Cause
 
 # G. M. Machado et al., "A Physiologically-based Model for Simulation of Color Vision Deficiency",
 # IEEE Transactions on Visualization and Computer Graphics 15(6), 2009: full severity, linear RGB.

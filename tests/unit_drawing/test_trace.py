@@ -10,7 +10,7 @@ import pytest
 
 from schedules import Costs, ScheduleError, build, from_orders, simulate
 from schedules.drawing.trace import save_trace
-from schedules.report import held
+from schedules.timing.report import held
 
 CASES = {
     "1f1b": (build("1f1b", num_ranks=4, num_microbatches=6), Costs(1.1, 0.7, 0.9, 0.3)),

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from schedules import Costs, ScheduleError, build, check, simulate
-from schedules.families.zb_auto import variants, zb_auto
+from schedules.families.zero_bubble.zb_auto import variants, zb_auto
 
 # The paper's tables 9 and 5: S, M, Costs(f, i, w, comm), heads and features of the model, and the
 # bubble rate with memory for 2S inputs.

@@ -19,7 +19,7 @@ import numpy as np
 from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
-from pipeline.core.kernel import scopes
+from pipeline.core.jaxpr import scopes
 from pipeline.core.kernel.actions import Actions, Row
 from pipeline.core.kernel.masked import run_masked
 from pipeline.core.kernel.memory import Memory, PoolView, Step, TotalView, make_memory

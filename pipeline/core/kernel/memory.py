@@ -19,7 +19,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from collectives import vary
 from collectives.compat import is_on_host, platform, varying_in
 from pipeline.base.masks import Mask, chosen
-from pipeline.base.refs import read, write
 from pipeline.base.tree import (
     Leaves,
     Tree,
@@ -35,7 +34,8 @@ from pipeline.base.tree import (
 )
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.outcome import Outcome
-from pipeline.core.kernel import scopes
+from pipeline.core.jaxpr import scopes
+from pipeline.core.jaxpr.refs import read, write
 from pipeline.core.model.overlay import Part, Spot, View
 from pipeline.core.rank.ends import finish
 from pipeline.core.rank.local_model import LocalModel

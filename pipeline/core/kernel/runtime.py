@@ -18,6 +18,11 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE, vary
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, is_float, numbers_as, real
+from pipeline.core.diagnosis.effects import check_effects, check_permutes
+from pipeline.core.diagnosis.unread import (
+    warn_of_nothing_to_gather,
+    warn_of_parameters_that_nobody_reads,
+)
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.kernel.actions import Row
 from pipeline.core.kernel.grouped import make_actions
@@ -29,17 +34,12 @@ from pipeline.core.model.loss import Weighed, mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
-from pipeline.core.rank.effects import check_effects, check_permutes
 from pipeline.core.rank.ends import ends_usage
 from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.outputs import check_outputs, check_positions
 from pipeline.core.rank.state import RankState
-from pipeline.core.rank.unread import (
-    warn_of_nothing_to_gather,
-    warn_of_parameters_that_nobody_reads,
-)
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import (
     constrain,

@@ -23,7 +23,7 @@ import numpy as np
 
 from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
-from pipeline.core.kernel import scopes
+from pipeline.core.jaxpr import scopes
 from pipeline.core.kernel.actions import Actions, Row
 from pipeline.core.kernel.grouped import runner
 from pipeline.core.kernel.memory import run_once

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
-from collectives.sizes import integer, is_size
+from collectives.places.sizes import integer, is_size
 from pipeline.base.tree import real, shape_text
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None

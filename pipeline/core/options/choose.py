@@ -22,7 +22,7 @@ from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
 from schedules.core.action import Action, Kind
 from schedules.families.constructions.sizes import StagesPerRankError
-from schedules.schedule import from_orders
+from schedules.orders.schedule import from_orders
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:

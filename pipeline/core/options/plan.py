@@ -18,7 +18,7 @@ from schedules import Costs
 from schedules.clocks.shared import Shared
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Keep, Program
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 class Sends(TypedDict):

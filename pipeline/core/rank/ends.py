@@ -20,7 +20,6 @@ from pipeline.base.added import adding_losses
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
-from pipeline.core.model.added_losses import counted
 from pipeline.core.model.loss import (
     LossFn,
     LossModule,
@@ -29,10 +28,11 @@ from pipeline.core.model.loss import (
     same_over_others,
     take_loss,
 )
-from pipeline.core.model.randomness import fold, own_axes, split_streams
 from pipeline.core.rank.held import Usage, Values, state_paths, usage_of, with_values
 from pipeline.core.rank.messages import checked, noted
 from pipeline.core.rank.state import RankState
+from pipeline.core.side_effects.added_losses import counted
+from pipeline.core.side_effects.randomness import fold, own_axes, split_streams
 
 
 def embed(

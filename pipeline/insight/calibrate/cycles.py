@@ -1,7 +1,7 @@
 """Cycles of actions, read out of what the TPU compiler made of a step.
 
 The compiler writes on every fusion of a scheduled program how many cycles it is to take, and the
-kernel's name scopes say to which action it belongs (`pipeline.core.kernel.scopes`). An action's
+kernel's name scopes say to which action it belongs (`pipeline.core.jaxpr.scopes`). An action's
 cycles are their sum, times the trips of the loops inside it. Two things carry no cycles:
 
 * Pallas kernels: their operations are counted, by the estimate that a kernel carries or, of splash
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.core.kernel.scopes import PLACE, numbers_of, of_slot, of_ticks
+from pipeline.core.jaxpr.scopes import PLACE, numbers_of, of_slot, of_ticks
 from pipeline.insight.calibrate.conclude import CalibrationError
 from pipeline.insight.hlo import computations
 from pipeline.planner.chips import Chip

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, exchange, vary
-from collectives.sizes import is_size
+from collectives.places.sizes import is_size
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.options.plan import Plan
 from pipeline.core.sharding import meshes

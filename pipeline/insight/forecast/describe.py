@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.core.model.difference import difference
+from pipeline.core.alike.difference import difference
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.plan import Plan
 from schedules import simulate

@@ -21,7 +21,7 @@ from schedules import Action, Costs, Report
 from schedules.core.action import KINDS
 from schedules.core.flat import flatten
 from schedules.lowering.program import Program
-from schedules.report import sum_up
+from schedules.timing.report import sum_up
 
 SECOND = 1e9
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from collectives.sizes import is_size
+from collectives.places.sizes import is_size
 from collectives.tensor import group_rank, group_size
 
 Way = Literal["allgather", "ulysses", "ring"]

@@ -13,7 +13,7 @@ import numpy as np
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
 from schedules.core.timetable import loop_placement
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 _make = functools.partial(tuple.__new__, Action)  # Action(*fields), with no Python in between
 

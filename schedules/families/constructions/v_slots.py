@@ -19,7 +19,7 @@ import numpy as np
 
 from schedules.core.action import Action, Kind
 from schedules.core.flat import Ints
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 PERIOD = 6  # slots that a microbatch takes of every rank: F, I and W of two stages
 STEPS: tuple[tuple[int, Kind], ...] = ((0, "F"), (1, "F"), (1, "I"), (0, "I"))  # (chunk, kind)

@@ -1,5 +1,6 @@
-"""The heuristic of `schedules.families.zb_auto`: rounds of one F and one I per rank, W where ranks
-wait.
+"""The heuristic of zb_auto (`schedules.families.zero_bubble`): rounds of F and I, W in the gaps.
+
+A round is one F and one I per rank; a W runs where a rank waits.
 
 Letters as in `schedules.core.action`.
 """
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from schedules.core.action import KINDS, Action
 from schedules.core.timetable import loop_placement
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 _F, _I, _W = 0, 2, 3  # positions in `KINDS`, rows of `Costs.table`
 

@@ -17,7 +17,7 @@ import pytest
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel.scopes import Place, place_of_loop
+from pipeline.core.jaxpr.scopes import Place, place_of_loop
 from pipeline.insight import profile
 from schedules import Costs, lower, simulate
 from schedules.drawing.draw import save_timeline

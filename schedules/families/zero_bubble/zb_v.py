@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from schedules.core.action import Action, Kind
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

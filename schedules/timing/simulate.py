@@ -19,8 +19,8 @@ from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import run
 from schedules.core.flat import Flat, flatten
 from schedules.core.messages import links
-from schedules.report import Report, sum_up
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
+from schedules.timing.report import Report, sum_up
 
 CLOCKS = ("event", "lockstep", "measured")
 

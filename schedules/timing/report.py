@@ -40,7 +40,7 @@ from schedules.core.flat import (
 )
 from schedules.core.messages import links, senders
 from schedules.core.text import printable
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 Cause = Literal["fill", "drain", "imbalance", "communication", "lockstep", "optimizer wait"]
 CAUSES: tuple[Cause, ...] = (

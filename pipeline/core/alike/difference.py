@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.base.alike import alike, digest
 from pipeline.base.tree import Tree
 from pipeline.base.variables import type_text
+from pipeline.core.alike.objects import alike, digest
 
 
 def difference(first: nnx.Module, other: nnx.Module) -> str:

@@ -4,8 +4,8 @@ JAX's `mesh_utils.create_device_mesh` gives every mesh axis a part of the grid o
 through that part row by row: at the end of each row it jumps back to the start of the next. Here
 every axis gets a box, and walks through it as a snake, or as a closed tour where there is one.
 
-Letters: the grid of chips is that of `collectives.torus`; a box has one length for each of its
-axes.
+Letters: the grid of chips is that of `collectives.places.torus`; a box has one length for each of
+its axes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
-from collectives.homes import slice_of
-from collectives.sizes import factorizations
-from collectives.torus import Place, Torus, places, ring_hops, torus_of
+from collectives.places.homes import slice_of
+from collectives.places.sizes import factorizations
+from collectives.places.torus import Place, Torus, places, ring_hops, torus_of
 
 Walk = tuple[Place, ...]  # every place of a box, in order
 

@@ -23,7 +23,7 @@ from schedules.core.arguments import is_number
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.families.constructions.sizes import need_memory, need_stages_per_rank
 from schedules.families.constructions.zb_plan import Choices, Plan
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def zb_auto(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from schedules.core.action import Action
 from schedules.core.timetable import loop_placement
 from schedules.families.constructions.sizes import need_stages_per_rank
-from schedules.schedule import Schedule
+from schedules.orders.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_stages: int) -> Schedule:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from collectives.sizes import DATA, text
+from collectives.places.sizes import DATA, text
 
 
 def process_of(device: Any) -> int:

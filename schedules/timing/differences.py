@@ -16,8 +16,8 @@ import numpy as np
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import need
 from schedules.core.flat import Flat, flatten
-from schedules.report import Report
-from schedules.simulate import simulate
+from schedules.timing.report import Report
+from schedules.timing.simulate import simulate
 
 MOST = 8  # lines of text
 
