@@ -24,10 +24,15 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, shard_optimizer
+from pipeline.core.options.plan import Plan
 from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.narrower import cast_once, rounded
 from pipeline.insight.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
+from pipeline.planner.chips import CHIPS
+from pipeline.planner.layout import Job, Layout
+from pipeline.planner.memory import pipeline_bytes
+from pipeline.planner.models import MODELS as SIZES
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from tests.support import chips, models
 from tests.support.models import CLASSES, Hostile
@@ -390,7 +395,7 @@ CASES = {
 
 
 @functools.cache
-def predicted(name: str) -> tuple[LlamaConfig, StepPrediction]:
+def predicted(name: str) -> tuple[LlamaConfig, StepPrediction, Plan]:
     """As `bench/tpu_llama.py` compiles it."""
     sizes, axes, make, changes = CASES[name]
     config = make(dtype="bfloat16", scan_layers=True, remat_blocks=True, query_chunk=512, **changes)
@@ -423,13 +428,13 @@ def predicted(name: str) -> tuple[LlamaConfig, StepPrediction]:
         )
     x = jax.ShapeDtypeStruct((32 * axes["data"], 8192), jnp.int32)
     optimizer = make_optimizer(pipe, adam())
-    return config, predict_step(pipe, optimizer, *pipe._operands(x, x, None))
+    return config, predict_step(pipe, optimizer, *pipe._operands(x, x, None)), pipe.plan
 
 
 @pytest.mark.parametrize("name", ["8B", slow("70B")])
 def test_large_models_take_what_the_formula_says(name):
     """Nothing is allocated."""
-    config, found = predicted(name)
+    config, found, _ = predicted(name)
     axes = CASES[name][1]
     S, T, D = axes["stage"], axes.get("tensor", 1), axes["data"]
     d, tables = config.hidden_size, 2 * config.vocab_size * config.hidden_size
@@ -439,6 +444,40 @@ def test_large_models_take_what_the_formula_says(name):
     assert found.gradients.weights == 4 * (cut + norms)
     assert found.optimizer == 2 * 4 * (cut + norms) // D + 8
     assert found.gradients.casts == 2 * cut  # tables too, though rows are cast that are looked up
+
+
+@pytest.mark.parametrize("name", ["8B", slow("70B")])
+def test_the_planner_says_the_same_of_a_step(name):
+    """Its arithmetic and the walk through the traced step agree, part by part."""
+    config, found, plan = predicted(name)
+    axes, traced = CASES[name][1], found.gradients
+    D, S, T = axes["data"], axes["stage"], axes.get("tensor", 1)
+    layout = Layout(
+        D,
+        S,
+        T,
+        schedule=plan.schedule.name,
+        microbatches=plan.schedule.num_microbatches,
+        remat="block",
+        data_parallel="zero1",
+        vocabulary="stage" if plan.shared else "ends",
+    )
+    sizes, chip = SIZES[f"llama-{name.lower()}"], CHIPS["v5p"]
+    job = Job(sizes, chip, D * S * T, 32 * D, 8192, 1, "lockstep", chip.efficiency)
+    said = pipeline_bytes(job, layout)
+    for kind, size in {
+        "weights": traced.weights,
+        "optimizer": found.optimizer,
+        "gradients": traced.totals,
+        "stashes": traced.stashes.size,
+        "messages": traced.messages.size,
+    }.items():
+        assert said[kind] == pytest.approx(size, rel=1e-4), kind
+    assert said["workspace"] == pytest.approx(traced.workspace, rel=0.05)
+    # The walk counts tables among what is cast once; rows that are looked up are cast alone.
+    tables = 2 * 2 * config.vocab_size * config.hidden_size // (S if plan.shared else T)
+    assert said["weights cast"] == pytest.approx(traced.casts - tables, rel=1e-4)
+    assert sum(said.values()) == pytest.approx(found.total - tables, rel=0.01)
 
 
 @pytest.mark.slow
