@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from collectives import DATA, STAGE
@@ -123,15 +124,17 @@ class Axes:
     def _of_leaf(self, spec: PartitionSpec | None, leaf: Any) -> PartitionSpec | None:
         if spec is not None and not len(spec):
             return None
-        entries = list(self.default if spec is None else spec)[: getattr(leaf, "ndim", 0)]
-        present = [tuple(a for a in axes_in(entry) if a in self.names) for entry in entries]
-        return spec_over(*present)
+        return self._present(list(self.default if spec is None else spec)[: np.ndim(leaf)])
+
+    def _present(self, entries: Sequence[Any]) -> PartitionSpec:
+        """The spec of some dims, of which the first is the batch, with axes that the mesh has."""
+        later = [tuple(a for a in axes_in(entry) if a in self.names) for entry in entries[1:]]
+        return spec_over(self.rows if entries else (), *later)
 
     @property
     def output_spec(self) -> PartitionSpec:
         """The spec of outputs, which lie as leaves do of which ``batch=`` says nothing."""
-        present = [tuple(a for a in axes_in(e) if a in self.names) for e in self.default]
-        return spec_over(*present)
+        return self._present(list(self.default))
 
     def missing_in(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The row and position axes that do not split an array of this spec."""

@@ -9,13 +9,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipeline.base.axes import find_axes
+from collectives import DATA
+from pipeline.base.axes import Axes, find_axes
 from pipeline.base.tree import Tree
 from pipeline.processes import service
 from pipeline.processes.agreement import Fields, differences
@@ -27,36 +29,37 @@ REMEDY = (
 )
 
 
-def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch on a mesh: rows over row axes."""
-    return NamedSharding(mesh, find_axes(mesh).row_spec)
+_BY_DATA = PartitionSpec(DATA)
 
 
-def local_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
+def local_rows(mesh: Mesh, num_rows: int, *, split: Any = _BY_DATA) -> np.ndarray:
     """The rows of a batch of N that this process brings, ascending.
 
-    Processes that hold different stages of one data shard bring the same rows.
+    Processes that hold different stages of one data shard bring the same rows, and so do those that
+    hold different positions of it.
 
     Args:
       mesh: the pipeline's.
       num_rows: N.
+      split: the pipeline's option ``batch``.
 
     Raises:
       ValueError: D does not divide N, or no device of the mesh is this process's.
     """
-    shards = find_axes(mesh).num_rows
+    axes = find_axes(mesh, split)
+    shards = axes.num_rows
     if num_rows % shards:
         raise ValueError(
-            f"num_rows={num_rows}: the mesh's data axis has {shards} shards, which take equally "
-            f"many; use a multiple of {shards}"
+            f"num_rows={num_rows}: the mesh's {' x '.join(axes.rows)} axis has {shards} shards, "
+            f"which take equally many; use a multiple of {shards}"
         )
-    return np.flatnonzero(np.repeat(_shards_here(mesh), num_rows // shards))
+    return np.flatnonzero(np.repeat(_shards_here(mesh, axes), num_rows // shards))
 
 
-def _shards_here(mesh: Mesh) -> np.ndarray:
+def _shards_here(mesh: Mesh, axes: Axes) -> np.ndarray:
     """[D] which data shards this process has."""
-    shards = find_axes(mesh).num_rows
-    found = rows_sharding(mesh).addressable_devices_indices_map((shards,)).values()
+    shards, sharding = axes.num_rows, NamedSharding(mesh, axes.row_spec)
+    found = sharding.addressable_devices_indices_map((shards,)).values()
     here = np.zeros(shards, bool)
     for index in found:
         if index is not None:
@@ -69,15 +72,17 @@ def _shards_here(mesh: Mesh) -> np.ndarray:
     return here
 
 
-def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
+def shard_batch(batch: Tree, mesh: Mesh, *, split: Any = _BY_DATA) -> Tree:
     """Global arrays from the rows that each process has; called by all processes alike.
 
     Args:
       batch: a tree of [n, ...] arrays of numbers, the `local_rows` of this process, in order.
       mesh: the pipeline's.
+      split: the pipeline's option ``batch``, if it is one spec; every process brings all positions
+        of its rows.
 
     Returns:
-      The tree with [N, ...] arrays, rows over ``data``: what `Pipeline` takes. With one process
+      The tree with [N, ...] arrays, rows over row axes: what `Pipeline` takes. With one process
       that is the batch as given.
 
     Raises:
@@ -85,7 +90,14 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
         data shards can share or than the first leaf has; or the batches of processes differ in
         tree, shapes or dtypes.
     """
-    here = _shards_here(mesh)
+    if not isinstance(split, PartitionSpec):
+        raise ValueError(
+            f"split={split!r}: shard_batch takes one PartitionSpec for all leaves of a batch; call "
+            f"it for each part of the batch that has a spec of its own, and leave out what has no "
+            f"batch axis"
+        )
+    axes = find_axes(mesh, split)
+    here = _shards_here(mesh, axes)
     leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
     found = {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
     arrays = {name: _array(name, leaf) for name, leaf in found.items()}
@@ -100,12 +112,18 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
         ids = " ".join(str(device.id) for device in mesh.devices.flat)
         fields["mesh"] = f"{dict(mesh.shape)} of devices {ids}"
         _BROUGHT.compare(fields, jax.process_index(), jax.process_count())
-    sharding = rows_sharding(mesh)
+    (specs, *_) = axes.leaf_specs(list(arrays.values()))
+
+    def whole(name: str, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, array, shapes[name])
+
     return jax.tree.unflatten(
         structure,
         [
-            jax.make_array_from_process_local_data(sharding, array, shapes[name])
-            for name, array in arrays.items()
+            whole(name, array, spec)
+            for (name, array), spec in zip(arrays.items(), specs, strict=True)
+            if spec is not None
         ],
     )
 

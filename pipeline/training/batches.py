@@ -211,6 +211,8 @@ def pad(batch: Batch, rows: int) -> Batch:
     def padded(x: Any) -> Any:
         # What follows a real row from stage to stage divides by nothing that the row does not.
         array = np.asarray(x)
+        if array.shape[:1] != (batch.rows,):  # an extra without a batch axis
+            return array
         return np.concatenate([array, np.repeat(array[-1:], more, axis=0)]) if more else array
 
     counts = np.arange(rows) < batch.rows

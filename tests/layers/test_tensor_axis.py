@@ -597,7 +597,8 @@ OWN = (
     " returned a value that differs between the ranks of axis 'tensor'; each of them holds only "
     "its part of what is sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
     "(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the layers know "
-    "nothing of it, leave it to the compiler: Pipeline(..., auto_axes=('tensor',))"
+    "nothing of it, leave it to the compiler: Pipeline(..., auto_axes=('tensor',)); or, if these "
+    "ranks hold rows or positions of their own, let Pipeline(..., batch=) split the batch over it"
 )
 
 

@@ -219,7 +219,8 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
                 f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
                 f"(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the "
                 f"layers know nothing of it, leave it to the compiler: Pipeline(..., "
-                f"auto_axes={tuple(others)!r})"
+                f"auto_axes={tuple(others)!r}); or, if these ranks hold rows or positions of their "
+                f"own, let Pipeline(..., batch=) split the batch over it"
             )
     return result
 

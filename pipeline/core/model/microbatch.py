@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,6 +71,28 @@ def make_batch(
     for name, leaf, spec in split:
         _check_positions(name, leaf, spec, axes)
     return batch
+
+
+def map_rows(
+    axes: Axes, function: Callable[[Any], Any], *trees: Tree, whole: Any = lambda leaf: leaf
+) -> tuple[Tree, ...]:
+    """Apply a function to the leaves of inputs, targets and extras that have a batch axis.
+
+    Args:
+      axes: the roles of mesh axes.
+      function: of a leaf.
+      trees: inputs, targets and extras.
+      whole: another function, of leaves without a batch axis.
+    """
+    found = []
+    for tree, specs in zip(trees, axes.leaf_specs(*trees), strict=True):
+        leaves, treedef = jax.tree.flatten(tree)
+        new = [
+            whole(leaf) if spec is None else function(leaf)
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+        found.append(jax.tree.unflatten(treedef, new))
+    return tuple(found)
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:

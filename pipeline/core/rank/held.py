@@ -179,10 +179,13 @@ class Held:
           axes: row and position axes.
           hook: what is called with every stage, if anything.
         """
-        declared = self._model.declared
+        declared, layout, parts = self._model.declared, self._model.layout, axes
 
         def over_parts(place: Any) -> jax.Array:
-            value = self._now[place][...]
+            (v, n), value = place, self._now[place][...]
+            spread = layout.ends_rest[n] if v is None else layout.chunks_rest[v][n]
+            # What names an axis itself is a part of its own there, as the counts of experts are.
+            axes = tuple(axis for axis in parts if axis not in spread.own)
             if not several(axes, value):
                 return value
             if jnp.issubdtype(value.dtype, jnp.inexact):

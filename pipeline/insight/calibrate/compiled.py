@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from collectives import make_mesh
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.layerwise.replace import ends_of
+from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
 from pipeline.insight.calibrate.calibration import Calibration
 from pipeline.insight.calibrate.conclude import CalibrationError
@@ -149,8 +150,11 @@ def calibrate_for(
     plan = pipe.plan
     mesh = _laid_out(plan, topology, devices)
     machine = machine_of(chip, mesh, devices)
-    inputs, targets, extras = (
-        jax.tree.map(lambda leaf: _rows(leaf, plan), part) for part in (inputs, targets, extras)
+    inputs, targets, extras = map_rows(
+        plan.axes,
+        lambda leaf: _rows(leaf, plan),
+        *(inputs, targets, extras),
+        whole=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
     )
     halves: Costs | None = None
     for kinds in reversed(KINDS[: 1 + split]):  # whole backwards last: what they say of F counts

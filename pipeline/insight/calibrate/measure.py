@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE, exchange, vary
 from collectives.places.sizes import is_size
 from pipeline.base.tree import Tree, shape_text
+from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
 from pipeline.core.sharding import meshes
 from pipeline.insight.calibrate.calibration import Calibration
@@ -118,7 +119,7 @@ class Calibrator:
         ]
         self._programs = ("FB", "FIW") if split else ("FB",)
         rows = functools.partial(rows_of, plan=plan, num_microbatches=repeats + 1)
-        self._batch = jax.tree.map(rows, (inputs, targets, extras))
+        self._batch = map_rows(plan.axes, rows, inputs, targets, extras)
         self._alone = []  # pipelines of one rank, which keep their compiled steps alive
         steps: dict[Any, Callable[[], Any]] = {}
         for kinds in self._programs:

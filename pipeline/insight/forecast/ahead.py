@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipeline.base.axes import LeafSpecs
 from pipeline.base.tree import Tree
 
 
@@ -41,19 +42,22 @@ def lower_step(
         optimizer.update(pipe, grads)
         return nnx.state((pipe, optimizer)), loss
 
-    return step.lower(state, *(_placed(part, pipe) for part in (inputs, targets, extras)))
+    batch = inputs, targets, extras
+    specs = pipe.plan.axes.leaf_specs(*batch)
+    return step.lower(state, *(_placed(*one, pipe.mesh) for one in zip(batch, specs, strict=True)))
 
 
-def _placed(batch: Tree, pipe: Any) -> Tree:
-    """A batch whose types say that its rows lie over row axes, unless they say other."""
-    sharding = NamedSharding(pipe.mesh, pipe.plan.axes.row_spec)
+def _placed(tree: Tree, specs: LeafSpecs, mesh: Mesh) -> Tree:
+    """A part of a batch whose types say that it lies as ``batch=`` has it, or as they say."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Any, spec: PartitionSpec | None) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
             return leaf
+        sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(one, batch)
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, map(one, leaves, specs))
 
 
 def check_optimizer(pipe: Any, optimizer: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from collectives import DATA
 from pipeline.core.alike.difference import difference
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.plan import Plan
@@ -120,13 +121,18 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 
 
 def _sharded(plan: Plan) -> list[str]:
-    """Describe what is sharded over ``data``, and which axes are the compiler's."""
+    """Describe how a batch is split, what is sharded over it, and which axes are the compiler's."""
+    axes = plan.axes
     whole = {"step": "once a step", "action": "in every action"}[plan.gather]
     lines = {
         "replicated": [],
         "zero1": [f"gradients and optimizer state sharded over {plan.axes.num_rows} data shards"],
         "fsdp": [f"weights sharded over {plan.axes.num_rows} data shards, gathered {whole}"],
     }[plan.data_parallel]
+    if axes.split not in ((), (DATA,)):
+        parts = [("rows", axes.rows), ("positions", axes.positions)]
+        texts = [f"{what} over {' x '.join(over)}" for what, over in parts if over]
+        lines.insert(0, f"a batch is split: {', '.join(texts)}")
     if plan.auto_axes:
         lines.append(f"left to the compiler: {', '.join(plan.auto_axes)}")
     return lines
