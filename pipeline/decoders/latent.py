@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from collectives.sizes import TENSOR
+from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
 from pipeline.decoders.attention import check_not_remembered, check_whole
 from pipeline.decoders.config import DecoderConfig
