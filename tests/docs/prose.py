@@ -34,12 +34,7 @@ OPENINGS = (
 PAGE_OPENINGS = ("What", "Those", "The same", "Of", "Who", "Whoever", "Whom", "Likewise")
 
 # Files whose prose is not rewritten yet, by path or folder. The list only gets shorter.
-LATER: tuple[str, ...] = (
-    "docs/gpu.md",
-    "docs/kernel.md",
-    "docs/scaling.md",
-    "docs/tpu.md",
-)
+LATER: tuple[str, ...] = ()
 
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|vs|cf|etc|al|Fig|Sec|approx|resp|incl|No)\.\s")
 BREAK = re.compile(r"(?<=[.!?:])(?:[\"'*)_]*)\s+(?=[\"'*(_`\[]*[A-Z0-9`\[Σ])")
