@@ -6,13 +6,13 @@ this room but the command line. (Runs of a configuration name `parts` as any fun
 """
 
 from pipeline.splitting.layouts import parse_layout, read_layout, write_layout
-from pipeline.weights.families import FAMILIES
-from pipeline.weights.family import Family
 from pipeline.weights.inspect import inspect
 from pipeline.weights.load import load, parts, read_into
 from pipeline.weights.native import export_stages, import_stages
-from pipeline.weights.patterns import Row, row
 from pipeline.weights.save import Layer, named_layers, save
+from pipeline.weights.tables.families import FAMILIES
+from pipeline.weights.tables.family import Family
+from pipeline.weights.tables.patterns import Row, row
 
 __all__ = [
     "FAMILIES",

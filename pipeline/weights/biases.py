@@ -15,7 +15,7 @@ from flax import nnx
 
 from pipeline.core.layerwise.view import LayerView, Ref, layer_view
 from pipeline.layers import ExpertState
-from pipeline.weights.patterns import Range, Read
+from pipeline.weights.tables.patterns import Range, Read
 
 Path = tuple[Any, ...]
 BIAS, LOAD = "bias", "load"
@@ -34,7 +34,7 @@ class StateRef:
 
 @dataclass(frozen=True)
 class Constant:
-    """A plan (`pipeline.weights.patterns.Plan`) of state that no file holds.
+    """A plan (`pipeline.weights.tables.patterns.Plan`) of state that no file holds.
 
     Attributes:
       value: of each number.

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.weights.checkpoint import INDEX, SINGLE
-from pipeline.weights.family import Config
 from pipeline.weights.safetensors import Writer
+from pipeline.weights.tables.family import Config
 
 SHARD = "model-{n:05d}-of-{N:05d}.safetensors"
 SHARD_BYTES = 5_000_000_000

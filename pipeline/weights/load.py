@@ -29,8 +29,6 @@ from pipeline.splitting.layouts import Layout, parse_layout
 from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.biases import Constant, StateRef, constants, state_view, with_biases
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
-from pipeline.weights.families import family_of
-from pipeline.weights.family import Config, Family
 from pipeline.weights.names import (
     check_layers,
     check_shapes,
@@ -39,8 +37,10 @@ from pipeline.weights.names import (
     with_tied_head,
 )
 from pipeline.weights.native import NATIVE, is_native, native_entries
-from pipeline.weights.patterns import Plan, Range
 from pipeline.weights.safetensors import DTYPES
+from pipeline.weights.tables.families import family_of
+from pipeline.weights.tables.family import Config, Family
+from pipeline.weights.tables.patterns import Plan, Range
 
 Ranges = tuple[Range, ...]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
-from pipeline.weights.family import Config, Family
-from pipeline.weights.patterns import Plan, Row, Sizes, plan
+from pipeline.weights.tables.family import Config, Family
+from pipeline.weights.tables.patterns import Plan, Row, Sizes, plan
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"

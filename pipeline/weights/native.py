@@ -26,8 +26,6 @@ from pipeline.decoders.config import as_float
 from pipeline.splitting.layouts import Layout, parse_layout
 from pipeline.weights.biases import is_bias
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
-from pipeline.weights.families import family_of
-from pipeline.weights.family import Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
 from pipeline.weights.names import (
     EMBED,
@@ -39,7 +37,9 @@ from pipeline.weights.names import (
     entries_of,
     with_tied_head,
 )
-from pipeline.weights.patterns import PLACES, Part, Plan
+from pipeline.weights.tables.families import family_of
+from pipeline.weights.tables.family import Family
+from pipeline.weights.tables.patterns import PLACES, Part, Plan
 
 NATIVE = Family("shardpipe", rows=(), embed=(), head=())
 STAGE = "stage-{k:05d}-of-{K:05d}.safetensors"

@@ -19,11 +19,11 @@ from pipeline.layers import ExpertState
 from pipeline.pipeline import Pipeline
 from pipeline.weights.biases import StateRef, state_view, with_biases
 from pipeline.weights.checkpoint import CONFIG
-from pipeline.weights.family import Config, Family
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
 from pipeline.weights.load import Origin, choose_family
 from pipeline.weights.names import Entry, check_shapes, entries_of
 from pipeline.weights.safetensors import NAMES
+from pipeline.weights.tables.family import Config, Family
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipeline.base.files import faults_of, read_json, read_toml, shown
 from pipeline.training.config.config import Config
 from pipeline.training.config.reading import RunConfigError, read_setting
 from pipeline.weights.checkpoint import open_checkpoint
-from pipeline.weights.families import FAMILIES, family_of
+from pipeline.weights.tables.families import FAMILIES, family_of
 from tests.support.close import assert_close
 from tests.weights import tiny
 from tests.weights.test_bad_checkpoints import CONFIG, TENSORS, refused

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pipeline.weights import patterns
-from pipeline.weights.patterns import Row, plan, row
+from pipeline.weights.tables import patterns
+from pipeline.weights.tables.patterns import Row, plan, row
 
 SIZES = {"d": 6, "k": 2, "g": 3, "c": 4, "f": 10, "h": 6, "o": 1}
 Held = dict[str, np.ndarray]

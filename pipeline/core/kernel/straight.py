@@ -21,7 +21,7 @@ from pipeline.core.rank.local_model import LocalModel
 
 
 class Straight(Actions):
-    """A step of such a rank (`is_straight` of `pipeline.core.options.choose`).
+    """A step of such a rank (`is_accumulation` of `schedules.families.accumulation`).
 
     Totals are those of `Actions`; it needs no other memory.
 

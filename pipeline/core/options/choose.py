@@ -20,9 +20,8 @@ from pipeline.core.sharding.fit import outside
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
 from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
-from schedules.core.action import Action, Kind
+from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
-from schedules.orders.schedule import from_orders
 
 
 def choose_mesh(mesh: Mesh | None, num_stages: int, schedule: Any) -> Mesh:
@@ -159,7 +158,7 @@ def choose_schedule(
         "num_stages": num_stages,
     }
     if schedule is None and num_ranks == 1:
-        alone = straight(num_stages, num_microbatches)
+        alone = accumulation(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
     _refuse_slices(schedule)
     clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
@@ -211,26 +210,6 @@ def _other_mesh(num_stages: int, each: int) -> str:
     if ranks > (devices := len(jax.devices())):
         return f"{text}, and there are {devices} devices"
     return f"{text}: with mesh=make_mesh(stage={ranks}) these {num_stages} stages fit"
-
-
-def is_straight(schedule: Schedule) -> bool:
-    """Tell whether one rank finishes each microbatch, in ascending order, before the next."""
-    if schedule.num_ranks > 1:
-        return False
-    return schedule.orders == straight(schedule.num_stages, schedule.num_microbatches).orders
-
-
-def straight(num_stages: int, num_microbatches: int) -> Schedule:
-    """All stages forward, then all backward, for one microbatch after the other."""
-    ways: tuple[tuple[Kind, range], ...]
-    ways = ("F", range(num_stages)), ("B", range(num_stages)[::-1])
-    order = [
-        Action(stage, kind, microbatch)
-        for microbatch in range(num_microbatches)
-        for kind, stages in ways
-        for stage in stages
-    ]
-    return from_orders([order], name="accumulation")
 
 
 def _default(

@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 
 from pipeline.base.axes import Axes
 from pipeline.core.model.loss import Loss
-from pipeline.core.options.choose import is_straight
 from pipeline.core.options.compiled import Compiled, Facts, Programs
 from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
 from schedules.clocks.shared import Shared
+from schedules.families.accumulation import is_accumulation
 from schedules.lowering.lower import lower
 from schedules.lowering.program import Keep, Program
 from schedules.orders.schedule import Schedule
@@ -141,7 +141,7 @@ class Plan(Options):
         gathered again needs one too: in one piece of code the compiler keeps what it likes.
         """
         chosen = self.keep == "residuals" and self.remat != "gathered"
-        return chosen and is_straight(self.schedule)
+        return chosen and is_accumulation(self.schedule)
 
     @functools.cached_property
     def training(self) -> Program:

@@ -13,7 +13,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.options.choose import is_straight, straight
+from schedules.families.accumulation import accumulation, is_accumulation
 from tests.support import models
 from tests.support.close import assert_close
 from tests.support.models import Block, Hostile, Noisy, Readout, Sided, Tree, Words
@@ -47,7 +47,7 @@ def test_it_computes_what_the_model_does(K, remat):
     ends = {"embed": Words(nnx.Rngs(501)), "head": Readout(nnx.Rngs(502))}
     stages = models.build(Hostile, K)
     pipe = pipeline(stages, remat=remat, loss_fn=models.cross_entropy, **ends)
-    assert is_straight(pipe.schedule)
+    assert is_accumulation(pipe.schedule)
     want = models.reference(stages, *data, models.cross_entropy, **ends)
     models.assert_matches(pipe, pipe.value_and_grad(*data), want)
     masked = pipeline(stages, remat=remat, loss_fn=models.cross_entropy, bubbles="masked", **ends)
@@ -58,13 +58,15 @@ def test_a_timetable_of_the_same_order_is_run_like_it():
     stages, data = models.build(Block, 2), (models.rows(ROWS), models.rows(ROWS, seed=1))
     order = ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
     given = schedules.from_orders([order], name="mine")
-    assert is_straight(given)
-    assert given.orders == straight(2, 2).orders
+    assert is_accumulation(given)
+    assert given.orders == accumulation(2, 2).orders
     found = [
         pipeline(stages, 2, schedule=schedule, remat=None).value_and_grad(*data)
         for schedule in (None, given, "gpipe")
     ]
-    assert not is_straight(schedules.build("gpipe", num_ranks=1, num_stages=2, num_microbatches=2))
+    assert not is_accumulation(
+        schedules.build("gpipe", num_ranks=1, num_stages=2, num_microbatches=2)
+    )
     for loss, grads in found[1:]:
         assert loss == found[0][0]
         assert_close(grads, found[0][1], tolerance=1e-6)

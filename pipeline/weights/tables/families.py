@@ -15,9 +15,9 @@ from pipeline.base.files import Kind, faults_of, shown
 from pipeline.decoders import DecoderConfig, Rope
 from pipeline.decoders.config import Activation
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
-from pipeline.weights import experts
-from pipeline.weights.family import Config, Family
-from pipeline.weights.patterns import row
+from pipeline.weights.tables import experts
+from pipeline.weights.tables.family import Config, Family
+from pipeline.weights.tables.patterns import row
 
 # ---- names and transposes ----------------------------------------------------------------------
 

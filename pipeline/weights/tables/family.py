@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.decoders import DecoderConfig
-from pipeline.weights.patterns import Row
+from pipeline.weights.tables.patterns import Row
 
 Config = Mapping[str, Any]  # the content of config.json
 

@@ -1,8 +1,8 @@
 """Families with mixtures of experts: tables of names, and what their config.json means.
 
-Letters of patterns beside those of `pipeline.weights.families`: e experts, m columns of one, s
-columns of the shared ones; of latent attention q width of queries' latent, r of keys' and values',
-w width of values, x of a head's queries, y of what makes keys and values, z of a head's keys and
+Letters of patterns beside those of `pipeline.weights.tables.families`: e experts, m columns of one,
+s columns of the shared ones; of latent attention q width of queries' latent, r of keys' and
+values', w width of values, x of a head's queries, y of what makes keys and values, z of a head's keys and
 values before positions.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.decoders import ExpertsConfig, LatentConfig
-from pipeline.weights.patterns import Row, row
+from pipeline.weights.tables.patterns import Row, row
 
 Given = Mapping[str, Any]
 
