@@ -46,15 +46,18 @@ Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The source of a pipeline's weights, which an export of them needs.
+class LoadedFrom:
+    """The checkpoint that weights were read from, an attribute of the pipeline that has them.
+
+    An export needs it. It stays with the pipeline when that is copied or replaced; a head of other
+    sizes is refused by the shapes that `config` gives.
 
     Attributes:
       family: the table of names.
       config: the text of config.json.
     """
 
-    family: Family = field(compare=False)  # compared and hashed at every step, with the module
+    family: Family = field(compare=False)  # JAX compares and hashes what a pipeline holds
     config: str
 
 
@@ -251,8 +254,7 @@ def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
         held = {one.ref: plan for one, plan in plans.items() if isinstance(one, StateRef)}
         _Reading(pipe, state, checkpoint, {**constants(state), **held}).run()
     text = json.dumps(checkpoint.config, indent=2)
-    if isinstance(pipe.head, nnx.Module):
-        pipe.head.origin = Origin(family, text)  # type: ignore[attr-defined]
+    pipe.loaded_from = LoadedFrom(family, text)
 
 
 def _shape(view: LayerView, state: LayerView | None, held: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from pipeline.pipeline import Pipeline
 from pipeline.weights.biases import StateRef, state_view, with_biases
 from pipeline.weights.checkpoint import CONFIG
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
-from pipeline.weights.load import Origin, choose_family
+from pipeline.weights.load import LoadedFrom, choose_family
 from pipeline.weights.names import Entry, check_shapes, entries_of
 from pipeline.weights.safetensors import NAMES
 from pipeline.weights.tables.family import Config, Family
@@ -127,8 +127,7 @@ def _agree(problem: BaseException | None, folder: Path) -> None:
 def _origin(
     pipe: Pipeline, family: str | Family | None, config: Config | None
 ) -> tuple[Family, Config]:
-    origin = getattr(pipe.head, "origin", None)
-    known = origin if isinstance(origin, Origin) else None
+    known: LoadedFrom | None = getattr(pipe, "loaded_from", None)
     if config is None:
         if known is None:
             raise ValueError(

@@ -256,6 +256,14 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path):
     )
 
 
+def test_a_pipeline_remembers_its_checkpoint_and_its_head_is_as_it_was_made(tmp_path: Path):
+    """An export finds the names; the user's modules get no attribute (issue 39)."""
+    pipe = weights.load(tiny.write(tmp_path / "given", CONFIG, TENSORS), num_stages=1)
+    assert not hasattr(pipe.head, "origin")
+    weights.save(pipe.replace(num_microbatches=2), tmp_path / "out")
+    assert set(tiny.read_all(tmp_path / "out")) == set(TENSORS)
+
+
 def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     here = tiny.write(tmp_path / "given", CONFIG, TENSORS)
     pipe = weights.load(here, num_stages=1)
