@@ -8,6 +8,7 @@ in the dtype of the input.
 """
 
 from pipeline.layers.attending.order import Context, unzigzag, zigzag
+from pipeline.layers.attending.sent import context_bytes
 from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.experts import (
@@ -44,6 +45,7 @@ __all__ = [
     "YarnScaling",
     "advance_experts",
     "check_axis",
+    "context_bytes",
     "fuse_gate_up",
     "fuse_qkv",
     "rotary",
