@@ -2,8 +2,8 @@
 
 Letters of patterns beside those of `pipeline.weights.tables.families`: e experts, m columns of one,
 s columns of the shared ones; of latent attention q width of queries' latent, r of keys' and
-values', w width of values, x of a head's queries, y of what makes keys and values, z of a head's keys and
-values before positions.
+values', w width of values, x of a head's queries, y of what makes keys and values, z of a head's
+keys and values before positions.
 """
 
 from __future__ import annotations
