@@ -316,8 +316,8 @@ def _check_pipe(pipe: Any) -> None:
     if positions:
         raise ValueError(
             f"generate() of a model with caches feeds one position at a time, and this mesh splits "
-            f"positions over {' and '.join(map(repr, positions))}; use pipe.replace(mesh=...) with "
-            f"a mesh of the other axes"
+            f"positions over {' and '.join(map(repr, positions))}; use pipe.replace(mesh=..., "
+            f"batch=...) without that axis"
         )
     if auto:
         raise ValueError(

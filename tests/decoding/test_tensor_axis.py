@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import collectives
 from pipeline import Pipeline, generate, sample
@@ -138,4 +139,21 @@ def test_an_axis_that_is_left_to_the_compiler():
         "generate() of a model with caches runs where the kernel has every mesh axis in its own "
         "hands, and auto_axes=('tensor',) leaves 'tensor' to the compiler; use "
         "pipe.replace(auto_axes=(), mesh=...) with a mesh of the other axes"
+    )
+
+
+@pytest.mark.slow
+def test_another_axis_that_splits_rows():
+    model, rows = decoder([2, 2]), {"batch": P(("data", "expert"))}
+    found = run(model, {"stage": 2, "expert": 2}, rows, DRAWN)
+    np.testing.assert_array_equal(found, plain(model, **DRAWN))
+
+
+def test_an_axis_that_splits_positions():
+    model, cut = decoder([2, 2]), {"batch": P("data", "context")}
+    with pytest.raises(ValueError) as caught:
+        run(model, {"stage": 2, "context": 2}, cut, {})
+    assert str(caught.value) == (
+        "generate() of a model with caches feeds one position at a time, and this mesh splits "
+        "positions over 'context'; use pipe.replace(mesh=..., batch=...) without that axis"
     )

@@ -2,7 +2,9 @@
 
 JAX looks for NaN in what a jitted function returns and then runs it again op by op, which a kernel
 of refs and collectives cannot do. So the kernel is run unwatched, its results are looked at, and
-where one is NaN the model is run again without a pipeline, stage after stage.
+where one is NaN the model is run again without a pipeline, stage after stage. Stages are called as
+the kernel does, with the keys and dtypes of a microbatch, for a NaN may depend on them; the whole
+modules that `pipeline.training.generation` runs have neither.
 
 Letters: K stages, M microbatches, D data shards, b rows of a microbatch on one shard.
 """

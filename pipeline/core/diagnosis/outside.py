@@ -4,6 +4,9 @@ A function may use a module of its closure, a global, a default, an object that 
 so may a module's own methods. What they read stays what it was when the pipeline was made: it has
 no gradient and no update. What is read is taken from code: ``self.scale`` of a method reaches one
 parameter, and not all that its object holds.
+
+A trace cannot tell: to it a parameter of a closure is a constant, as a mask is. So compiled code is
+read, once, when a pipeline is made; without that, such a parameter would stay untrained in silence.
 """
 
 from __future__ import annotations

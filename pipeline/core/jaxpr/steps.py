@@ -2,6 +2,10 @@
 
 Unlike a jaxpr's equation, a step may be anything that can be called, so half of a loop can stand
 where the loop stood. `pipeline.core.jaxpr.reader` makes steps of a jaxpr.
+
+Three other readers of jaxprs have forms of their own, since each drops what another needs: that of
+splitting keeps calls whole, that of forecasts keeps sizes alone, and that of layerwise optimizers
+has one value for K rows of a stack.
 """
 
 from __future__ import annotations

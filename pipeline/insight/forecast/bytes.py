@@ -183,7 +183,11 @@ def compiler_of(mesh: Mesh) -> Compiler:
 
 
 def _name(eqn: Any) -> str:
-    """Name the use of a ref, by the name scope it was made in."""
+    """Name the use of a ref, by the name scope it was made in.
+
+    A scope is the one mark that JAX carries from the place where a ref is made to its equation: the
+    ref that Python holds during a trace cannot be found again among the variables of the jaxpr.
+    """
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")
 
