@@ -11,9 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from pipeline import make_optimizer
+from collectives import make_mesh
+from pipeline import Pipeline, make_optimizer
 from pipeline.training.checkpoints import Checkpoints
+from tests.support import split_axes
 from tests.support.close import assert_close
 from tests.support.grids import effort
 from tests.training import runs
@@ -153,3 +156,43 @@ def test_losses_go_on_over_a_tensor_axis(tmp_path: Path) -> None:
         checkpoints.restore(two, optimizers[1])
         stayed, went = losses(one, optimizers[0], 20), losses(two, optimizers[1], 20)
     assert_close(went, stayed)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"expert": 2, "data": 2}, {"expert": 4}),
+        ({"expert": 4}, {"data": 2}),
+        ({"context": 2, "data": 2}, {"context": 4}),
+    ],
+    ids=str,
+)
+def test_another_size_of_a_row_or_position_axis(
+    first: dict[str, int], then: dict[str, int], tmp_path: Path
+) -> None:
+    """Experts' weights and moments are stored whole, and laid over the axis that there is."""
+    kind = split_axes.Attention if "context" in first else split_axes.Experts
+
+    def make(axes: dict[str, int], seed: int) -> tuple[Pipeline, Any]:
+        spec = split_axes.spec_of(kind, data=True) if {*axes} - {"data"} else P("data")
+        stages = [kind(nnx.Rngs(seed + k)) for k in range(2)]
+        options: dict[str, Any] = {"mesh": make_mesh(stage=2, **axes), "batch": spec}
+        pipe = Pipeline(stages, 2, loss_fn=split_axes.squares, data_parallel="zero1", **options)
+        return pipe, make_optimizer(pipe, optax.adam(1e-2))
+
+    batch = split_axes.batch()
+    pipe, optimizer = make(first, 0)
+    optimizer.update(pipe, pipe.value_and_grad(*batch)[1])
+    other, of_other = make(then, 7)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, pipe, optimizer)
+        assert checkpoints.restore(other, of_other) == 1
+    losses = []
+    for one, of_one in ((pipe, optimizer), (other, of_other)):
+        for _ in range(2):
+            loss, grads = one.value_and_grad(*batch)
+            of_one.update(one, grads)
+            losses.append(loss)
+    assert_close(losses[2:], losses[:2])
+    assert_close(other.to_layers(nnx.state(other)), pipe.to_layers(nnx.state(pipe)))

@@ -243,12 +243,13 @@ def outputs_specs(
     found = filter(None, map(_typed_sharding, jax.tree.leaves(inputs)))
     rows = next((x.spec[0] for x in found if len(x.spec) and x.spec[0] is not None), None)
     rows = rows or next(iter(axes.row_spec), None)
+    later = tuple(axes.output_spec)[1:]  # position axes
 
     def one(leaf: Any) -> PartitionSpec:
         divided = shared and leaf.shape[-1] % mesh.shape[STAGE] == 0
         if not divided or STAGE in axes_in(rows):
-            return PartitionSpec(rows)
-        return PartitionSpec(rows, *(None,) * (leaf.ndim - 2), STAGE)
+            return PartitionSpec(rows, *later)
+        return PartitionSpec(rows, *later, *(None,) * (leaf.ndim - 2 - len(later)), STAGE)
 
     return [one(leaf) for leaf in jax.tree.leaves(outputs)]
 
