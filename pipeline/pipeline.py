@@ -22,6 +22,7 @@ from pipeline.core.diagnosis.nans import watched
 from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
 from pipeline.core.kernel import differentiable, runtime
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
+from pipeline.core.kernel.results import Kept
 from pipeline.core.layerwise.convert import from_layers, to_layers
 from pipeline.core.layerwise.layout import Layout, Origin, check_layout, mark, types_of
 from pipeline.core.layerwise.replace import check_changes, refusal, replaced
@@ -245,8 +246,7 @@ class Pipeline(nnx.Module):
         operands = self._operands(inputs, targets, extras, plan=plan)
         what = "logprobs() was differentiated, and it has no gradient: differentiate loss()"
         with self._step("logprobs", operands) as (model, *arrays):
-            infer = functools.partial(runtime.infer, take_loss=False, logprobs=True)
-            run = functools.partial(watched, infer, plan, model)
+            run = functools.partial(watched, runtime.logprobs, plan, model, takes_loss=False)
             found, kept = differentiable.without_gradient(run, what)(*arrays)
         self._keep(plan, operands[0], kept)
         mesh = self.plan.mesh
@@ -624,7 +624,7 @@ class Pipeline(nnx.Module):
         given = inputs, targets, extras, loss_for
         return make_operands(plan, *state, *given, wrt=wrt, has_aux=has_aux, weighed=weighed)
 
-    def _keep(self, plan: Plan, model: Model, kept: runtime.Kept) -> None:
+    def _keep(self, plan: Plan, model: Model, kept: Kept) -> None:
         """Take over the state that a step has written, if it has written any."""
         if (model.stages, model.ends) in plan.compiled.writes:
             specs = jax.tree.leaves(model.state_specs)

@@ -31,6 +31,7 @@ from schedules.orders.schedule import Schedule
 
 Keep = Literal["input", "residuals"]
 Table = NDArray[np.int32]
+FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")  # its tables
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
 
 

@@ -291,7 +291,7 @@ def test_masked():
 def test_outputs_on_every_rank():
     pipe, tokens, width = made((2, 4, 1), schedule="1f1b")
     operands = pipe._operands(tokens, (), None)
-    step = runtime.infer.lower(pipe.plan, *operands, take_loss=False).compile()
+    step = runtime.outputs.lower(pipe.plan, *operands).compile()
     compiled = Sent(step.as_text(), pipe.plan.forward, pipe.mesh)
     known = letters(pipe, width, layers=1, sequence=False) | {"O": 4 * M * ROWS * LENGTH * WORDS}
     messages = [known["m"] * count for count in exchanges(pipe.plan.forward)]

@@ -14,7 +14,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, add_loss, make_optimizer
-from pipeline.core.kernel import runtime
+from pipeline.core.kernel import share
 from pipeline.training.step import Step
 from tests.support.close import assert_close
 
@@ -169,7 +169,7 @@ def test_a_weight_without_a_gradient_is_as_fast_as_before(name, monkeypatch):
     def refuse(*_):
         raise AssertionError("forward actions run first")
 
-    monkeypatch.setattr(runtime, "_of_outputs", refuse)
+    monkeypatch.setattr(share, "of_outputs", refuse)
     x, t = batch()
     pipe = make(COUNTS[name])
 

@@ -39,9 +39,20 @@ def watched(
     model: Model,
     weights: Weights,
     batch: Batch,
+    *,
+    takes_loss: bool = True,
     **options: Any,
 ) -> Any:
-    """``run(plan, model, weights, batch, **options)``, which may be `train` or `infer`.
+    """``run(plan, model, weights, batch, **options)``, an entry point of the kernel.
+
+    Args:
+      run: of `pipeline.core.kernel.runtime`.
+      plan: the options of the pipeline.
+      model: the user's model.
+      weights: as run takes them.
+      batch: as run takes it.
+      takes_loss: whether it takes a loss.
+      options: of run.
 
     Raises:
       FloatingPointError: JAX is to look for NaN, and a result is.
@@ -56,7 +67,7 @@ def watched(
         found = run(plan, model, weights, batch, **options)
         if not _bad(found, kinds):
             return found
-        if not options.get("take_loss", True):
+        if not takes_loss:
             model = dataclasses.replace(model, loss_fn=None)
         text = _Search(plan, model, weights, batch, kinds).text()
     raise FloatingPointError(text)

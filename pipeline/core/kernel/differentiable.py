@@ -25,7 +25,7 @@ from pipeline.base.masks import Mask, woven
 from pipeline.base.tree import Leaves, Tree, combine, partition, signature, times
 from pipeline.core.diagnosis.nans import is_watched, watched
 from pipeline.core.jaxpr.evaluate import narrows
-from pipeline.core.kernel.runtime import infer, train
+from pipeline.core.kernel import runtime
 from pipeline.core.model.loss import pairing
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.trained import Trained
@@ -73,7 +73,7 @@ def _loss(plan: Plan, model: Model, before: Before, weights: Weights, batch: Bat
       batch: [N, ...] leaves.
     """
     del before
-    return watched(infer, plan, model, weights, batch, take_loss=True)
+    return watched(runtime.evaluate, plan, model, weights, batch)
 
 
 def _loss_forward(
@@ -82,9 +82,9 @@ def _loss_forward(
     want_inputs, model = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
     before(plan, model, weights, batch, want_inputs=want_inputs)
-    run = functools.partial(watched, train, plan, model, want_inputs=want_inputs)
+    run = functools.partial(watched, runtime.train, plan, model, want_inputs=want_inputs)
     if _is_narrow(plan, model, weights, batch, run, want_inputs=want_inputs):
-        infers = functools.partial(watched, infer, plan, model, take_loss=True, want_share=True)
+        infers = functools.partial(watched, runtime.evaluate, plan, model, want_share=True)
         with refusing_twice(_TWICE):
             (value, share), held = _as_one(infers)(weights, batch)
         return (value, held), _Waiting(weights, batch, share, want_inputs, model.trained)
@@ -128,7 +128,7 @@ def _outputs(plan: Plan, model: Model, before: Before, weights: Weights, batch: 
     Arguments as of `loss`.
     """
     del before
-    return watched(infer, plan, model, weights, batch, take_loss=False)
+    return watched(runtime.outputs, plan, model, weights, batch, takes_loss=False)
 
 
 def _outputs_forward(
@@ -141,7 +141,7 @@ def _outputs_forward(
         )
     want_inputs, asked = _wants_inputs(weights, batch), _asked(model, weights)
     weights, batch = _values(weights), _values(batch)
-    run = _as_one(functools.partial(watched, infer, plan, model, take_loss=False))
+    run = _as_one(functools.partial(watched, runtime.outputs, plan, model, takes_loss=False))
     with refusing_twice(_TWICE):
         return run(weights, batch), (weights, batch, want_inputs, asked.trained)
 
@@ -168,7 +168,7 @@ def _cotangents(
     """Run the timetable in a backward pass: what the operands of a pipeline have as cotangents."""
     has_aux = None if model.has_aux else model.has_aux
     model = dataclasses.replace(model, has_aux=has_aux, weighed=False)
-    run = functools.partial(train, want_inputs=want_inputs, normalise=False)
+    run = functools.partial(runtime.train, want_inputs=want_inputs, normalise=False)
     with refusing_twice(_TWICE):
         _, grads, inputs, _ = watched(run, plan, model, weights, batch, **scale)
     chunks, ends = _in_their_places(weights, model.trained, grads)

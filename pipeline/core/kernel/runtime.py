@@ -2,14 +2,16 @@
 
 Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards. The kernel knows
 no schedule: it gives every rank its part of the program's tables, of the weights and of the batch,
-and reduces once what the ticks (`pipeline.core.kernel.ticks`) have added up.
+and reduces once the sums that the ticks (`pipeline.core.kernel.ticks`) leave. There are four entry
+points: `train`, `evaluate`, `outputs` and `logprobs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, vary
 from pipeline.base.masks import Mask, Way, chosen
-from pipeline.base.tree import Leaves, Tree, as_numbers, is_float, numbers_as, real
+from pipeline.base.tree import Leaves, Tree, is_float, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
 from pipeline.core.diagnosis.unread import (
     warn_of_nothing_to_gather,
@@ -27,10 +29,24 @@ from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.kernel.actions import Row
 from pipeline.core.kernel.grouped import make_actions
 from pipeline.core.kernel.jitted import PerPlan
-from pipeline.core.kernel.memory import Memory, Step, scale_in_place
+from pipeline.core.kernel.memory import Memory, Step
+from pipeline.core.kernel.results import (
+    Gradients,
+    Kept,
+    calls_of,
+    divide,
+    gradients_of,
+    input_gradients,
+    loss_and_metrics,
+    outputs_of,
+    own_logits_of,
+    state_after,
+    totals_of,
+)
+from pipeline.core.kernel.share import check_outputs_are_final, find_share
 from pipeline.core.kernel.straight import Straight
 from pipeline.core.kernel.ticks import run_ticks, was_sent
-from pipeline.core.model.loss import Weighed, mean_of
+from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
@@ -38,7 +54,7 @@ from pipeline.core.rank.ends import ends_usage
 from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.outputs import check_outputs, check_positions
+from pipeline.core.rank.outputs import check_outputs
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import (
@@ -46,15 +62,9 @@ from pipeline.core.sharding.zero import (
     defer_reduction,
     gather,
     kernel_spec,
-    reduce_gradients,
-    total_over,
-    totals_over,
 )
 from schedules.lowering.needs import without
-from schedules.lowering.program import COMMON, Program
-
-Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
-FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")
+from schedules.lowering.program import COMMON, FIELDS, Program
 
 
 @PerPlan
@@ -68,7 +78,7 @@ def train(
     *,
     want_inputs: bool = False,
     normalise: bool = True,
-) -> tuple[Any, tuple[tuple[Leaves, ...], Leaves], Leaves, Kept]:
+) -> tuple[Any, Gradients, Leaves, Kept]:
     """Run a schedule, forward and backward.
 
     Args:
@@ -92,78 +102,47 @@ def train(
     ways = model.trained.ways(want_inputs=want_inputs)
     program = without(plan.training, [way.x for way in ways])
     of_inputs = _input_specs(batch) if want_inputs else []
+    reaches = want_inputs or model.trained.embed
 
     def body(tables: Row, weights: Weights, batch: Batch, scale: Any) -> Any:
         scale, of_added = scale if isinstance(scale, tuple) else (scale, scale)
-        calls = plan.schedule.num_microbatches * plan.axes.num_parts
-        state = rank_state(plan, model, weights, batch)
-        added_share = 1 / calls if of_added is None else of_added.astype(real()) / calls
-        state, activations = _followed(plan, dataclasses.replace(state, added_share=added_share))
-        reaches = want_inputs or model.trained.embed
-        local, is_mean, ends_body = _with_loss(plan, state, activations, ways, reaches=reaches)
-        mean, known = _known_before(local, plan, is_mean=is_mean, scaled=scale is not None)
-        local = _writing(local, activations, plan, ways, training=True)
-        if mean is not None:
-            _check_outputs_are_final(local)
-            state = dataclasses.replace(local.state, mean=mean)
-            local = make_local_model(state, activations, ways)
-        known = known if normalise else None
+        added_share = 1 if of_added is None else of_added.astype(real())
+        state = dataclasses.replace(
+            rank_state(plan, model, weights, batch), added_share=added_share / calls_of(plan)
+        )
+        made = _prepare(plan, state, ways, reaches=reaches)
+        share = find_share(made.local, plan, is_mean=made.is_mean, scaled=scale is not None)
+        made = _writing(made, plan, training=True)
+        if share.mean is not None:
+            check_outputs_are_final(made.local)
+            made = made.changed(mean=share.mean)
         if normalise:
-            bodies, warned = activations.bodies, plan.compiled.warned
-            warn_of_parameters_that_nobody_reads(local.state, bodies, ends_body, warned)
-        share: Any = 1.0 if known is None else known
+            _warn_of_unread(made, plan)
+        # Where the share is known, gradients of the mean are summed, else those of the sum.
+        known = share.known if normalise else None
+        factor: Any = 1.0 if known is None else known
         if scale is not None:
-            share = scale.astype(real()) * share
+            factor = scale.astype(real()) * factor
         step = Step(
             training=True,
             take_loss=True,
             want_inputs=want_inputs,
             masked=plan.is_masked,
-            loss_share=share,
+            loss_share=factor,
         )
-        sums = _train(local, plan, program, tables, step, by_table=runs is not None)
-        total, weight, *measured = total_over(_of_loss(sums), plan.axes.varying)
-        value = total
-        if normalise and known is None:
-            value, share = mean_of(total, weight)
-            for totals in (*sums.chunk_grads, sums.ends_grads, sums.input_grads):
-                scale_in_place(totals.refs, share)
-
-        def gradients(
-            totals: Any, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
-        ) -> Leaves:
-            # Over row and position axes once, here, and not once per microbatch.
-            summed = reduce_gradients(totals.all(), chosen(spreads, mask), axes, lead=lead)
-            leaves = chosen(jax.tree.leaves(like), mask)
-            return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
-
-        chunks = tuple(
-            [g[None] for g in gradients(totals, params, spreads, mask, plan.axes.split, lead=1)]
-            for totals, params, spreads, mask in zip(
-                sums.chunk_grads,
-                weights.chunks,
-                model.layout.chunks,
-                model.trained.chunks,
-                strict=True,
-            )
-        )
-        ends = gradients(
-            sums.ends_grads,
-            weights.ends,
-            model.layout.ends,
-            model.trained.ends,
-            plan.axes.varying,
-        )
-        # Of an input that is whole over a position axis each rank there has an addend.
-        over = [(STAGE, *plan.axes.missing_in(spec)) for spec in of_inputs]
-        inputs = list(map(_unsplit, totals_over(sums.input_grads.all(), over)))
+        memory = _train(made.local, plan, program, tables, step, by_table=runs is not None)
+        totals = totals_of(memory, plan)
+        value = totals.loss
         if known is not None:
-            is_plain = scale is None and is_mean
-            value = total / weight if is_plain else mean_of(total, weight)[0]
-        value = _with_metrics(
-            local, plan, _with_added(sums, value, plan), weight, measured, is_mean=is_mean
-        )
-        return value, (chunks, ends), inputs, _kept(local, weights, plan, training=True)
+            is_plain = scale is None and share.is_mean
+            value = value / totals.weight if is_plain else mean_of(value, totals.weight)[0]
+        elif normalise:
+            value, divisor = mean_of(value, totals.weight)
+            divide(memory, divisor)
+        grads = gradients_of(memory, model, weights, plan)
+        inputs = input_gradients(memory, plan, of_inputs)
+        value = loss_and_metrics(made.local, plan, memory, totals, value, is_mean=share.is_mean)
+        return value, grads, inputs, state_after(made.local, weights, plan, training=True)
 
     layout, trained = model.layout, model.trained
     specs = (
@@ -178,121 +157,145 @@ def train(
     return loss, grads, inputs, kept
 
 
-def _followed(plan: Plan, state: RankState) -> tuple[RankState, Activations]:
-    """As `follow`, with a check of where the devices of stages meet."""
-    state, activations = follow(state)
-    _check_meetings(plan, activations.bodies)
-    return state, activations
+@PerPlan
+def evaluate(
+    plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_share: bool = False
+) -> tuple[Any, Kept]:
+    """Run forward actions: the loss, or (loss, metrics), on every rank, and declared state.
+
+    With ``want_share`` these come with the share of a microbatch, to multiply gradients of sums
+    with, and the step counts as one that trains.
+    """
+
+    def results(made: _Prepared, memory: Memory) -> Any:
+        totals = totals_of(memory, plan)
+        value, share = mean_of(totals.loss, totals.weight)
+        found = loss_and_metrics(made.local, plan, memory, totals, value, is_mean=made.is_mean)
+        return (found, share) if want_share else found
+
+    step = Step(training=False, take_loss=True)
+    return _infer(plan, model, weights, batch, step, results, P(), training=want_share)
 
 
-def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
-    """Check that ranks whose devices meet in a collective of a stage run the same action."""
-    if plan.schedule.num_ranks > 1 and not plan.partners and not plan.is_masked:
-        check_permutes(bodies)
+@PerPlan
+def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
+    """Run forward actions: [N, ...] outputs on every rank, and declared state."""
+    given, lie = (plan, model, weights, batch), plan.axes.output_spec
+    step = Step(training=False, take_loss=False)
+    if "head" in plan.shared:  # of each row, every rank has the logits of its words
+        found, kept = _infer(*given, step, lambda _, memory: own_logits_of(memory), P(STAGE, *lie))
+        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
+    return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
 
 
-def _writing(
-    local: LocalModel,
-    activations: Activations,
+@PerPlan
+def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
+    """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
+    given, lie = (plan, model, weights, batch), plan.axes.output_spec
+    step = Step(training=False, take_loss=False, logprobs=True)
+    return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+
+
+def _infer(
     plan: Plan,
-    ways: Sequence[Way],
+    model: Model,
+    weights: Weights,
+    batch: Batch,
+    step: Step,
+    results: Callable[[_Prepared, Memory], Any],
+    spec: P,
     *,
-    training: bool,
-    take_loss: bool = True,
-) -> LocalModel:
-    """The rank's model with the declared state that a step writes, if it writes any."""
-    held = _make_held(local, plan, training=training, take_loss=take_loss)
-    if held is None:
-        return local
-    return make_local_model(dataclasses.replace(local.state, held=held), activations, ways)
+    training: bool = False,
+) -> tuple[Any, Kept]:
+    """Run forward actions; returns the results of their memory, and declared state.
+
+    Args:
+      plan: the options of the pipeline.
+      model: the user's model.
+      weights: [S, ...] leaves of chunks, and leaves of the ends.
+      batch: [N, ...] leaves.
+      step: what is wanted.
+      results: makes the results.
+      spec: of these.
+      training: whether the step counts as one that trains.
+    """
+    ways = model.trained.ways(want_inputs=False, backward=False)
+
+    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Any, Kept]:
+        state = rank_state(plan, model, weights, batch)
+        made = _prepare(plan, state, ways, take_loss=step.take_loss)
+        if step.take_loss:
+            made = made.changed(counts=True)
+        elif not step.logprobs:
+            check_outputs(made.local, made.local.state)
+        made = _writing(made, plan, training=training, take_loss=step.take_loss)
+        check_effects(made.local, again=False, masked=plan.is_masked)
+        actions = make_actions(made.local, plan.forward, step)
+        run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
+        kept = state_after(made.local, weights, plan, training=training)
+        return results(made, actions.memory), kept
+
+    out_specs = spec, _manual(plan, model.state_specs)
+    return cast(
+        "tuple[Any, Kept]",
+        run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch),
+    )
 
 
-def _make_held(
-    local: LocalModel, plan: Plan, *, training: bool, take_loss: bool = True
-) -> Held | None:
-    """The declared state that a step writes; None if it writes none."""
-    model = local.model
-    if not model.declared.is_anything:
-        return None
-    if isinstance(local, GroupedModel):
-        found: dict[int, Usage] = {}
-        for group in local.groups:
-            found |= dict.fromkeys(group.stages, group.local.stage_usage())
-        usages = [found[k] for k in range(len(found))]
-    else:
-        usages = [local.stage_usage()] * len(model.stages)
-    ends = ends_usage(local.state, local.output, take_loss=take_loss)
-    hook = plan.after_step is not None and training
-    if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
-        return None
-    plan.compiled.writes.add((model.stages, model.ends))
-    count = plan.schedule.num_microbatches
-    return Held(local.state, usages, ends, count, again=training)
+# --- the rank's model ---
 
 
-def _kept(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
-    """Declared state behind a step, as it is returned."""
-    held, declared = local.state.held, local.model.declared
-    if held is not None:
-        hook = plan.after_step if training else None
-        chunks, ends = held.finish(plan.schedule, plan.axes.split, hook)
-        return [[x[None] for x in of] for of in chunks], ends
-    rests, ends = map(jax.tree.leaves, weights.chunks_rest), jax.tree.leaves(weights.ends_rest)
-    chunks = [[of[n] for n in n_of] for of, n_of in zip(rests, declared.chunk_cells, strict=False)]
-    return chunks, [ends[n] for n in declared.ends_cells]
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A rank's model, and facts that were found by tracing it.
+
+    Attributes:
+      local: the rank's part of the model.
+      activations: the types between its stages.
+      ways: [K] how far each stage's backward goes.
+      is_mean: whether every microbatch's loss is a mean.
+      ends_body: the jaxpr of embed, head and loss; None if no loss is taken.
+    """
+
+    local: LocalModel
+    activations: Activations
+    ways: Sequence[Way]
+    is_mean: bool = False
+    ends_body: Any = None
+
+    def changed(self, **fields: Any) -> _Prepared:
+        """A rank's model with other fields of its state."""
+        state = dataclasses.replace(self.local.state, **fields)
+        local = make_local_model(state, self.activations, self.ways)
+        return dataclasses.replace(self, local=local)
 
 
-def _with_metrics(
-    local: LocalModel,
-    plan: Plan,
-    value: jax.Array,
-    weight: jax.Array,
-    measured: Leaves,
-    *,
-    is_mean: bool,
-) -> Any:
-    """A step's loss, and its metrics if they are wanted, of sums over all microbatches."""
-    loss: Any = value
-    counted, (_, metrics) = None, local.metrics
-    if local.model.weighed:
-        batch = local.batch
-        rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
-        # Each part of the positions has counted the rows.
-        counted = weight * (rows / plan.axes.num_positions) if is_mean else weight
-        loss = Weighed(value, counted)
-    return loss if metrics is None else (loss, metrics.of(measured, weight, counted))
-
-
-def _of_loss(sums: Memory) -> Leaves:
-    """The sums of the loss, of its weight, and those that metrics are made of."""
-    return [x for name in ("loss", "weight", "metrics") for x in sums.sums[name].all()]
-
-
-def _with_added(sums: Memory, value: jax.Array, plan: Plan) -> jax.Array:
-    """A step's loss and the mean of what stages add to it."""
-    calls = plan.schedule.num_microbatches * plan.axes.num_parts
-    for added in total_over(sums.added.all(), plan.axes.varying):
-        value += added.astype(value.dtype) / calls
-    return value
-
-
-def _with_loss(
+def _prepare(
     plan: Plan,
     state: RankState,
-    activations: Activations,
     ways: Sequence[Way],
     *,
+    take_loss: bool = True,
     reaches: bool = True,
-) -> tuple[LocalModel, bool, Any]:
-    """A rank's model, which knows what adds losses.
+) -> _Prepared:
+    """Trace the parts of a rank's model.
 
-    Also whether its own loss is a mean, and the jaxpr of embed, head and loss.
+    Args:
+      plan: the options of the pipeline.
+      state: the rank's arrays.
+      ways: [K] how far each stage's backward goes.
+      take_loss: whether a loss is taken.
+      reaches: whether gradients go back to embed.
 
     Raises:
-      ValueError: a head adds some that all ranks share, or an embed that no gradient ``reaches``.
+      ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
     """
-    local = make_local_model(state, activations, ways)
-    is_mean, body, embed_adds, head_adds = local.loss_is_mean()
+    state, activations = follow(state)
+    _check_meetings(plan, activations.bodies)
+    made = _Prepared(make_local_model(state, activations, ways), activations, ways)
+    if not take_loss:
+        return made
+    is_mean, body, embed_adds, head_adds = made.local.loss_is_mean()
     _check_meetings(plan, [body])
     if head_adds and "head" in plan.shared:
         raise ValueError(
@@ -304,82 +307,44 @@ def _with_loss(
             "embed calls add_loss, and wrt= trains nothing in it, so that no gradient goes back to "
             "it; train embed too, or let it add nothing"
         )
+    changes: dict[str, Any] = {"has_refs": True} if makes_ref(body) else {}
     if embed_adds or head_adds:
-        state = dataclasses.replace(state, adding_ends=True, adding_embed=embed_adds)
-    if makes_ref(body):
-        state = dataclasses.replace(state, has_refs=True)
-    if state is not local.state:
-        local = make_local_model(state, activations, ways)
-    return local, is_mean, body
+        changes |= {"adding_ends": True, "adding_embed": embed_adds}
+    made = dataclasses.replace(made, is_mean=is_mean, ends_body=body)
+    return made.changed(**changes) if changes else made
 
 
-def _known_before(local: LocalModel, plan: Plan, *, is_mean: bool, scaled: bool) -> Any:
-    """The value of a loss and the factor that makes means of sums, as known before its step.
-
-    The latter makes means of them; if it is known, no gradient need be divided after the step. Each
-    is None if it is not known; the value is if the step needs it.
-    """
-    if is_mean:
-        return None, 1 / (plan.schedule.num_microbatches * plan.axes.num_parts)
-    # d(S / W) = (dS - S / W dW) / W.
-    if "head" not in plan.shared and local.weight_has_gradient():
-        _check_that_it_is_all(local.model)
-        return _of_outputs(local, plan)
-    # A scale is chosen for gradients of the mean, and those of a sum might overflow. What stages
-    # add is not divided by a loss's weight, and no gradient can be afterwards.
-    if not scaled and not local.state.adds:
-        return None, None
-    weight = local.weight_of_targets()
-    if weight is None:
-        return _of_outputs(local, plan) if local.state.adds else (None, None)
-    return None, mean_of(jnp.zeros_like(weight), total_over(weight, plan.axes.split))[1]
+def _check_meetings(plan: Plan, bodies: Sequence[Any]) -> None:
+    """Check that ranks whose devices meet in a collective of a stage run the same action."""
+    if plan.schedule.num_ranks > 1 and not plan.partners and not plan.is_masked:
+        check_permutes(bodies)
 
 
-def _check_that_it_is_all(model: Model) -> None:
-    """Check that a ratio is not one of several whose sums and weights are to be added.
-
-    Raises:
-      ValueError: it is, and d(S / W) needs S / W of all.
-    """
-    if model.weighed:
-        raise ValueError(
-            "weighed=True (of value_and_grad, or of a Step with accumulate=) with a loss (sum, "
-            "weight) whose weight has a gradient, since it follows from outputs or parameters: "
-            "gradients of several batches cannot be added up to that of the sum of sums over the "
-            "sum of weights; take all rows in one call, with more microbatches, or give each call "
-            "of the Step a weight=, to train the mean of the calls' losses"
-        )
+def _warn_of_unread(made: _Prepared, plan: Plan) -> None:
+    bodies, warned = made.activations.bodies, plan.compiled.warned
+    warn_of_parameters_that_nobody_reads(made.local.state, bodies, made.ends_body, warned)
 
 
-def _check_outputs_are_final(local: LocalModel) -> None:
-    """Check that what is known before the step is true of the step.
-
-    Raises:
-      ValueError: it is `_of_outputs`, of forward actions on state as it was, and the step writes
-        state.
-    """
-    if local.state.held is not None:
-        raise ValueError(
-            "stages write declared state, and loss_fn's weight follows from their outputs: where "
-            "it has a gradient, or stages call add_loss, a step then knows it too late; let the "
-            "weight follow from targets, as the number of those that count, or declare no state"
-        )
-
-
-def _of_outputs(local: LocalModel, plan: Plan) -> tuple[Any, Any]:
-    """As `_known_before`, where it follows from outputs: forward actions run first."""
-    program, rank = plan.forward, jax.lax.axis_index(STAGE)
-    tables: dict[str, Any] = {}
-    for name in (*FIELDS, *(COMMON if program.shared else ())):
-        table = jnp.asarray(getattr(program, name))
-        own = table if name in COMMON else jnp.moveaxis(table, 2, 0)[rank][None]
-        tables[name] = own
-    check_effects(local, again=True, masked=plan.is_masked)
-    step = Step(training=False, take_loss=True)
-    actions = make_actions(local, program, step)
-    run_ticks(actions, program, tables, masked=plan.is_masked)
-    total, weight, *_ = total_over(_of_loss(actions.memory), plan.axes.varying)
-    return mean_of(total, weight)
+def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = True) -> _Prepared:
+    """The rank's model with the declared state that a step writes, if it writes any."""
+    local = made.local
+    model = local.model
+    if not model.declared.is_anything:
+        return made
+    if isinstance(local, GroupedModel):
+        found: dict[int, Usage] = {}
+        for group in local.groups:
+            found |= dict.fromkeys(group.stages, group.local.stage_usage())
+        usages = [found[k] for k in range(len(found))]
+    else:
+        usages = [local.stage_usage()] * len(model.stages)
+    ends = ends_usage(local.state, local.output, take_loss=take_loss)
+    hook = plan.after_step is not None and training
+    if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
+        return made
+    plan.compiled.writes.add((model.stages, model.ends))
+    count = plan.schedule.num_microbatches
+    return made.changed(held=Held(local.state, usages, ends, count, again=training))
 
 
 def _train(
@@ -402,67 +367,7 @@ def _train(
     return actions.memory
 
 
-@PerPlan
-def infer(
-    plan: Plan,
-    model: Model,
-    weights: Weights,
-    batch: Batch,
-    *,
-    take_loss: bool,
-    want_share: bool = False,
-    logprobs: bool = False,
-) -> tuple[Tree, Kept]:
-    """Run a schedule's forward actions: the loss, or [N, ...] outputs, on every rank.
-
-    With ``want_share`` the loss, or (loss, metrics), comes with what sums over microbatches are to
-    be multiplied with, and the step counts as one that trains. With ``logprobs`` outputs are those
-    of targets, [N, ...] float32. Also returns declared state as it was left.
-    """
-
-    def body(tables: Row, weights: Weights, batch: Batch, _: None) -> tuple[Tree, Kept]:
-        ways = model.trained.ways(want_inputs=False, backward=False)
-        state, activations = _followed(plan, rank_state(plan, model, weights, batch))
-        is_mean = False
-        if take_loss:
-            local, is_mean, _ = _with_loss(plan, state, activations, ways)
-        else:
-            local = make_local_model(state, activations, ways)
-            if not logprobs:
-                check_outputs(local, state)
-        counting = dataclasses.replace(local.state, counts=take_loss)
-        local = make_local_model(counting, activations, ways)
-        local = _writing(local, activations, plan, ways, training=want_share, take_loss=take_loss)
-        found = outputs(local, tables, is_mean=is_mean)
-        return found, _kept(local, weights, plan, training=want_share)
-
-    def outputs(local: LocalModel, tables: Row, *, is_mean: bool) -> Tree:
-        check_effects(local, again=False, masked=plan.is_masked)
-        step = Step(training=False, take_loss=take_loss, logprobs=logprobs)
-        actions = make_actions(local, plan.forward, step)
-        run_ticks(actions, plan.forward, tables, masked=plan.is_masked)
-        if take_loss:
-            total, weight, *measured = total_over(_of_loss(actions.memory), plan.axes.varying)
-            value, share = mean_of(total, weight)
-            value = _with_added(actions.memory, value, plan)
-            found = _with_metrics(local, plan, value, weight, measured, is_mean=is_mean)
-            return (found, share) if want_share else found
-        if shares_head and not logprobs:  # of each row, every rank has the logits of its words
-            return jnp.moveaxis(_unsplit(actions.memory.results.all()), -1, 0)
-        # Only the last rank has written results; all others hold zeros. A sum counts flags.
-        found = actions.memory.results.all()
-        check_positions(found, plan.axes.output_spec)
-        total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
-        return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
-
-    lie, shares_head = plan.axes.output_spec, "head" in plan.shared
-    specs = _manual(plan, model.state_specs)
-    if shares_head and not (take_loss or logprobs):
-        run = run_on_ranks(plan, model, plan.forward, body, (P(STAGE, *lie), specs))
-        found, kept = run(weights, batch)
-        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
-    out_specs = P() if take_loss else lie, specs
-    return run_on_ranks(plan, model, plan.forward, body, out_specs)(weights, batch)
+# --- the shard_map ---
 
 
 def run_on_ranks(
@@ -565,8 +470,3 @@ def rank_state(
 def _squeeze(tree: Tree) -> Tree:
     """Drop the leading axis of length 1 that a sharded [S, ...] leaf has on its rank."""
     return jax.tree.map(lambda x: x[0], tree)
-
-
-def _unsplit(x: jax.Array) -> jax.Array:
-    """[M, b, ...] to [M * b, ...]."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
