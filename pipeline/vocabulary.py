@@ -4,7 +4,7 @@ Letters: S ranks, N words, d width; b stands for any leading axes, those of a mi
 themselves these are those of `pipeline.layers` that no mesh axis cuts, and in
 ``Pipeline(vocabulary="ends")`` the first and the last rank call them so. In
 ``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
-`pipeline.core.kernel.vocabulary` does what they do with all ranks at once.
+`pipeline.core.executors.vocabulary` does what they do with all ranks at once.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ import numpy as np
 from collectives import STAGE, exchange, vary
 from collectives.compat import varying_axes
 from pipeline.base.tree import Tree, at
-from pipeline.core.kernel.memory import Pool, at_most_once, unwritten
-from pipeline.core.kernel.vocabulary import look_up, own_logits
+from pipeline.core.executors.memory import Pool, at_most_once, unwritten
+from pipeline.core.executors.vocabulary import look_up, own_logits
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.decoding.sampling import sample_rows, sample_shared

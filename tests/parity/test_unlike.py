@@ -11,7 +11,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.kernel import grouped
+from pipeline.core.executors import grouped
 from pipeline.core.model.unlike import Overlaid
 from tests.support import mixed, models
 from tests.support.close import assert_close, distance

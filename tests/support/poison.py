@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pipeline.core.kernel import memory, ticks
+from pipeline.core.executors import memory, ticks
 
 
 @pytest.fixture

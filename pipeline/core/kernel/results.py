@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as
-from pipeline.core.kernel.memory import Memory, Total, scale_in_place
+from pipeline.core.executors.memory import Memory, Total, scale_in_place
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan

@@ -2,8 +2,8 @@
 
 Letters: S ranks, M microbatches, N = M * b * D rows of the batch on D data shards. The kernel knows
 no schedule: it gives every rank its part of the program's tables, of the weights and of the batch,
-and reduces once the sums that the ticks (`pipeline.core.kernel.ticks`) leave. There are four entry
-points: `train`, `evaluate`, `outputs` and `logprobs`.
+and reduces once the sums that the ticks (`pipeline.core.executors.ticks`) leave. There are four
+entry points: `train`, `evaluate`, `outputs` and `logprobs`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from pipeline.core.diagnosis.unread import (
     warn_of_nothing_to_gather,
     warn_of_parameters_that_nobody_reads,
 )
+from pipeline.core.executors.actions import Row
+from pipeline.core.executors.grouped import make_actions
+from pipeline.core.executors.memory import Memory, Step
+from pipeline.core.executors.straight import Straight
+from pipeline.core.executors.ticks import run_ticks, was_sent
 from pipeline.core.jaxpr.primitives import makes_ref
-from pipeline.core.kernel.actions import Row
-from pipeline.core.kernel.grouped import make_actions
 from pipeline.core.kernel.jitted import PerPlan
-from pipeline.core.kernel.memory import Memory, Step
 from pipeline.core.kernel.results import (
     Gradients,
     Kept,
@@ -44,8 +46,6 @@ from pipeline.core.kernel.results import (
     totals_of,
 )
 from pipeline.core.kernel.share import check_outputs_are_final, find_share
-from pipeline.core.kernel.straight import Straight
-from pipeline.core.kernel.ticks import run_ticks, was_sent
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from collectives import STAGE
 from pipeline.core.diagnosis.effects import check_effects
-from pipeline.core.kernel.grouped import make_actions
-from pipeline.core.kernel.memory import Step
+from pipeline.core.executors.grouped import make_actions
+from pipeline.core.executors.memory import Step
+from pipeline.core.executors.ticks import run_ticks
 from pipeline.core.kernel.results import calls_of, totals_of
-from pipeline.core.kernel.ticks import run_ticks
 from pipeline.core.model.loss import mean_of
 from pipeline.core.model.model import Model
 from pipeline.core.options.plan import Plan

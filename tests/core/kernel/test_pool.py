@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.core.kernel import memory
+from pipeline.core.executors import memory
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "gpu"])

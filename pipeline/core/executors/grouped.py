@@ -19,10 +19,10 @@ import numpy as np
 from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
+from pipeline.core.executors.actions import Actions, Row
+from pipeline.core.executors.masked import run_masked
+from pipeline.core.executors.memory import Memory, PoolView, Step, TotalView, make_memory
 from pipeline.core.jaxpr import scopes
-from pipeline.core.kernel.actions import Actions, Row
-from pipeline.core.kernel.masked import run_masked
-from pipeline.core.kernel.memory import Memory, PoolView, Step, TotalView, make_memory
 from pipeline.core.model.overlay import Spot, View
 from pipeline.core.rank.groups import (
     GroupedModel,

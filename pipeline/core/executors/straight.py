@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from pipeline.core.kernel.actions import Actions
-from pipeline.core.kernel.memory import Step, make_sums
+from pipeline.core.executors.actions import Actions
+from pipeline.core.executors.memory import Step, make_sums
 from pipeline.core.rank.local_model import LocalModel
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.base.tree import Leaves, Tree, blank, partition
-from pipeline.core.kernel.actions import Actions, Row
+from pipeline.core.executors.actions import Actions, Row
 from schedules.lowering.program import Op, Slot
 
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from collectives import STAGE, exchange
 from pipeline.base.tree import Tree
+from pipeline.core.executors.actions import Actions, Row
+from pipeline.core.executors.grouped import runner
+from pipeline.core.executors.memory import run_once
+from pipeline.core.executors.vocabulary import VocabularyParallel
 from pipeline.core.jaxpr import scopes
-from pipeline.core.kernel.actions import Actions, Row
-from pipeline.core.kernel.grouped import runner
-from pipeline.core.kernel.memory import run_once
-from pipeline.core.kernel.vocabulary import VocabularyParallel
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
 

@@ -38,8 +38,8 @@ from pipeline.base.tree import Leaves, Tree, at, times
 from pipeline.base.vocabulary import CrossEntropy, logits, spoil
 from pipeline.core.backward.accumulate import Pullback
 from pipeline.core.backward.outcome import Outcome, pulled
-from pipeline.core.kernel.actions import Actions, Row
-from pipeline.core.kernel.memory import updated
+from pipeline.core.executors.actions import Actions, Row
+from pipeline.core.executors.memory import updated
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.sharding.zero import total_over

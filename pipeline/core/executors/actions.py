@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.backward.outcome import Outcome
-from pipeline.core.kernel.memory import Memory, Step, at_most_once, unwritten
+from pipeline.core.executors.memory import Memory, Step, at_most_once, unwritten
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
