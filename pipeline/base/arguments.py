@@ -31,8 +31,18 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is an integer or a float, such as a number of seconds; NaN is one."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Tell whether a value is a number that a float can hold, such as a number of seconds, or NaN.
+
+    `schedules` and `collectives` have checks of their own, for neither knows the other, and the
+    command line, which starts without jax, needs this one without importing either.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def hint_at(word: str, known: Iterable[str]) -> str:

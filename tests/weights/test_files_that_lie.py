@@ -99,6 +99,9 @@ def test_values_are_told_by_kind():
         "x.f={} must be a list",
         "x.g=a int must be text",
     ]
+    (text,) = faults_of({"h": 10**400}, {"h": "number"})  # issue 39: it was an OverflowError
+    assert text.startswith("h=1000")
+    assert text.endswith("... must be a finite number")
     nest: Any = []
     for _ in range(DEEP):
         nest = [nest]
