@@ -169,7 +169,7 @@ def test_losses_go_on_over_a_tensor_axis(tmp_path: Path) -> None:
     ids=str,
 )
 def test_another_size_of_a_row_or_position_axis(
-    first: dict[str, int], then: dict[str, int], tmp_path: Path
+    first: dict[str, int], then: dict[str, int], tmp_path: Path, standard_promotion: None
 ) -> None:
     """Experts' weights and moments are stored whole, and laid over the axis that there is."""
     kind = split_axes.Attention if "context" in first else split_axes.Experts
