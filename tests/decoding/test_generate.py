@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import collectives
 from pipeline import Pipeline, generate, sample
 from pipeline.vocabulary import VocabularyEmbedding, VocabularyHead
+from tests.support import split_axes
 from tests.support.grids import effort
 
 WIDTH, WORDS, NEW = 8, 13, 6
@@ -437,3 +439,24 @@ def test_prompts_that_are_none():
     assert refusal(pipe, PROMPTS, 2, key=jax.random.split(jax.random.key(0), 2)) == (
         "key is [2] keys; give one, or one for each of 5 rows"
     )
+
+
+class Mixed(Own):
+    """A stage with a cache, and experts that are shared out over a row axis."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.experts = split_axes.Experts(rngs)
+
+    def __call__(self, x):
+        return self.experts(super().__call__(x))
+
+
+@pytest.mark.parametrize("drawn", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_over_an_axis_that_stages_have_collectives_over(drawn):
+    """All ranks of the axis stop together, so every collective of the last call is met."""
+    mesh = collectives.make_mesh(stage=2, expert=2, data=2)
+    pipe, *model = make(Mixed, mesh=mesh, batch=P(("data", "expert")))
+    options = DRAWN if drawn else {}
+    found = generate(pipe, PROMPTS, NEW, lengths=LENGTHS, **options)
+    np.testing.assert_array_equal(found, plain(model, **options))

@@ -214,7 +214,7 @@ def test_losses_that_stages_add():
     assert_close([tree["inner"] for tree in layers(pipe, grads)], [wanted[k] for k in range(2)])
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Experts, Attention])
 def test_beside_a_shared_axis(kind):
     """Types are tracked over all axes there; the same collectives stay exact."""
