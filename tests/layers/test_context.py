@@ -89,7 +89,6 @@ def compare(ranks, way, order, name, *, packed_rows, heads=4, kv_heads=2):
 
 GRID = [*itertools.product((2, 4), WAYS, ORDERS, OPTIONS, (False, True))]
 FAST = {
-    (2, "allgather", "zigzag", "everything", True),
     (2, "ulysses", "zigzag", "window", True),
     (2, "ring", "zigzag", "everything", True),
 }

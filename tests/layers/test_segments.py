@@ -71,7 +71,7 @@ def compare(implementation, *, query_chunk=None, tolerance=1e-5, **options):
     ("name", "query_chunk"),
     [
         ("both", None),
-        ("window", 32),
+        pytest.param("window", 32, marks=pytest.mark.slow),
         *[pytest.param(n, 32, marks=pytest.mark.slow) for n in OPTIONS],
     ],
 )
@@ -107,6 +107,7 @@ def test_cudnn_is_traced(monkeypatch, name):
     assert "bf16[2,1,128,128]" in text  # the mask, as a bias
 
 
+@pytest.mark.slow
 def test_the_layer_takes_segments_and_positions():
     """A layer with a window and a cap on packed rows is that layer on each document."""
     layer = Attention(D, 4, 2, nnx.Rngs(0), head_dim=8, theta=100.0, window=20, softcap=2.0)
@@ -224,6 +225,7 @@ def test_a_packed_batch_is_its_documents(schedule, learned):
             assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_logprobs_of_packed_rows():
     stages, embed, head = decoder()
     batch = next(packed(lessons(), rows=4, length=12))
