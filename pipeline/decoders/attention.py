@@ -18,7 +18,7 @@ from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attending.formula import read, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import attend, check_segments
+from pipeline.layers.attention import attend
 from pipeline.layers.weights import check_cut, make_weight
 
 
@@ -46,8 +46,6 @@ class DecoderAttention(nnx.Module):
         context: Context = WHOLE,
     ) -> None:
         self.context = context
-        if config.sinks:
-            check_whole("attention sinks", context)
         c, heads, self.kv_heads = config.head_dim, config.heads, config.kv_heads
         self.kept_dtype = jnp.dtype(dtype if activations is None else activations)
         self.qkv = FusedQKV(
@@ -127,12 +125,6 @@ class DecoderAttention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
         """Attention over local heads, by the platform's kernel where it takes them."""
-        if self.sinks is not None:
-            check_segments(segments, q)
-            own = () if segments is None else (segments, segments)
-            places = jnp.arange(q.shape[1])
-            seen = visible(places, places, self.window, *own)
-            return self._formula(q, k, v, seen)
         return attend(
             q,
             k,
@@ -142,6 +134,7 @@ class DecoderAttention(nnx.Module):
             softcap=self.softcap,
             scale=self.scale,
             context=self.context,
+            sinks=self._own_sinks(),
         )
 
     def _remember(self, q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
@@ -155,14 +148,15 @@ class DecoderAttention(nnx.Module):
         window = None if self.window is None or self.window >= length else self.window
         seen = visible(first + jnp.arange(t), jnp.arange(length), window)
         keys, values = self.keys[...], self.values[...]
-        return self._formula(q, keys, values, seen)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        return read(q, keys, values, seen, **options, sinks=self._own_sinks())
 
-    def _formula(self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-        sinks = None
-        if self.sinks is not None:
-            check_cut(self.sinks, TENSOR)
-            sinks = self.sinks[...]
-        return read(q, k, v, seen, scale=self.scale, softcap=self.softcap, sinks=sinks)
+    def _own_sinks(self) -> jax.Array | None:
+        """The sinks of this rank's heads."""
+        if self.sinks is None:
+            return None
+        check_cut(self.sinks, TENSOR)
+        return self.sinks[...]
 
 
 class HeadsNorm(nnx.Module):

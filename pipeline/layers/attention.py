@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives import vary
 from collectives.places.sizes import TENSOR
-from collectives.tensor import group_size
+from collectives.tensor import group_rank, group_size
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
 from pipeline.layers.attending.formula import read, visible
@@ -227,6 +228,7 @@ def attend(
     query_chunk: int | None = None,
     implementation: kernels.Implementation | None = None,
     context: Context = WHOLE,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
 
@@ -241,6 +243,8 @@ def attend(
       query_chunk: as for `Attention`.
       implementation: as for `Attention`.
       context: how the sequence lies on ranks; q, k, v and segments are this rank's part then.
+      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value;
+        by the formula alone.
 
     Raises:
       ValueError: `query_chunk` does not divide t; a kernel asked for by name does not take this;
@@ -249,6 +253,13 @@ def attend(
     """
     check_segments(segments, q)
     _check_context(context)
+    if sinks is not None and implementation is None:
+        implementation = "chunked"
+    if sinks is not None and implementation != "chunked":
+        raise ValueError(
+            f"implementation={implementation!r} with sinks: only the formula has them; take "
+            f"implementation=None or 'chunked'"
+        )
     options: dict[str, Any] = {
         "window": window,
         "softcap": softcap,
@@ -256,12 +267,14 @@ def attend(
         "query_chunk": query_chunk,
     }
     if context.size == 1:
-        return _attend(q, k, v, segments, implementation=implementation, **options)
+        return _attend(q, k, v, segments, implementation=implementation, sinks=sinks, **options)
     if context.way == "ulysses":
         run = functools.partial(_attend, implementation=implementation, **options)
-        return _with_whole_sequences(run, q, k, v, segments, context)
+        return _with_whole_sequences(run, q, k, v, segments, context, sinks)
     if context.way == "allgather":
-        return _with_all_keys(q, k, v, segments, context, implementation, options)
+        return _with_all_keys(
+            q, k, v, segments, context, implementation, options | {"sinks": sinks}
+        )
     if implementation not in (None, "chunked"):
         raise ValueError(
             f"implementation={implementation!r} with context='ring': a ring adds up blocks of "
@@ -269,7 +282,7 @@ def attend(
             f"which runs any kernel"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk))
+    return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk), sinks)
 
 
 def _check_context(context: Context) -> None:
@@ -293,6 +306,7 @@ def _with_whole_sequences(
     v: jax.Array,
     segments: jax.Array | None,
     context: Context,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Exchange positions for heads, attend, and exchange back (arXiv:2309.14509)."""
     ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
@@ -312,7 +326,11 @@ def _with_whole_sequences(
 
     if segments is not None:
         segments = context.natural(_gather(segments, context.axis))
-    y = run(whole(q), whole(k), whole(v), segments)
+    if sinks is not None:  # those of the heads that this rank reads with
+        own = heads // ranks
+        first = group_rank(context.axis) * own
+        sinks = jax.lax.dynamic_slice_in_dim(vary(sinks, str(context.axis)), first, own)
+    y = run(whole(q), whole(k), whole(v), segments, sinks=sinks)
     return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
 
 
@@ -369,6 +387,7 @@ def _attend(
     implementation: kernels.Implementation | None,
     places: jax.Array | None = None,
     segments_of_keys: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend with all keys `[b, s, k, c]` at hand.
 
@@ -393,7 +412,7 @@ def _attend(
         here, queries, *own = chunk
         seen = visible(here, jnp.arange(length), window, *own, *([of_keys] if own else []))
         if implementation == "chunked":
-            return read(queries, k, v, seen, scale=scale, softcap=softcap)
+            return read(queries, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
         return jax.nn.dot_product_attention(queries, k, v, mask=seen[:, None], implementation="xla")
 
     own = () if segments is None else (segments,)

@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pipeline.layers import Attention, unzigzag, zigzag
-from pipeline.layers.attending.order import Context
+from pipeline.layers.attending.order import WHOLE, Context
+from pipeline.layers.attention import attend
 from pipeline.training.batches import packed
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
@@ -146,6 +147,55 @@ def test_in_pieces_of_tensor(way):
         ):
             assert_close(a, b)
     assert_close(plain(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("way", "order"),
+    [
+        ("ring", "zigzag"),
+        pytest.param("ring", "contiguous", marks=pytest.mark.slow),
+        pytest.param("ulysses", "zigzag", marks=pytest.mark.slow),
+        pytest.param("allgather", "zigzag", marks=pytest.mark.slow),
+    ],
+)
+def test_sinks(way, order):
+    """Scores of heads that no key has, and their gradients."""
+    q, k, v = (normal(B, T, heads, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
+    c, sinks = normal(B, T, 4, 8, seed=5), normal(4, seed=6)
+    context = Context("context", way, order)
+    split = P(None, "context")
+
+    def total(q, k, v, sinks, segments, c, context=WHOLE):
+        y = attend(q, k, v, segments=segments, window=11, sinks=sinks, context=context)
+        return jnp.vdot(y, c)
+
+    def body(q, k, v, sinks, segments, c):
+        own = total(q, k, v, sinks, segments, c, context)
+        return jax.lax.psum(own, "context")
+
+    call = jax.shard_map(
+        body,
+        mesh=mesh_of(2, axis="context"),
+        in_specs=(split, split, split, P(), split, split),
+        out_specs=P(),
+    )
+    arrays = q, k, v, sinks, jnp.asarray(SEGMENTS), c
+    wanted = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3)))(*arrays)
+    q, k, v, segments, c = (
+        zigzag((q, k, v, arrays[4], c), 2)
+        if order == "zigzag"
+        else (
+            q,
+            k,
+            v,
+            arrays[4],
+            c,
+        )
+    )
+    found = jax.jit(jax.value_and_grad(call, argnums=(0, 1, 2, 3)))(q, k, v, sinks, segments, c)
+    assert_close(found[0], wanted[0])
+    for n, (a, b) in enumerate(zip(found[1], wanted[1], strict=True)):
+        assert_close(unzigzag(a, 2) if order == "zigzag" and n < 3 else a, b)
 
 
 def test_zigzag_keeps_a_batch_together():

@@ -60,7 +60,12 @@ class Sums(NamedTuple):
 
 
 def ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, rule: Rule
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    rule: Rule,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend over the ranks of an axis: `[b, t, k·g, c]`, the positions of this rank.
 
@@ -72,6 +77,7 @@ def ring(
       v: values, the same.
       segments: `[b, t]` integers, or None where a row is one document.
       rule: which keys are read, and how.
+      sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
 
     Raises:
       ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
@@ -90,20 +96,25 @@ def ring(
 
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     own = () if segments is None else (cut(segments),)
+    low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis = rule.context.axis
-    both = frozenset({axis} - {None}).union(*map(varying_axes, (q, k, v, *own)))
+    both = frozenset({axis} - {None}).union(*map(varying_axes, (q, k, v, *own, *low)))
     axes = tuple(sorted(map(str, both)))
-    given = vary((cut(grouped), cut(k), cut(v), own), axes)
+    given = vary((cut(grouped), cut(k), cut(v), own, low), axes)
     y = jnp.moveaxis(_ring(rule, *given), 0, 1)
     return y.reshape(q.shape).astype(q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> jax.Array:
-    return _forward(rule, q, k, v, segments)[0]
+def _ring(
+    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+) -> jax.Array:
+    return _forward(rule, q, k, v, segments, sinks)[0]
 
 
-def _forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
+def _forward(
+    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+) -> Any:
     """The output `[h, b, n, k, g, c]`, and what the backward reads."""
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
@@ -136,14 +147,16 @@ def _forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
         return (held, meet(number, held, sums)), None
 
     (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
-    by_query = jnp.moveaxis(sums.total, -1, 2)
-    y = sums.values / by_query[..., None]
-    return y, (q, k, v, segments, y, sums.largest + jnp.log(sums.total))
+    level = sums.largest + jnp.log(sums.total)
+    for sink in sinks:
+        level = jnp.logaddexp(level, sink[None, None, ..., None])
+    y = sums.values * jnp.moveaxis(jnp.exp(sums.largest - level), -1, 2)[..., None]
+    return y, (q, k, v, segments, sinks, y, level)
 
 
 def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
-    """Gradients of queries, keys and values."""
-    q, k, v, segments, y, level = kept
+    """Gradients of queries, keys, values and sinks."""
+    q, k, v, segments, sinks, y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
     slope = jnp.moveaxis(jnp.sum(g * y, axis=-1), 2, -1)  # [h, b, k, g, n]
     here = _places(context, n, group_rank(context.axis))
@@ -176,7 +189,11 @@ def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
     (_, dq, sums), _ = jax.lax.scan(step, carry, jnp.arange(1, context.size))
     dk, dv = _sent(sums, context.axis)  # home
     found = (x.astype(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
-    return *found, tuple(None for _ in segments)
+    low = tuple(
+        -jnp.sum(jnp.exp(sink[None, None, ..., None] - level) * slope, axis=(0, 1, 4))
+        for sink in sinks
+    )
+    return *found, tuple(None for _ in segments), low
 
 
 _ring.defvjp(_forward, _backward)
