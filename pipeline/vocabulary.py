@@ -5,6 +5,9 @@ themselves these are those of `pipeline.layers` that no mesh axis cuts, and in
 ``Pipeline(vocabulary="ends")`` the first and the last rank call them so. In
 ``Pipeline(vocabulary="stage")`` every rank holds N / S rows of the table, and
 `pipeline.core.executors.vocabulary` does what they do with all ranks at once.
+
+They inherit from those of `pipeline.layers` and stay beside them, because their arguments (words
+first, one dtype of vectors) are public, and those there belong to a model's own axis.
 """
 
 from __future__ import annotations

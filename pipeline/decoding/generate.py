@@ -107,6 +107,7 @@ def generate(
     rows, width = tokens.shape
     _check_numbers(max_new_tokens=max_new_tokens)
     prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
+    # By default a microbatch for each rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:
         num_microbatches = min(plan.mesh.shape[STAGE], -(-rows // plan.axes.num_rows))
     _check_numbers(num_microbatches=num_microbatches)
@@ -118,6 +119,7 @@ def generate(
         """With rows that nobody will see behind the last."""
         return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
 
+    # All that changes the program is static; a temperature, a share or a key compiles nothing new.
     words = getattr(pipe.head, "words", None)
     words = words if is_whole(words, 1, numpy=True) else None
     choice = Choice(max_new_tokens, top_k, top_p is not None, _stops(stop), pad, words)
@@ -126,6 +128,7 @@ def generate(
         own = None if keys is None else filled(keys)
         text = filled(tokens), filled(lengths), own
         return recompute(evaluating(pipe), *text, draw, choice, num_microbatches)[:rows]
+    # Lengths and keys take the place of targets: they too have a row for each prompt.
     given = filled(lengths), None if keys is None else filled(jax.random.key_data(keys))
     operands = make_operands(
         plan,

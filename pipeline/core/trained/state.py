@@ -44,6 +44,8 @@ def find_state(
             f"state={state!r} is no filter; give a type such as nnx.BatchStat, or anything that "
             f"nnx.state takes"
         ) from None
+    # Of each chunk the leaves that hold declared variables of any of its stages: stages that are not
+    # alike have theirs in cells that others share.
     found: dict[int, frozenset[Path]] = {}
     cells = []
     for v, chunk in enumerate(chunks):
@@ -68,6 +70,7 @@ def find_state(
         tuple(cells),
         tuple(n for path in of_ends for n in numbers[path]),
     )
+    # A filter that finds nothing is a mistake, and the message lists what it could have found.
     if not declared.is_anything:
         seen = [f"{type_text(variable)}" for _, variable in rest] + [
             f"{type_text(variable)}" for chunk in chunks for _, variable in view_of(chunk)(0)[1]
