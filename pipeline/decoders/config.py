@@ -148,7 +148,7 @@ class DecoderConfig:
 
 
 def with_options(config: DecoderConfig, experts: Mapping[str, Any] | None) -> DecoderConfig:
-    """The same decoder with other options of its experts.
+    """Copy the configuration with other options of its experts.
 
     Raises:
       ValueError: options of experts for a decoder without, or that are none.

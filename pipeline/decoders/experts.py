@@ -75,7 +75,7 @@ class ExpertsConfig:
         return []
 
     def router(self) -> Router:
-        """How experts are chosen.
+        """Rule that chooses experts.
 
         Raises:
           ValueError: sizes that do not fit.
@@ -84,7 +84,7 @@ class ExpertsConfig:
         return Router(self.number, self.top_k, *kind, self.groups, self.group_top)
 
     def with_options(self, options: dict[str, Any]) -> ExpertsConfig:
-        """The same with other values of what no checkpoint says.
+        """Copy the options with other values of those that no checkpoint has.
 
         Raises:
           ValueError: an option that is none of these.
@@ -128,7 +128,7 @@ class ClampedGate:
     limit: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Of gate and up, in their dtype."""
+        """Apply the activation to gate and up, in their dtype."""
         limit = jnp.asarray(self.limit, gate.dtype)
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(gate * jnp.asarray(SLOPE, gate.dtype))
@@ -145,7 +145,7 @@ class ActivatedGate:
     activation: Callable[[jax.Array], jax.Array]
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Of gate and up."""
+        """Apply the activation to gate and up."""
         return self.activation(gate) * up
 
 

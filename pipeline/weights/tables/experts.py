@@ -93,7 +93,7 @@ def _size(given: Given, key: str) -> int:
 
 
 def _number(given: Given, key: str) -> int:
-    """How many experts there are: releases of transformers write it under other names too."""
+    """Number of experts: releases of transformers write it under other names too."""
     others = (given.get(name) for name in ("num_local_experts", "num_experts"))
     found = given.get(key, next((n for n in others if n is not None), None))
     return _size({key: found}, key)
@@ -192,7 +192,7 @@ def latent(given: Given) -> LatentConfig:
 
 
 def latent_scale(given: Given) -> float:
-    """What scores are multiplied with, which grows with YaRN."""
+    """Factor on scores, which grows with YaRN."""
     scale = (_size(given, "qk_nope_head_dim") + _size(given, "qk_rope_head_dim")) ** -0.5
     rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -202,5 +202,5 @@ def latent_scale(given: Given) -> float:
 
 
 def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies queries and keys with."""
+    """Factor of YaRN on queries and keys."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
