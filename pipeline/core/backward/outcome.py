@@ -1,9 +1,9 @@
 """The record that every call of a part of the model returns, and its pullback.
 
 Three functions return it: `embed` and `finish` of `pipeline.core.rank.ends`, and `Forward.stage` of
-`pipeline.core.rank.forward`. Whoever runs a call passes the value on and hands the whole record to
-`Memory.take` (`pipeline.core.executors.memory`), which adds up and keeps the rest. A part that lacks
-a feature leaves its field empty, and an empty field costs nothing in a compiled program.
+`pipeline.core.rank.forward`. The caller passes the value on and hands the whole record to
+`Memory.take` (`pipeline.core.executors.memory`), which adds up and keeps the rest. A part that
+lacks a feature leaves its field empty, and an empty field costs nothing in a compiled program.
 """
 
 from __future__ import annotations
