@@ -1,6 +1,8 @@
 """A slot without any conditional: every rank computes, and what is not real is masked away.
 
-For hardware on which collectives inside a branch are in doubt. The arithmetic of a bubble runs on
+For hardware on which collectives inside a branch are in doubt. It stays because ``auto_axes`` needs
+it on virtual CPU devices, which all meet in a collective that the compiler adds to a stage: without
+it such a model could not be tried, nor tested, before there is hardware. The arithmetic of a bubble runs on
 whatever lies in the buffers, so each of its results is dropped by a select, never by a product: a
 NaN times zero is a NaN. Gradients are formed by value and selected before they are added, which
 costs a temporary of their size; embed, head and loss run on every rank.
