@@ -350,3 +350,26 @@ def test_reductions_refuse_to_run_without_check_vma(body: Callable[[Any], Any]) 
         "shard_map over 'stage' runs with check_vma=False, so which values vary is unknown and a "
         "reduction cannot tell a sum from an addend; pass check_vma=True"
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, bool])
+@pytest.mark.parametrize("edges", [[(0, 1), (1, 2), (3, 0)], [(2, 0)], [(0, 0), (1, 3), (3, 1)]])
+def test_exchange_of_groups_of_which_one_alone_may_run(edges: Any, dtype: Any) -> None:
+    """On CPUs a permute joins all devices: the ranks of another stage need not come."""
+    mesh = collectives.make_mesh(stage=2, context=4)
+    x = jnp.arange(1, 9).reshape(2, 4).astype(dtype)
+
+    def body(x: Any) -> Any:
+        def send(x: Any) -> Any:
+            return collectives.exchange(x, edges, "context")
+
+        return jax.lax.cond(jax.lax.axis_index(STAGE) == 0, send, lambda x: x, x)
+
+    spec = P(STAGE, "context")
+    run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    found = np.asarray(jax.jit(run)(x))
+    wanted = np.zeros(4, found.dtype)
+    for source, destination in edges:
+        wanted[destination] = x[0, source]
+    assert found[0].tolist() == wanted.tolist()
+    assert found[1].tolist() == np.asarray(x[1]).tolist()
