@@ -30,6 +30,7 @@ from pipeline.training.step import DynamicScale, NotFiniteError, Step
 from pipeline.training.trainer import Trainer, means
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
+PARTS |= {"batch", "state", "after_step"}
 EXITS = {"SIGINT": 130, "SIGTERM": 143}
 NOT_FINITE = 1
 

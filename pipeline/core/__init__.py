@@ -30,6 +30,7 @@ GUESTS = (
     "pipeline.training.checkpoints.arrays",
     "pipeline.training.checkpoints.contents",
     "pipeline.training.config.tables",
+    "pipeline.training.experts",
     "pipeline.training.step",
     "pipeline.training.trainer",
     "pipeline.weights.biases",

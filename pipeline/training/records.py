@@ -140,6 +140,10 @@ def status_of(record: Record) -> str:
         parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
+    if experts := record.get("experts"):
+        parts.append(f"busiest expert {experts['imbalance']:.2f}x the mean")
+        if experts["dropped"]:
+            parts.append(f"dropped {experts['dropped']:.1%}")
     seconds = record.get("seconds", {})
     if seconds.get("step"):
         names = record.get("predicted", ())

@@ -31,6 +31,7 @@ from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
+from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
@@ -48,6 +49,8 @@ class Metrics(NamedTuple):
       skipped: how many were left out because something was not finite.
       in_a_row: how many were left out last, one after another.
       aux: with ``has_aux``, the metrics of the model's loss, of all calls together; else None.
+      experts: the balance of mixtures of experts that count (`pipeline.training.experts`); else
+        None.
     """
 
     loss: jax.Array
@@ -58,6 +61,7 @@ class Metrics(NamedTuple):
     skipped: jax.Array
     in_a_row: jax.Array
     aux: Tree = None
+    experts: Tree = None
 
 
 @dataclass(frozen=True)
@@ -559,7 +563,7 @@ class Step:
             carry = jax.lax.with_sharding_constraint(carry, self._everywhere)
         updates, skipped, in_a_row = (carry[n] for n in ("updates", "skipped", "in_a_row"))
         found = Metrics(loss, norm, finite, scale, updates, skipped, in_a_row, aux)
-        return leaves, mean, carry, found
+        return leaves, mean, carry, found._replace(experts=balance_of(model))
 
     def _evaluate(self, how: tuple[bool, bool], leaves: Any, mean: Tree, batch: Tree) -> Any:
         (of_mean, weighed), (model, _) = how, self._merged(leaves)

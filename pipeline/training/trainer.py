@@ -398,6 +398,8 @@ class Trainer:
         }
         if self.step.has_aux:
             record["metrics"] = jax.tree.map(lambda x: x.item(), metrics.aux)
+        if metrics.experts is not None:
+            record["experts"] = jax.tree.map(lambda x: x.tolist(), metrics.experts)
         if self.step.scaling is not None:
             record["loss_scale"] = float(metrics.loss_scale)
         if self._peak:

@@ -308,7 +308,9 @@ class Layer(nnx.Module):
         return x + self.moe(self.norm(x))
 
 
-def plain(K: int, M: int, *, steps: int = 1, advance: bool = False, **options: Any) -> Any:
+def plain(
+    K: int, M: int, *, steps: int = 1, advance: bool = False, rows: Any = (X, T), **options: Any
+) -> Any:
     """Losses and gradients of K layers over M microbatches, and the layers behind the steps."""
     model = nnx.List(models.build(Layer, K, **options))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -323,7 +325,7 @@ def plain(K: int, M: int, *, steps: int = 1, advance: bool = False, **options: A
     def step(params, rest):
         def loss(params):
             total, now = jnp.zeros(()), rest
-            for x, t in zip(jnp.split(X, M), jnp.split(T, M), strict=True):
+            for x, t in zip(*(jnp.split(of, M) for of in rows), strict=True):
                 (y, now), added = with_losses(through)(params, now, x)
                 total += models.squares(y, t) + added
             return total / M, now

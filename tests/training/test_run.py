@@ -265,8 +265,8 @@ def test_a_model_of_another_kind(path, capsys):
         )
     assert capsys.readouterr().err.endswith(
         "- model.function='tests.training.runnable:module' returned a Chain; with [parallel] it "
-        "returns a dict of stages, loss_fn and what else there is of costs, embed, head, ignore, "
-        "read, sharding, wrt\n"
+        "returns a dict of stages, loss_fn and what else there is of after_step, batch, costs, "
+        "embed, head, ignore, read, sharding, state, wrt\n"
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -88,6 +88,9 @@ class Overlaid(nnx.Module):
             for k, flat in zip(numbers, flats, strict=True)
         ]
         cells, spots = overlay(lists)
+        if _unplaced(lists, cells, spots):
+            # Layers of one kind then share places whatever their number in a stage is.
+            cells, spots = overlay([_by_kind(leaves) for leaves in lists])
         _check_sharded(lists, cells, spots, why)
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
         for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
@@ -136,6 +139,35 @@ def _leaf(path: ModelPath, variable: Any, placement: Placement, why: str) -> Lea
     return Leaf((kind, variable.dtype, is_matrix, deferred, axes), name, variable.shape)
 
 
+def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Leaves whose names, where they are sharded, count those of their kind in place of layers."""
+    seen: dict[Any, int] = {}
+    found = []
+    for leaf in leaves:
+        group: Any = leaf.group
+        if group[-1]:
+            plain = tuple(part for part in leaf.name if not str(part).isdecimal())
+            kind = group, plain, leaf.shape[1:]
+            seen[kind] = seen.get(kind, -1) + 1
+            leaf = replace(leaf, name=(*plain, str(seen[kind])))  # noqa: PLW2901
+        found.append(leaf)
+    return found
+
+
+def _unplaced(
+    lists: Sequence[Sequence[Leaf]], cells: Sequence[Cell], spots: Sequence[Sequence[Spot]]
+) -> list[Leaf]:
+    """Leaves that are sharded over further axes and lie in cells that cannot be."""
+    found = []
+    for leaves, places in zip(lists, spots, strict=True):
+        for leaf, spot in zip(leaves, places, strict=True):
+            group: Any = leaf.group
+            axes = group[-1]
+            if axes and (cells[spot.cell].name is None or (spot.part and axes[0])):
+                found.append(leaf)
+    return found
+
+
 def _check_sharded(
     lists: Sequence[Sequence[Leaf]],
     cells: Sequence[Cell],
@@ -143,24 +175,17 @@ def _check_sharded(
     why: str,
 ) -> None:
     """Check that what is sharded over further axes lies in cells that can be."""
-    pairs = [
-        pair
-        for leaves, found in zip(lists, spots, strict=True)
-        for pair in zip(leaves, found, strict=True)
-    ]
-    for leaf, spot in pairs:
+    for leaf in _unplaced(lists, cells, spots)[:1]:
         group: Any = leaf.group
-        axes = group[-1]
-        if axes and (cells[spot.cell].name is None or (spot.part and axes[0])):
-            over = dict.fromkeys(axis for entry in axes for axis in axes_in(entry))
-            raise ValueError(
-                f"{'.'.join(map(str, leaf.name))} is sharded over {' and '.join(map(repr, over))}, "
-                f"but {why}: stages that are not alike share their storage, in which a sharded "
-                f"weight needs a place under its own name and of its own length, and no rank "
-                f"stores more than the largest stage has; let such stages differ in the number of "
-                f"equal layers only, make the stages of a chunk alike (what only the first or the "
-                f"last one has belongs to embed= or head=), or leave these weights whole"
-            )
+        over = dict.fromkeys(axis for entry in group[-1] for axis in axes_in(entry))
+        raise ValueError(
+            f"{'.'.join(map(str, leaf.name))} is sharded over {' and '.join(map(repr, over))}, "
+            f"but {why}: stages that are not alike share their storage, in which a sharded "
+            f"weight needs a place under its own name and of its own length, and no rank "
+            f"stores more than the largest stage has; let such stages differ in the number of "
+            f"equal layers only, make the stages of a chunk alike (what only the first or the "
+            f"last one has belongs to embed= or head=), or leave these weights whole"
+        )
 
 
 def _cell_path(cell: Cell) -> Path:

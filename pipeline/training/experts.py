@@ -1,0 +1,64 @@
+"""The balance of a model's experts in a step, from the state of its mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pipeline.core.layerwise.view import layer_view
+from pipeline.layers import ExpertState
+from pipeline.pipeline import Pipeline
+
+LOAD, DROPPED = "load", "dropped"
+MOST = 1024  # numbers of loads that a record holds
+
+
+def balance_of(model: Any) -> dict[str, jax.Array] | None:
+    """Read loads and drops of the last step that a model has counted.
+
+    Args:
+      model: a pipeline, or any module.
+
+    Returns:
+      imbalance, the largest load of all layers over the mean, 1 where all experts get the same;
+      dropped, the largest part of choices that a layer has dropped; load, [layers, experts], where
+      all layers have as many experts and not too many. None for a model that counts nothing.
+    """
+    found = dict(_of_layers(model))
+    loads = [x for path, x in found.items() if path[-1] == LOAD]
+    if not loads:
+        return None
+    drops = [x for path, x in found.items() if path[-1] == DROPPED]
+    each = [load.max() * load.shape[-1] for load in loads]
+    balance = {"imbalance": jnp.stack(each).max(), DROPPED: jnp.stack(drops).max()}
+    if len({load.shape for load in loads}) == 1 and sum(load.size for load in loads) <= MOST:
+        balance[LOAD] = jnp.stack(loads)
+    return balance
+
+
+def _of_layers(model: Any) -> Iterator[tuple[tuple[Any, ...], jax.Array]]:
+    """Each layer's arrays of state, in layer order."""
+    state = dict(nnx.to_flat_state(nnx.state(model, ExpertState)))
+    if not isinstance(model, Pipeline) or not state:
+        yield from ((path, leaf[...]) for path, leaf in state.items())
+        return
+    view = layer_view(model, state=ExpertState)
+    for k, stage in enumerate(view.tree["stages"]):
+        for path, ref in _leaves(stage):
+            stack = view.stacks[ref.stack]
+            row, slot = state[stack.path][...][ref.rank], stack.slots[ref.slot]
+            yield (k, *path), row if slot.spot is None else slot.spot.read(row)
+
+
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name in sorted(
+        tree, key=lambda n: (not str(n).isdecimal(), int(n) if str(n).isdecimal() else 0, str(n))
+    ):
+        yield from _leaves(tree[name], (*path, name))
