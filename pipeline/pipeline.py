@@ -569,11 +569,12 @@ class Pipeline(nnx.Module):
         """The operands of a call that computes; random streams count it, the mesh is in force."""
         check_arrays(name, operands)
         self.origin.copies.warn(self)
-        with counting(self):
+        with counting(self) as counts:
             model, weights, batch = operands
-            rests = list(map(with_counts, weights.chunks_rest, self.chunks))
-            of_ends = with_counts(weights.ends_rest, self.ends)
-            weights = Weights(weights.chunks, weights.ends, tuple(rests), of_ends)
+            if counts:  # the operands may hold copies of what counts
+                rests = tuple(map(with_counts, weights.chunks_rest, self.chunks))
+                of_ends = with_counts(weights.ends_rest, self.ends)
+                weights = Weights(weights.chunks, weights.ends, rests, of_ends)
             operands = self._untyped((model, weights, batch))
             with self._entered():
                 yield operands

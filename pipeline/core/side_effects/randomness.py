@@ -143,8 +143,10 @@ def with_counts(rest: Tree, module: nnx.Module) -> Tree:
 
 
 @contextlib.contextmanager
-def counting(module: nnx.Module) -> Iterator[None]:
+def counting(module: nnx.Module) -> Iterator[bool]:
     """Count one call of the pipeline in every random stream, so that the next draws anew.
+
+    Yields whether there is any stream.
 
     A call that fails does not count: what is mended and called again draws what it would have.
     """
@@ -153,7 +155,7 @@ def counting(module: nnx.Module) -> Iterator[None]:
     for variable, value in zip(counts, before, strict=True):
         variable.set_value(value + 1)
     try:
-        yield
+        yield bool(counts)
     except BaseException:
         for variable, value in zip(counts, before, strict=True):
             variable.set_value(value)
