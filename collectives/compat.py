@@ -151,6 +151,31 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def to_host(x: jax.Array) -> jax.Array:
+    """A traced array, put into host memory; `jax.memory` has no stable release yet."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """A traced array, put into device memory."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def has_host_memory(devices: Iterable[jax.Device]) -> bool:
+    """Tell whether programs for these devices can keep arrays in host memory.
+
+    Described devices, and those of other processes, cannot be asked; TPUs and GPUs can.
+    """
+    for device in devices:
+        try:
+            if all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
+                return False
+        except (NotImplementedError, RuntimeError, ValueError, AttributeError):
+            if device.platform not in ("tpu", "gpu", "cuda", "rocm"):
+                return False
+    return True
+
+
 def typeless(aval: Any) -> Any:
     """The type of an array, varying over nothing."""
     return aval.update_manual_axis_type(jax.typeof(0.0).manual_axis_type)

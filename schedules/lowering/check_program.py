@@ -17,7 +17,7 @@ from schedules.core.action import Action, Kind, action_of
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, Values
-from schedules.lowering.program import Channel, Program
+from schedules.lowering.program import Channel, Op, Program
 
 POOLS = {  # by table column
     "operand": "buffer",
@@ -33,8 +33,9 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     """Return the program if it runs its schedule, the whole schedule and nothing else.
 
     Proved: the tables are well formed; every rank runs its actions once, in its order; every
-    action reads exactly its operands; a value stays in place until its last reader; and nothing
-    is stored that nobody reads.
+    action reads exactly its operands; a value stays in place until its last reader, in the memory
+    (of the device or of the host) that both its writer and its readers name; and nothing is stored
+    that nobody reads.
 
     Args:
       program: any program.
@@ -61,11 +62,9 @@ class _Machine:
         self.program, self.values = program, Values(program)
         self.name = self.values.name
         self.common = Common(program, self.values)
-        self.trash = {
-            "buffer": program.num_buffers,
-            "stash": program.num_stashes,
-            "crossing": program.num_crossings,
-        }
+        self.trash = {pool: program.trash[column] for column, pool in POOLS.items()}
+        # The first place of each pool that lies in host memory.
+        self.first_on_host = {"stash": program.num_stashes, "crossing": program.num_crossings}
         self.tables = {name: getattr(program, name).tolist() for name in (*POOLS, "microbatch")}
         # [T, slots, C, S], and for each slot [C, S] the rank that sends to each; -1 is none.
         self.arrival = np.moveaxis(program.arrival, 3, 2).tolist()
@@ -149,9 +148,22 @@ class _Machine:
                     del unread[value], held[place]
             elif place != self.trash[pool] and not (keeps and pool == store):
                 self._fail_trash(at, action, column)
+        self._check_memory(at, action, self.program.slots[slot].ops[branch - 1])
         if keeps:
             self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
+
+    def _check_memory(self, at: Place, action: Action, op: Op) -> None:
+        """See that the places of an action lie in the memory that its op names."""
+        for pool, wanted in (("stash", op.stash_on_host), ("crossing", op.crossing_on_host)):
+            place = int(getattr(self.program, pool)[at])
+            is_used = place != self.trash[pool]
+            if wanted != (is_used and place >= self.first_on_host[pool]):
+                memory = ("the device", "the host")[wanted]
+                first, trash = self.first_on_host[pool], self.trash[pool]
+                rule = f"{first}..{trash - 1}" if wanted else f"0..{first - 1} or trash, {trash}"
+                text = f"{action} takes its {pool} from the memory of {memory}: expected {pool} "
+                fail(self.program, f"{text}{rule}, found {pool} {place}", at)
 
     def _exchange(self, tick: int, slot: int, kept: list[int], sent: list[int]) -> None:
         """Store what stays on its rank, and what is sent along the other channels of a slot."""

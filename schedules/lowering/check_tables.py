@@ -97,11 +97,7 @@ def _check_ranges(program: Program) -> None:
     largest = {
         "op": num_ops[None, :, None],
         "microbatch": program.schedule.num_units - 1,
-        "operand": program.num_buffers,
-        "gradient": program.num_buffers,
-        "stash": program.num_stashes,
-        "crossing": program.num_crossings,
-        "arrival": program.num_buffers,
+        **program.trash,
         **dict.fromkeys(COMMON, program.schedule.num_units - 1),
     }
     for name, most in largest.items():
@@ -116,13 +112,8 @@ def _check_ranges(program: Program) -> None:
 def _check_idle(program: Program) -> None:
     """Idle ranks point at nothing; columns beyond a slot's channels are trash."""
     idle = program.op == 0
-    nothing = {
-        "microbatch": 0,
-        "operand": program.num_buffers,
-        "gradient": program.num_buffers,
-        "stash": program.num_stashes,
-        "crossing": program.num_crossings,
-    }
+    nothing = {"microbatch": 0, **program.trash}
+    nothing.pop("arrival")
     for name, value in nothing.items():
         wrong = np.argwhere(idle & (getattr(program, name) != value))
         if len(wrong):

@@ -8,6 +8,8 @@ than there are. Letters as in `schedules.core.action`.
 
 from __future__ import annotations
 
+import numpy as np
+
 from schedules.core.action import Action, unit_of
 from schedules.lowering.program import Program
 
@@ -23,6 +25,7 @@ class Values:
         self._program, self._schedule = program, program.schedule
         self._slices = program.schedule.num_slices
         self.has_embed, self.has_head = ("embed" in program.shared, "head" in program.shared)
+        self._hosted = _inputs_on_host(program) if program.keep == "input" else frozenset()
 
     def output(self, microbatch: int, stage: int | None = None) -> int:
         """A stage's output for a unit; by default the embedding."""
@@ -56,6 +59,19 @@ class Values:
             return before, -1, -1, -1
         is_last = stage == self._schedule.num_stages - 1 and not self.has_head
         after = -1 if is_last else self.output(microbatch, stage + 1) + GRADIENT
+        if (stage, microbatch) in self._hosted:
+            return -1, after, own + RESIDUALS, -1
         if self._program.keep == "input":
             return before, after, -1, -1
         return -1, own if is_last else after, own + RESIDUALS, -1
+
+
+def _inputs_on_host(program: Program) -> frozenset[tuple[int, int]]:
+    """(stage, microbatch) of every F that copies its stage's input into host memory."""
+    found = set()
+    for tick, index, rank in np.argwhere(program.op > 0).tolist():
+        op = program.slots[index].ops[program.op[tick, index, rank] - 1]
+        if op.kind == "F" and op.stash_on_host:
+            stage = program.schedule.stages_of[rank][op.chunk]
+            found.add((stage, int(program.microbatch[tick, index, rank])))
+    return frozenset(found)

@@ -6,6 +6,7 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,7 +18,14 @@ from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import is_one_of, need
 from schedules.core.costs import Costs, of_unit_length_by_default
-from schedules.core.flat import Ints, flatten
+from schedules.core.flat import Ints, Mask, flatten
+from schedules.lowering.offload import (
+    Offload,
+    check_offload,
+    choose_hosted,
+    inputs_held,
+    without_backward,
+)
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Keep, Op, Program, Slot, Table
 from schedules.orders.schedule import Schedule
@@ -32,6 +40,7 @@ def lower(
     partners: bool = False,
     delayed: bool | None = False,
     shared: Iterable[str] = (),
+    offload: Offload = None,
 ) -> Program:
     """Compile a schedule; no rank's order changes.
 
@@ -48,31 +57,34 @@ def lower(
         be used from the slot after that, so that an exchange costs only what is longer than that
         work; None for what has the smaller makespan.
       shared: which of "embed" and "head" all ranks share, split by vocabulary.
+      offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
+        stashes from 0 to 1, those that are held longest (`schedules.lowering.offload`).
 
     Raises:
-      ScheduleError: unknown keep, pattern or shared, or an illegal schedule.
+      ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
     """
     need("partners", partners, bool, "give True or False")
     if not is_one_of(keep, ("input", "residuals")):
         raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
+    offload = check_offload(offload)
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
     best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
-    return allocate(best.ticks, keep, shared)
+    return allocate(best.ticks, keep, shared, offload)
 
 
-def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
+def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = None) -> Program:
     """Give every value of a layout its place and write the tables."""
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     held = values(ticks, keep, shared)
+    on_host = _move_to_host(ticks, held, keep, offload)
     both = zip(held["operand"], held["gradient"], strict=True)
-    messages, stashed = Values(*(np.concatenate(pair, axis=-1) for pair in both)), held["stash"]
+    messages = Values(*(np.concatenate(pair, axis=-1) for pair in both))
     num_ranks = schedule.num_ranks
     num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
-    num_stashes, stashes = colour(stashed.rank, stashed.born, stashed.read, num_ranks)
-    crossing = held["crossing"]
-    num_crossings, crossings = colour(crossing.rank, crossing.born, crossing.read, num_ranks)
-    ops, branch = _ops(ticks, shared)
+    (num_stashes, num_host_stashes), stashes = _colour(held, on_host, "stash", num_ranks)
+    (num_crossings, num_host_crossings), crossings = _colour(held, on_host, "crossing", num_ranks)
+    ops, branch = _ops(ticks, shared, held, on_host)
     arrives = np.ones(len(buffers), bool)
     arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
     arriving = Values(*(column[..., arrives] for column in messages))
@@ -85,8 +97,8 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
         "microbatch": np.zeros(shape, np.int32),
         "operand": np.full(shape, num_buffers, np.int32),
         "gradient": np.full(shape, num_buffers, np.int32),
-        "stash": np.full(shape, num_stashes, np.int32),
-        "crossing": np.full(shape, num_crossings, np.int32),
+        "stash": np.full(shape, num_stashes + num_host_stashes, np.int32),
+        "crossing": np.full(shape, num_crossings + num_host_crossings, np.int32),
         "arrival": np.full((*shape, num_channels), num_buffers, np.int32),
     }
     table["op"][ticks.times, flat.rank] = branch
@@ -114,11 +126,52 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = ()) -> Program:
         num_stashes=num_stashes,
         num_crossings=num_crossings,
         delayed=ticks.delayed,
+        num_host_stashes=num_host_stashes,
+        num_host_crossings=num_host_crossings,
         **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
     )
 
 
-def _ops(ticks: Ticks, shared: Shared) -> tuple[list[tuple[Op, ...]], Ints]:
+def _move_to_host(
+    ticks: Ticks, held: dict[str, Values], keep: Keep, offload: Offload
+) -> dict[str, Mask]:
+    """Choose the stashes and crossings that lie in host memory.
+
+    With ``keep="input"`` the stage inputs that go there become stashes, and their message buffers
+    are free once F has run.
+    """
+    on_host = {name: np.zeros(len(held[name].rank), bool) for name in ("stash", "crossing")}
+    share = offload if isinstance(offload, float) else float(offload == "stash")
+    if offload == "crossings":
+        on_host["crossing"] = choose_hosted(ticks, held["crossing"], 1.0)
+    elif share and keep == "residuals":
+        on_host["stash"] = choose_hosted(ticks, held["stash"], share)
+    elif share:
+        is_kept, kept = inputs_held(held["operand"])
+        goes = choose_hosted(ticks, kept, share)
+        held["operand"] = without_backward(held["operand"], np.flatnonzero(is_kept)[goes])
+        held["stash"] = Values(*(column[..., goes] for column in kept))
+        on_host["stash"] = np.ones(int(goes.sum()), bool)
+    return on_host
+
+
+def _colour(
+    held: dict[str, Values], on_host: dict[str, Mask], name: str, num_ranks: int
+) -> tuple[tuple[int, int], Ints]:
+    """The number of places on the device and on the host, and [N] the place of each value."""
+    counts: list[int] = []
+    places = np.zeros(len(held[name].rank), np.int64)
+    for chosen in (~on_host[name], on_host[name]):
+        rank, _, born, read, _ = (column[..., chosen] for column in held[name])
+        count, found = colour(rank, born, read, num_ranks)
+        places[chosen] = sum(counts) + found
+        counts.append(count)
+    return (counts[0], counts[1]), places
+
+
+def _ops(
+    ticks: Ticks, shared: Shared, held: dict[str, Values], on_host: dict[str, Mask]
+) -> tuple[list[tuple[Op, ...]], Ints]:
     """The ops of each slot, in the order of their fields, and [A] the branch of each action."""
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
@@ -126,12 +179,19 @@ def _ops(ticks: Ticks, shared: Shared) -> tuple[list[tuple[Op, ...]], Ints]:
     stages = [(chunk, k == first, k == last) for k, chunk in enumerate(schedule.chunk_of)]
     kinds = sorted(set(stages))
     code = flat.kind * len(kinds) + np.array([kinds.index(s) for s in stages])[flat.stage]
+    for name in ("stash", "crossing"):
+        hosted = np.zeros((ticks.num_ticks * ticks.width, schedule.num_ranks), bool)
+        for times in held[name].touched:
+            does = on_host[name] & (times >= 0)
+            hosted[times[does], held[name].rank[does]] = True
+        code = code * 2 + hosted[ticks.times, flat.rank]
     slot = ticks.times % ticks.width
-    size = len(KINDS) * len(kinds)
+    size = len(KINDS) * len(kinds) * 4
     is_there = np.zeros((ticks.width, size), bool)
     is_there[slot, code] = True
     branch = np.cumsum(is_there, axis=1)[slot, code]
-    ops = [Op(kind, *stage) for kind in KINDS for stage in kinds]
+    pools = list(itertools.product((False, True), repeat=2))
+    ops = [Op(kind, *stage, *pool) for kind in KINDS for stage in kinds for pool in pools]
     return [tuple(ops[n] for n in np.flatnonzero(row)) for row in is_there], branch
 
 

@@ -12,6 +12,11 @@ gradient and the stash of a split backward end at its I. Buffer ``num_buffers``,
 ``num_stashes`` and crossing ``num_crossings``, one past the last, are trash: what nobody reads is
 written there, so that no store needs a condition.
 
+Stashes and crossings may lie in host memory (`schedules.lowering.offload`). Places of the host's
+pool follow those of the device's in one numbering, and trash follows both; an op says in which pool
+its action's places are. With ``keep="input"`` a stash on the host holds the input of a stage: F
+copies it there and its message buffer is free.
+
 Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
 them do together around a slot. The embedding of a microbatch is then in the buffer that the first
 stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
@@ -45,17 +50,32 @@ class Op(NamedTuple):
         all ranks share the embedding, no op is first.
       last: it is stage K-1, whose output goes to the loss; its backward starts there. Where all
         ranks share the head, no op is last.
+      stash_on_host: the stash that it writes or reads lies in host memory.
+      crossing_on_host: its crossing does.
     """
 
     kind: Kind
     chunk: int
     first: bool
     last: bool
+    stash_on_host: bool = False
+    crossing_on_host: bool = False
 
     @property
     def label(self) -> str:
-        """``F0``, ``B1_last``: its name among the ops of a slot."""
-        return f"{self.kind}{self.chunk}{'_first' * self.first}{'_last' * self.last}"
+        """``F0``, ``B1_last``, ``I0_stash``: its name among the ops of a slot.
+
+        A suffix ``_stash`` or ``_crossing`` says that this lies in host memory.
+        """
+        ends = f"{'_first' * self.first}{'_last' * self.last}"
+        host = f"{'_stash' * self.stash_on_host}{'_crossing' * self.crossing_on_host}"
+        return f"{self.kind}{self.chunk}{ends}{host}"
+
+    def __repr__(self) -> str:
+        shown = self._asdict()
+        hosts = [name for name in ("stash_on_host", "crossing_on_host") if not shown[name]]
+        fields = (f"{name}={value!r}" for name, value in shown.items() if name not in hosts)
+        return f"Op({', '.join(fields)})"
 
 
 class Channel(NamedTuple):
@@ -107,8 +127,10 @@ class Program:
       head: [T, slots] microbatch whose head all ranks do after the slot's actions, -1 for none.
       scatter: [T, slots] microbatch whose embedding's gradient all ranks add up then, likewise.
       num_buffers: message buffers per rank, the peak over ranks.
-      num_stashes: residual stashes per rank, the peak over ranks.
-      num_crossings: crossings per rank, the peak over ranks.
+      num_stashes: residual stashes per rank in device memory, the peak over ranks.
+      num_crossings: crossings per rank in device memory, the peak over ranks.
+      num_host_stashes: stashes per rank in host memory, the peak over ranks.
+      num_host_crossings: crossings per rank in host memory, the peak over ranks.
       delayed: whether a message to another rank is held for a slot, travels beside the work of the
         next one and is stored when that ends. Every rank then holds one message more, in no
         buffer: what its last slot has sent. A message that stays on its rank is stored at once.
@@ -131,6 +153,19 @@ class Program:
     num_stashes: int
     num_crossings: int
     delayed: bool = False
+    num_host_stashes: int = 0
+    num_host_crossings: int = 0
+
+    @property
+    def trash(self) -> dict[str, int]:
+        """The place of every pool that nobody reads, by the name of its table column."""
+        return {
+            "operand": self.num_buffers,
+            "gradient": self.num_buffers,
+            "stash": self.num_stashes + self.num_host_stashes,
+            "crossing": self.num_crossings + self.num_host_crossings,
+            "arrival": self.num_buffers,
+        }
 
     @property
     def num_ticks(self) -> int:

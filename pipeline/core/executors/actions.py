@@ -58,7 +58,8 @@ class Actions:
                 continue
             action = functools.partial(self._run, op, row)
             with jax.named_scope(op.label):
-                message = at_most_once(row["op"] == branch, action, message)
+                once = self.memory.hosted.at_most_once if _is_hosted(op) else at_most_once
+                message = once(row["op"] == branch, action, message)
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
@@ -79,6 +80,8 @@ class Actions:
 
     def _forward(self, op: Op, row: Row) -> Tree:
         local, memory, microbatch = self.local, self.memory, row["microbatch"]
+        if op.stash_on_host and memory.residuals is None:
+            memory.host_stashes[row["stash"]] = self.operand(op, row)
         if self._leaves_nothing(op):
             if op.first and local.state.held is not None:
                 self.operand(op, row, now=True)
@@ -88,7 +91,8 @@ class Actions:
         if memory.residuals is None:
             outcome = local.stage(*arguments)
         else:
-            outcome, memory.stashes[row["stash"]] = memory.residuals.forward(*arguments)
+            outcome, stash = memory.residuals.forward(*arguments)
+            self.stashes(op)[row["stash"]] = stash
         memory.take(outcome, microbatch, op.chunk)
         if op.last and not self.step.training:
             self._finish(outcome.value, microbatch)
@@ -107,6 +111,8 @@ class Actions:
 
         ``now`` where a forward takes it, and with it all else that embed leaves.
         """
+        if op.stash_on_host and op.kind != "F":
+            return self.memory.host_stashes[row["stash"]]
         if not op.first:
             return self.memory.buffers[row["operand"]]
         microbatch = row["microbatch"]
@@ -144,8 +150,9 @@ class Actions:
             y = again.value
         else:
             arguments = local.stage_arguments(op.chunk, microbatch)
-            stage = self.memory.residuals.backward(*arguments, self.memory.stashes[row["stash"]])
-            y = self.own_output(row)
+            stash = self.stashes(op)[row["stash"]]
+            stage = self.memory.residuals.backward(*arguments, stash)
+            y = self.own_output(row, stash)
         dy = self._output_gradient(op, row, y)
         if not self.goes_on:
             return self.no_message()
@@ -159,10 +166,10 @@ class Actions:
         if self.memory.residuals is None:
             stash = self.operand(op, row)
         else:
-            stash = self.memory.stashes[row["stash"]]
+            stash = self.stashes(op)[row["stash"]]
         if not self.goes_on:  # the last stage's, for what the head has to sum
             again = self.memory.residuals is None
-            y = self.local.stage(*arguments, stash).value if again else self.own_output(row)
+            y = self.local.stage(*arguments, stash).value if again else self.own_output(row, stash)
             self._loss_gradient(y, microbatch)
             return self.no_message()
         if not op.last:
@@ -170,19 +177,26 @@ class Actions:
         elif self.memory.residuals is None:
             dy = functools.partial(self._loss_gradient, microbatch=microbatch)
         else:
-            dy = self._loss_gradient(self.own_output(row), microbatch)
+            dy = self._loss_gradient(self.own_output(row, stash), microbatch)
         refs = self.memory.chunk_grads[op.chunk].targets
-        dx, self.memory.crossings[row["crossing"]] = halves.input_half(
-            *arguments, stash, dy, refs, want_x=self._wants_x(op)
-        )
+        dx, crossing = halves.input_half(*arguments, stash, dy, refs, want_x=self._wants_x(op))
+        self.crossings(op)[row["crossing"]] = crossing
         return self._upstream(op, row, dx)
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
-        crossing = self.memory.crossings[row["crossing"]]
+        crossing = self.crossings(op)[row["crossing"]]
         refs = self.memory.chunk_grads[op.chunk].targets
         self.memory.halves.weight_half(*arguments, crossing, refs)
         return self.no_message()
+
+    def stashes(self, op: Op) -> Any:
+        """The pool of an action's stash: in host memory, or on the device."""
+        return self.memory.host_stashes if op.stash_on_host else self.memory.stashes
+
+    def crossings(self, op: Op) -> Any:
+        """The pool of an action's crossing, likewise."""
+        return self.memory.host_crossings if op.crossing_on_host else self.memory.crossings
 
     @property
     def goes_on(self) -> bool:
@@ -216,7 +230,7 @@ class Actions:
                 self.memory.input_grads[row["microbatch"]] = found
         return self.no_message()
 
-    def own_output(self, row: Row) -> Tree:
+    def own_output(self, row: Row, stash: Any) -> Tree:  # noqa: ARG002  groups look into it
         """The last stage's output, which lies where others find the gradient that has arrived."""
         return self.memory.returned[row["gradient"]]
 
@@ -240,3 +254,8 @@ class Actions:
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
+
+
+def _is_hosted(op: Op) -> bool:
+    """Tell whether an action reads or writes host memory."""
+    return op.stash_on_host or op.crossing_on_host

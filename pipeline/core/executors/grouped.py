@@ -20,6 +20,7 @@ from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.executors.actions import Actions, Row
+from pipeline.core.executors.hosted import HostView, with_hosted
 from pipeline.core.executors.masked import run_masked
 from pipeline.core.executors.memory import Memory, PoolView, Step, TotalView, make_memory
 from pipeline.core.jaxpr import scopes
@@ -37,7 +38,7 @@ from schedules.lowering.program import Op, Program, Slot
 
 def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
-    memory = make_memory(local, program, step)
+    memory = with_hosted(make_memory(local, program, step), local, program)
     if isinstance(local, GroupedModel):
         return GroupedActions(local, program, step, memory)
     return Actions(local, step, memory)
@@ -100,10 +101,17 @@ class GroupActions(Actions):
             seen["residuals"] = memory.residuals.of[index]
             view = memory.residuals.views[index]
             seen["stashes"] = PoolView(memory.stashes, view, None, own.axes)
+            if memory.host_stashes:
+                seen["host_stashes"] = HostView(memory.host_stashes, view, None, own.axes)
+        elif memory.host_stashes:
+            pool, types = memory.host_stashes, own.activation
+            seen["host_stashes"] = HostView(pool, group.x_view, types, own.axes)
         if isinstance(memory.halves, SharedHalves):
             seen["halves"] = memory.halves.of[index]
             view = memory.halves.views[index]
             seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
+            if memory.host_crossings:
+                seen["host_crossings"] = HostView(memory.host_crossings, view, None, own.axes)
         seen["keep"] = own.keep
         if whole.step.training:
             seen["chunk_grads"] = _own_totals(memory, group)
@@ -148,11 +156,11 @@ class GroupActions(Actions):
         """A gradient for the input as a message."""
         return self._message(super().as_message(floats), self.group.x_view)
 
-    def own_output(self, row: Row) -> Tree:
+    def own_output(self, row: Row, stash: Any) -> Tree:
         """The last stage's own output."""
         if isinstance(self.memory.residuals, WithOutput):
-            return self.memory.residuals.output(self.memory.stashes[row["stash"]])
-        return super().own_output(row)
+            return self.memory.residuals.output(stash)
+        return super().own_output(row, stash)
 
     def _message(self, value: Tree, view: View | None) -> Tree:
         return self.no_message() if view is None else view.fill(self.no_message(), value)

@@ -136,8 +136,9 @@ def _at_once(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves,
         y = again.value
     else:
         arguments = local.stage_arguments(facts.chunk, microbatch)
-        y = actions.own_output(row)
-        stage = actions.memory.residuals.backward(*arguments, actions.memory.stashes[row["stash"]])
+        stash = actions.memory.stashes[row["stash"]]
+        y = actions.own_output(row, stash)
+        stage = actions.memory.residuals.backward(*arguments, stash)
     dw, dx = stage.values(_output_gradient(actions, facts, row, y))
     return dx, dw
 
@@ -153,7 +154,8 @@ def _halves(actions: Actions, facts: Facts, row: Row, x: Tree) -> tuple[Leaves, 
         if actions.memory.residuals is None:
             stash = x
         else:
-            stash, dy = actions.memory.stashes[row["stash"]], dy(actions.own_output(row))
+            stash = actions.memory.stashes[row["stash"]]
+            dy = dy(actions.own_output(row, stash))
         dx, crossing = halves.input_half(*arguments, stash, dy, [], want_x=actions.local.way.x)
         trash = actions.memory.crossings.places - 1
         actions.memory.crossings[jnp.where(facts.leaves, row["crossing"], trash)] = crossing

@@ -76,10 +76,10 @@ class Pool:
     def __setitem__(self, place: Any, value: Tree) -> None:
         for ref, leaf in zip(self.refs, jax.tree.leaves(value), strict=True):
             if leaf.size:  # jax 0.12 refuses an index into what is empty
-                write(ref, _tiled(leaf), place)
+                write(ref, tiled(leaf), place)
 
     def __getitem__(self, place: Any) -> Tree:
-        found = [_tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
+        found = [tiled(read(ref, place)) if ref.size else ref[...][0] for ref in self.refs]
         return jax.tree.unflatten(self._treedef, found)
 
     def all(self) -> Tree:
@@ -115,7 +115,7 @@ def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
     return jax.lax.empty((*lead, *t.shape), t.dtype)
 
 
-def _tiled(x: jax.Array) -> jax.Array:
+def tiled(x: jax.Array) -> jax.Array:
     """Lay out a value by its dims, short ones first, on a TPU; elsewhere unchanged.
 
     A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
@@ -208,6 +208,8 @@ class Memory:
       input_grads: [M, b, ...] gradients for the inputs' float leaves.
       buffers: messages, by place; returned: the same, read as what a stage returns.
       stashes, crossings: from F to B or I, and from I to W, by place.
+      host_stashes, host_crossings: likewise, those that lie in host memory.
+      hosted: the pools in host memory, which loops around actions carry.
       results: [M, b, ...] outputs of an inference.
       residuals: a stage's pullback taken apart, if forwards stash its residuals.
       halves: a stage's backward in two, if the program splits any.
@@ -223,6 +225,9 @@ class Memory:
     returned: Any = None
     stashes: Any = None
     crossings: Any = None
+    host_stashes: Any = None
+    host_crossings: Any = None
+    hosted: Any = None
     results: Any = None
     residuals: Any = None
     halves: Any = None
@@ -278,14 +283,15 @@ def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
     buffers = Pool(local.wire, program.num_buffers + 1, axes, "messages")
-    stashed = residuals.stashed if residuals else []
     cleared = step.masked  # whose actions all read, whatever is there
     places = program.num_stashes + step.masked
+    stashed = residuals.stashed if residuals and places else []
     stashes = Pool(stashed, places, axes, "stashes", cleared=cleared)
     halves: Any = None
     if any(op.kind in "IW" for slot in program.slots for op in slot.ops):
         halves = local.split_backward(residuals, in_place=not step.masked)
-    crossing, places = halves.crossing if halves else [], program.num_crossings + step.masked
+    places = program.num_crossings + step.masked
+    crossing = halves.crossing if halves and places else []
     crossings = Pool(crossing, places, axes, "crossings", cleared=cleared)
     outputs = [] if step.take_loss else _output_types(local, logprobs=step.logprobs)
     return dataclasses.replace(
@@ -416,15 +422,15 @@ def updated(wanted: Any, update: Callable[[Tree], Tree], value: Tree) -> Tree:
     return jax.lax.while_loop(lambda carry: carry[0], body, (wanted, value))[1]
 
 
-def run_once(action: Callable[[], Tree], like: Tree) -> Tree:
-    """The action's result, by a loop that XLA cannot see runs once.
+def run_once(update: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """The result of an update of a value, by a loop that XLA cannot see runs once.
 
     Inlined into its surroundings, what it reads of a buffer and what comes after it writes there
     are in no order, and XLA copies the buffer (for stashes, 80 MiB of 194).
 
     Args:
-      action: anything that works on refs.
-      like: a value of the type of its result.
+      update: anything that works on refs.
+      value: what it starts from, of the type of its result.
     """
     with jax.named_scope(scopes.ONCE):
-        return at_most_once(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), action, like)
+        return updated(jax.lax.optimization_barrier(jnp.ones((), jnp.bool_)), update, value)

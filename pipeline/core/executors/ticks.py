@@ -4,7 +4,8 @@ Letters: S ranks, T ticks. For every slot of a tick a rank runs what its row of 
 sends the message along the slot's channels and stores what arrives where the table says. Where
 sends are delayed the scan carries the message of the slot before, whose exchange then depends on
 nothing that the slot computes: the compiler may run both at a time. A message takes the place of
-the last that has been exchanged, so that of two slots each has a place of its own.
+the last that has been exchanged, so that of two slots each has a place of its own. It also carries
+the pools that lie in host memory (`pipeline.core.executors.hosted`).
 
 A loop over ticks compiles all that any of them does, and in each exchanges in all directions that
 any of them needs. An idle action costs nothing, an exchange its bytes, whoever reads them. Where
@@ -35,11 +36,14 @@ from schedules.lowering.program import COMMON, Program
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
     delayed, run = program.delayed, runner(actions, masked=masked)
+    hosted = actions.memory.hosted
     common = VocabularyParallel(actions, program, masked=masked) if program.shared else None
 
     def tick(
-        part: tuple[int, int], uses: tuple[int, ...], busy: Any, held: Tree, rows: Row
-    ) -> tuple[Tree, None]:
+        part: tuple[int, int], uses: tuple[int, ...], busy: Any, carry: tuple[Tree, Any], rows: Row
+    ) -> tuple[tuple[Tree, Any], None]:
+        held, arrays = carry
+        hosted.put(arrays)
         spent = None  # the last message that has been exchanged
         for index in np.flatnonzero(uses).tolist():
             need, row = needed(program, index, *part), {name: rows[name][index] for name in rows}
@@ -62,21 +66,32 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
                     arrived = exchange(message, channel.edges, STAGE)
                 actions.memory.buffers[row["arrival"][column]] = arrived
             spent, held = (held, message) if delayed else (message, None)
-        return held, None
+        return (held, hosted.get()), None
 
     local = {name: table if name in COMMON else table[0] for name, table in tables.items()}
-    held = actions.no_message() if delayed else None
+    carry = actions.no_message() if delayed else None, hosted.get()
     for start, stop, uses in segments(program, split=masked):
         busy = busy_in(program, start, stop)
         with jax.named_scope(scopes.of_ticks(start, stop)):
             if stop - start == 1:
                 row = {name: table[start] for name, table in local.items()}
-                action = functools.partial(tick, (start, stop), uses, busy, held, row)
-                held, _ = run_once(action, (held, None))
+                body = functools.partial(tick, (start, stop), uses, busy)
+                carry = _once(body, carry, row)
                 continue
             rows = {name: table[start:stop] for name, table in local.items()}
             body = functools.partial(tick, (start, stop), uses, busy)
-            held, _ = jax.lax.scan(body, held, rows)
+            carry, _ = jax.lax.scan(body, carry, rows)
+    hosted.put(carry[1])
+
+
+def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:
+    """The carry after one tick; XLA aliases its arrays in host memory, as those of a loop."""
+    held, arrays = carry
+
+    def update(value: tuple[Tree, Any]) -> tuple[Tree, Any]:
+        return body((held, value[1]), row)[0]
+
+    return run_once(update, (held, arrays))
 
 
 def was_sent(program: Program, runs: jax.Array) -> jax.Array:

@@ -19,11 +19,12 @@ from schedules.core.action import Action
 from schedules.lowering.program import COMMON, Program
 
 ONCE = "once"  # a loop of exactly one trip
+HOST_POOLS = ("host_stashes", "host_crossings")  # pools in host memory, where they are made
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
 PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
-    rf"([FBIW]\d+(?:_first)?(?:_last)?|{'|'.join(COMMON)})"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?(?:_stash)?(?:_crossing)?|{'|'.join(COMMON)})"
 )
 
 

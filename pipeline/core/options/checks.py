@@ -12,8 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from collectives import DATA, STAGE
+from collectives.compat import has_host_memory
 from collectives.places.sizes import integer, is_size
 from pipeline.base.tree import real, shape_text
+from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
@@ -126,6 +128,36 @@ def check_axes_of(mesh: Mesh, auto_axes: tuple[str, ...]) -> tuple[str, ...]:
                 f"itself, so it cannot be left to the compiler; leave out {axis!r}"
             )
     return auto_axes
+
+
+def check_host(offload: Any, mesh: Mesh, schedule: Schedule, *, masked: bool) -> None:
+    """Check that a program can keep in host memory what an option asks for.
+
+    Raises:
+      ValueError: the devices have none, idle slots compute too, or no action leaves a crossing.
+    """
+    if not offload:
+        return
+    if masked:
+        raise ValueError(
+            f"offload={offload!r} with bubbles='masked' (the default on virtual CPU devices beside "
+            f"auto_axes=): ranks then compute in idle slots too, and would copy over the host link "
+            f"in every slot; use bubbles='skip', or leave out offload"
+        )
+    if not has_host_memory(mesh.devices.flat):
+        name = mesh.devices.flat[0].platform
+        raise ValueError(
+            f"offload={offload!r}: the devices of the mesh (platform {name!r}) have no memory of "
+            f"the kind 'pinned_host', so their programs can keep nothing in host memory; leave out "
+            f"offload, and to keep less on the devices use remat='stage', more ranks or smaller "
+            f"microbatches"
+        )
+    if offload == "crossings" and not any(a.kind == "W" for row in schedule.orders for a in row):
+        raise ValueError(
+            f"offload='crossings' with schedule {schedule.name!r}: a crossing is what I leaves for "
+            f"W, and this schedule runs whole backwards (B); use a schedule with I and W actions, "
+            f"or offload='stash'"
+        )
 
 
 def check_limit(memory_limit: Any) -> int | None:

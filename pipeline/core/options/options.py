@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from flax import nnx
 from flax.nnx.filterlib import Filter  # by this name its own parts can be resolved
@@ -39,6 +39,7 @@ from pipeline.core.sharding.placement import Sharding
 from schedules import Costs, Schedule
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
+from schedules.lowering.offload import check_offload
 
 
 class Measured(Protocol):
@@ -90,6 +91,11 @@ class Options:
         parallelism does) is gathered again; a `jax.checkpoint` policy keeps what it says.
       memory_limit: bytes that a device may hold; by default what its runtime reports, which on
         CPU is nothing. A step predicted to exceed it warns before it is compiled.
+      offload: the values that a rank keeps in host memory from one action to another: "stash" for
+        what F keeps for its backward (with remat="stage" the stage's input), "crossings" for what I
+        leaves for W, or a share of the stashes from 0 to 1, such as 0.5, those that are held
+        longest. A value that the next action of its rank reads stays on the device. On CPU results
+        are the same bit by bit.
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
         of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
@@ -137,6 +143,7 @@ class Options:
     # Memory.
     remat: Remat = "stage"
     memory_limit: int | None = None
+    offload: float | Literal["stash", "crossings"] | None = None
     data_parallel: DataParallel = "replicated"
     gather: Gather = "step"
     # Dtypes.
@@ -170,6 +177,7 @@ class Options:
         check_functions(sharding=self.sharding)
         object.__setattr__(self, "auto_axes", check_axes(self.auto_axes))
         check_vocabulary(self.vocabulary)
+        object.__setattr__(self, "offload", check_offload(self.offload))
 
     def to_dict(self) -> dict[str, Any]:
         """The options by name, as the constructor of `Pipeline` takes them."""

@@ -152,6 +152,7 @@ class Plan(Options):
             pattern=self.pattern,
             costs=self.durations,
             shared=self.shared,
+            offload=self.offload,
             **self.sends,
         )
 

@@ -14,7 +14,7 @@ from pipeline.base.precision import check_dtype
 from pipeline.core.backward.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
-from pipeline.core.options.checks import check_axes_of
+from pipeline.core.options.checks import check_axes_of, check_host
 from pipeline.core.options.choose import (
     choose_bubbles,
     choose_mesh,
@@ -92,6 +92,7 @@ def make_plan(
         "stack": stack,
         "options": options,
     }
+    check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
     return Plan(**(options.to_dict() | chosen))
 
 

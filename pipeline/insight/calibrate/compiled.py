@@ -220,6 +220,7 @@ def typed(pipe: Any, make: Callable[..., Any], mesh: Mesh, schedule: Schedule) -
         "bubbles": "skip",
         "pattern": "single",
         "delayed": False,
+        "offload": None,
         "costs": None,
     }
     ends = {name: _types(end) for name, end in ends_of(pipe).items()}

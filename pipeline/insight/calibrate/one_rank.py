@@ -112,6 +112,7 @@ def one_rank(
         "bubbles": "skip",
         "pattern": "single",
         "delayed": False,
+        "offload": None,
         "ignore": (),
         "wrt": _remapped(plan.wrt, chain.stages),
         "costs": None,

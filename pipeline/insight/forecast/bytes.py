@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from pipeline.base.tree import Tree, nbytes
+from pipeline.core.jaxpr.scopes import HOST_POOLS
 from pipeline.core.kernel import runtime
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -64,6 +65,8 @@ class MemoryPrediction:
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
       casts: weights in the narrower dtype that stages compute in, where it is made once a step.
+      host_stashes: stashes in host memory, which count in no sum of device bytes.
+      host_crossings: crossings in host memory, likewise.
       lent: results that are written at the end of the step, and hold anything but stashes before.
     """
 
@@ -78,6 +81,13 @@ class MemoryPrediction:
     workspace: int
     casts: int = 0
     lent: int = 0
+    host_stashes: Places = Places()
+    host_crossings: Places = Places()
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory, for each device."""
+        return self.host_stashes.size + self.host_crossings.size
 
     @property
     def arguments(self) -> int:
@@ -167,7 +177,19 @@ def predict(
         workspace=max(0, walk.peak - held),
         casts=cast_once(body) if compiler.rounds else 0,
         lent=min(returned, totals) if compiler.lends else 0,
+        **_on_host(walk.hosts),
     )
+
+
+def _on_host(made: Iterable[Any]) -> dict[str, Places]:
+    """The pools in host memory, by name, of the equations that make them."""
+    found: dict[str, Places] = {}
+    for eqn in made:
+        stack, aval = str(eqn.source_info.name_stack).split("/"), eqn.outvars[0].aval
+        name = next(scope for scope in stack if scope in HOST_POOLS)
+        count, before = aval.shape[0], found.get(name, Places()).each
+        found[name] = Places(count, before + nbytes(aval) // count)
+    return found
 
 
 def compiler_of(mesh: Mesh) -> Compiler:

@@ -86,6 +86,11 @@ def describe(plan: Plan, chunks: Sequence[Any], memory: Sequence[str]) -> str:
         lines.append(f"vocabulary of {ends} on all ranks, 1/{schedule.num_ranks} of it on each")
     if plan.compute_dtype is not None:
         lines.append(f"parameters and activations are cast to {plan.compute_dtype.name}")
+    if plan.offload and (straight or not _is_offloading(plan.training)):
+        lines.append(
+            f"offload={plan.offload!r} moves nothing: no rank keeps anything that it asks for "
+            f"beyond the next action"
+        )
     lines += _sharded(plan)
     if plan.facts.unsplit:  # known once a step was traced
         lines.append(f"I does whole what cannot be split: {'; '.join(plan.facts.unsplit)}")
@@ -146,7 +151,16 @@ def _places(program: Program) -> str:
     ]
     if program.num_crossings:
         places.append(f"{program.num_crossings} stashes of what I leaves for W")
+    if program.num_host_stashes:
+        places.append(f"{program.num_host_stashes} stashes in host memory")
+    if program.num_host_crossings:
+        places.append(f"{program.num_host_crossings} in host memory of what I leaves for W")
     return ", ".join(places)
+
+
+def _is_offloading(program: Program) -> bool:
+    """Tell whether a program has places in host memory."""
+    return program.num_host_stashes + program.num_host_crossings > 0
 
 
 def _why_slots(plan: Plan) -> str:

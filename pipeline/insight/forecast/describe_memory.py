@@ -79,7 +79,19 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
         f"  arguments {found.arguments:,}: {arguments}{said[0]}",
         f"  results {found.returned:,}: gradients and loss{said[1]}",
         f"  temporaries {found.temporaries:,}: {text_of_temporaries(found)}{said[2]}",
+        *host_lines(found),
     ]
+
+
+def host_lines(found: MemoryPrediction) -> list[str]:
+    """The bytes that lie in host memory for each rank, if any do."""
+    places = [
+        _places("stashes", found.host_stashes),
+        _places("crossings", found.host_crossings),
+    ]
+    if not found.host:
+        return []
+    return [f"  in host memory {found.host:,}: {', '.join(text for text in places if text)}"]
 
 
 def text_of_temporaries(found: MemoryPrediction) -> str:

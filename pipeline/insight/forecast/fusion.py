@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from collectives.compat import is_on_host
 from pipeline.base.tree import nbytes
 from pipeline.core.jaxpr.evaluate import follow
 from pipeline.core.jaxpr.primitives import HEAVY, callee, is_ref, traits
+from pipeline.core.jaxpr.scopes import HOST_POOLS
 
 Slots = Sequence["Value | None"]  # None where an equation has a literal
 _SUMS = "psum", "psum_invariant"
@@ -123,12 +125,14 @@ class Flow:
     Attributes:
       nodes: the equations, in order.
       refs: the refs that are made, and the equations that make them.
+      hosts: the equations that make pools in host memory.
     """
 
     def __init__(self, enter: Callable[[Node, Slots], None], compiler: Compiler) -> None:
         self._enter, self._compiler = enter, compiler
         self.nodes: list[Node] = []
         self.refs: dict[Value, Any] = {}
+        self.hosts: list[Any] = []
         self._contents: set[Value] = set()  # what refs hold, read as a whole
 
     def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
@@ -151,11 +155,14 @@ class Flow:
 
     def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
         name, what = eqn.primitive.name, traits(eqn)
-        makes = [Value(nbytes(v.aval), held=True) for v in eqn.outvars]
+        makes = [Value(device_bytes(v.aval), held=True) for v in eqn.outvars]
         given = [v for v in reads if v is not None]
         node = Node(eqn, reads, given, makes, fuses=False)
         if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
             self._contents.update(makes)
+        if name == "device_put" and not makes[0].size and _makes_pool(eqn):
+            self.hosts.append(eqn)
+            node.reads = []  # zeros, which the host writes by itself
         # A part of a ref, changed where the ref lies: it is put back next.
         in_place = name == "dynamic_update_slice" and reads[0] in self._contents
         if name == "get" or in_place or (what.cost < HEAVY and not what.whole):
@@ -190,6 +197,16 @@ class Flow:
         turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
         self.nodes.append(Node(eqn, (), [value], [turned], fuses=True, given=[value]))
         return turned
+
+
+def device_bytes(aval: Any) -> int:
+    """The bytes of a value of a type in device memory: none, where it lies in host memory."""
+    return 0 if is_on_host(aval) else nbytes(aval)
+
+
+def _makes_pool(eqn: Any) -> bool:
+    """Tell whether an equation makes a pool in host memory."""
+    return not {*str(eqn.source_info.name_stack).split("/")}.isdisjoint(HOST_POOLS)
 
 
 def _keeps(eqn: Any) -> bool:

@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.base.tree import nbytes
 from pipeline.core.jaxpr.primitives import Body, bodies, equations, traits
-from pipeline.insight.forecast.fusion import Compiler, Flow, Node, Slots, Value
+from pipeline.insight.forecast.fusion import Compiler, Flow, Node, Slots, Value, device_bytes
 from pipeline.insight.forecast.order import late_order
 
 XLA_FOR_CPU = Compiler()
@@ -43,6 +42,7 @@ class Walk:
     Attributes:
       peak: the most bytes it holds at once, owned inputs and all outputs included.
       refs: the refs that it makes, and the equations that make them.
+      hosts: the equations that make pools in host memory.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class Walk:
     ) -> None:
         self._compiler = compiler
         flow = Flow(self._enter, compiler)
-        self.nodes, self.refs = flow.nodes, flow.refs
+        self.nodes, self.refs, self.hosts = flow.nodes, flow.refs, flow.hosts
         own, parts = set(owned), set(picked)
         inputs = []
         for index, var in enumerate(jaxpr.invars):
-            value = Value(nbytes(var.aval) if index in own | parts else 0, held=index not in parts)
+            value = Value(
+                device_bytes(var.aval) if index in own | parts else 0, held=index not in parts
+            )
             value.sources = frozenset((value,) if value.held else ())
             inputs.append(value)
         self.owned = [inputs[i] for i in own]

@@ -20,7 +20,7 @@ from pipeline.core.sharding.placed import placed
 from pipeline.core.sharding.placement import spread_of
 from pipeline.insight.forecast.ahead import check_optimizer, lower_step
 from pipeline.insight.forecast.bytes import MemoryPrediction, predict
-from pipeline.insight.forecast.describe_memory import text_of_temporaries
+from pipeline.insight.forecast.describe_memory import host_lines, text_of_temporaries
 
 
 @dataclass(frozen=True)
@@ -134,4 +134,5 @@ def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
         f"  arguments {step.arguments:,}: {arguments}{said[1]}",
         "  results lie where weights and optimizer did",
         f"  temporaries {step.temporaries:,}: {text}{said[2]}",
+        *host_lines(found),
     ]

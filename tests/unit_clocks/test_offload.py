@@ -1,0 +1,199 @@
+"""Stashes and crossings in host memory: places of both pools, and the proof of programs with them.
+
+Letters: S ranks, V chunks per rank, M microbatches, P the most values that a rank holds at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import schedules
+from schedules import Program, ScheduleError, build, check_program, from_orders, lower
+from tests.support.sizes import CHUNKS, sizes
+
+OFFLOADS = ("stash", "crossings", 0.5, 0.2, 1.0)
+KEEPS = ("input", "residuals")
+V_SHAPED = from_orders(
+    [
+        ["0F0", "0F1", "3F0", "3I0", "3F1", "3W0", "3B1", "0B0", "0I1", "0W1"],
+        ["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2B1", "1B1", "1W0", "2W0"],
+    ]
+)
+
+
+def of(name: str, S: int, M: int, V: int | None = None) -> schedules.Schedule:
+    V = V or CHUNKS.get(name, 1)
+    return build(name, num_ranks=S, num_microbatches=M, num_stages=V * S)
+
+
+def held(program: Program, pool: str) -> list[set[int]]:
+    """[S] the places of a pool that each rank uses, trash aside."""
+    table, trash = getattr(program, pool), program.trash[pool]
+    return [set(table[:, :, rank].ravel().tolist()) - {trash} for rank in range(table.shape[2])]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_program_is_proved(name):
+    for V, keep, offload in itertools.product((1, 2), KEEPS, OFFLOADS):
+        if CHUNKS.get(name, V) == V:
+            for S, M in sizes(name, V, ranks=(1, 4), microbatches=(8,)):
+                delayed = S > M or keep == "input"
+                program = lower(of(name, S, M, V), keep=keep, offload=offload, delayed=delayed)
+                check_program(program, ascending=True)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_without_offload_nothing_changes(keep):
+    """Neither None nor a share of 0 moves anything, and no share adds a place."""
+    schedule = of("zb_h1", 4, 8)
+    plain = lower(schedule, keep=keep)
+    for offload in (None, 0, 0.0):
+        found = lower(schedule, keep=keep, offload=offload)
+        assert found.slots == plain.slots
+        assert np.array_equal(found.stash, plain.stash)
+        assert (found.num_host_stashes, found.num_host_crossings) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_the_device_keeps_as_many_places_as_the_formula_says(name, share):
+    """P - floor(share * P) on the device; the host holds the rest of the rank with the most."""
+    for S, M in ((2, 6), (4, 8), (4, 16)):
+        schedule = of(name, S, M)
+        most = lower(schedule, keep="residuals").num_stashes
+        program = lower(schedule, keep="residuals", offload=share)
+        assert program.num_stashes == most - math.floor(share * most)
+        if program.num_stashes < most:
+            assert program.num_host_stashes >= most - program.num_stashes
+
+
+def test_ranks_with_few_in_flight_offload_nothing():
+    """Of 1F1B, rank r holds S - r stashes: with half of the places, the last half of the ranks."""
+    program = lower(of("1f1b", 8, 16), keep="residuals", offload=0.5)
+    assert (program.num_stashes, program.num_host_stashes) == (4, 4)
+    hosted = [sum(place >= 4 for place in places) for places in held(program, "stash")]
+    assert hosted == [4, 3, 2, 1, 0, 0, 0, 0]
+
+
+def test_what_the_next_action_reads_stays_on_the_device():
+    """The last rank of 1F1B goes back at once; no op occurs in two kinds of memory."""
+    program = lower(of("1f1b", 4, 8), keep="residuals", offload="stash")
+    assert (program.num_stashes, program.num_host_stashes) == (1, 4)
+    assert [min(places) for places in held(program, "stash")] == [1, 1, 1, 0]
+    assert held(program, "stash")[3] == {0}
+    labels = sorted(op.label for op in program.slots[0].ops if op.kind == "F")
+    assert labels == ["F0_first_stash", "F0_last", "F0_stash"]
+
+
+def test_crossings_lie_on_the_host():
+    program = lower(of("zb_h1", 4, 8), keep="residuals", offload="crossings")
+    plain = lower(of("zb_h1", 4, 8), keep="residuals")
+    assert program.num_host_crossings == plain.num_crossings
+    assert program.num_crossings == 1  # those that W reads at once
+    assert (program.num_stashes, program.num_host_stashes) == (plain.num_stashes, 0)
+
+
+def test_inputs_become_stashes_and_leave_their_buffers():
+    """With ``keep="input"`` a stage's input is copied by F; its message buffer is free."""
+    plain, program = (lower(of("gpipe", 4, 8), offload=offload) for offload in (None, "stash"))
+    assert (plain.num_buffers, plain.num_host_stashes) == (9, 0)
+    assert (program.num_buffers, program.num_stashes, program.num_host_stashes) == (1, 0, 8)
+
+
+def most_on_device(spans: list[tuple[int, int]], places: int) -> int:
+    """How many of some lives fit into so many places, by trying all sets of them."""
+    for count in range(len(spans), -1, -1):
+        for chosen in itertools.combinations(spans, count):
+            if all(sum(a < t <= b for a, b in chosen) <= places for _, t in chosen):
+                return count
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "zb_v"])
+def test_as_many_as_possible_stay_on_the_device(name):
+    """The choice is the best there is: trying every set finds none that is larger."""
+    S, M = 2, 5
+    program = lower(of(name, S, M), keep="residuals", offload=0.5)
+    width = len(program.slots)
+    for rank in range(S):
+        born: dict[tuple[int, int], int] = {}
+        spans, kept = [], 0
+        for time in range(program.num_ticks * width):
+            at = (*divmod(time, width), rank)
+            if not program.op[at]:
+                continue
+            op = program.slots[at[1]].ops[program.op[at] - 1]
+            key = op.chunk, int(program.microbatch[at])
+            if op.kind == "F":
+                born[key] = time
+            elif op.kind in "BI":
+                spans.append((born[key], time))
+                kept += not op.stash_on_host
+        assert kept == most_on_device(spans, program.num_stashes)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("offload", ["stash", "crossings", 0.5])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_no_entry_of_a_table_can_change(keep, offload):
+    """Every other place of a stash or crossing, of either memory, makes a program wrong."""
+    program = check_program(lower(V_SHAPED, keep=keep, pattern="single", offload=offload))
+    assert program.num_host_stashes + program.num_host_crossings
+    for column in ("op", "operand", "stash", "crossing"):
+        table = getattr(program, column)
+        for at in np.ndindex(table.shape):
+            for value in range(-1, int(table.max()) + 2):
+                if value != table[at]:
+                    changed = table.copy()
+                    changed[at] = value
+                    with pytest.raises(ScheduleError, match=r"^program of schedule"):
+                        check_program(replace(program, **{column: changed}))
+
+
+def refusal(program: Program) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check_program(program)
+    return str(caught.value)
+
+
+def test_an_op_names_the_memory_of_its_places():
+    program = lower(of("1f1b", 2, 3), keep="residuals", pattern="single", offload="stash")
+    (slot,) = program.slots
+    ops = tuple(op._replace(stash_on_host=False) for op in slot.ops)
+    assert refusal(replace(program, slots=(slot._replace(ops=ops),))) == (
+        "program of schedule '1f1b': tick 0, slot 0, rank 0: 0F0 takes its stash from the memory "
+        "of the device: expected stash 0..0 or trash, 3, found stash 1; this program would compute "
+        "something else, so lower the schedule again"
+    )
+    ops = tuple(op._replace(stash_on_host=op.kind in "FB") for op in slot.ops)
+    assert refusal(replace(program, slots=(slot._replace(ops=ops),))) == (
+        "program of schedule '1f1b': tick 1, slot 0, rank 1: 1F0 takes its stash from the memory "
+        "of the host: expected stash 1..2, found stash 0; this program would compute something "
+        "else, so lower the schedule again"
+    )
+
+
+def test_an_op_says_in_which_memory_it_reads():
+    program = lower(of("zb_h1", 4, 8), keep="residuals", offload="crossings")
+    ops = {op.label: op for slot in program.slots for op in slot.ops}
+    assert repr(ops["I0_last_crossing"]) == (
+        "Op(kind='I', chunk=0, first=False, last=True, crossing_on_host=True)"
+    )
+    assert repr(ops["F0_first"]) == "Op(kind='F', chunk=0, first=True, last=False)"
+
+
+@pytest.mark.parametrize("offload", ["stashes", 1.5, -0.1, True, float("nan"), ["stash"]])
+def test_bad_input(offload):
+    with pytest.raises(ScheduleError) as caught:
+        lower(of("1f1b", 2, 2), offload=offload)
+    assert str(caught.value) == (
+        f"offload={offload!r}: must be 'stash' (what F keeps for its backward lies in host "
+        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
+        f"as 0.5, or None for neither"
+    )
