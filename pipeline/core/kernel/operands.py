@@ -71,8 +71,8 @@ def make_operands(
     stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
     batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes)
     batch = place(untyped(batch, plan.mesh), plan.mesh)
-    # Modules are split anew in every call, for their arrays; what is asked of their static halves is
-    # remembered by the structure of their state.
+    # Modules are split anew in every call, for their arrays; what is asked of their static halves
+    # is remembered by the structure of their state.
     definitions, params, rests = zip(*(define(chunk, "a stage") for chunk in chunks), strict=True)
     definition, ends_params, ends_rest = define(ends, _ENDS[isinstance(plan.loss_fn, LossModule)])
     structure = jax.tree.structure([*params, ends_params])

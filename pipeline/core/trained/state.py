@@ -44,8 +44,8 @@ def find_state(
             f"state={state!r} is no filter; give a type such as nnx.BatchStat, or anything that "
             f"nnx.state takes"
         ) from None
-    # Of each chunk the leaves that hold declared variables of any of its stages: stages that are not
-    # alike have theirs in cells that others share.
+    # Of each chunk the leaves that hold declared variables of any of its stages: stages that are
+    # not alike have theirs in cells that others share.
     found: dict[int, frozenset[Path]] = {}
     cells = []
     for v, chunk in enumerate(chunks):
