@@ -2,10 +2,10 @@
 
 For hardware on which collectives inside a branch are in doubt. It stays because ``auto_axes`` needs
 it on virtual CPU devices, which all meet in a collective that the compiler adds to a stage: without
-it such a model could not be tried, nor tested, before there is hardware. The arithmetic of a bubble runs on
-whatever lies in the buffers, so each of its results is dropped by a select, never by a product: a
-NaN times zero is a NaN. Gradients are formed by value and selected before they are added, which
-costs a temporary of their size; embed, head and loss run on every rank.
+it such a model could not be tried, nor tested, before there is hardware. The arithmetic of a bubble
+runs on whatever lies in the buffers, so each of its results is dropped by a select, never by a
+product: a NaN times zero is a NaN. Gradients are formed by value and selected before they are
+added, which costs a temporary of their size; embed, head and loss run on every rank.
 
 Where backwards are split, a slot computes the half for the input, then the half for the weights:
 of what the first has just left (B), or of what the rank's I left before (W). Together these are the
