@@ -132,6 +132,7 @@ def test_biases_and_the_balance_of_the_batch_do_not_depend_on_the_mesh(schedule,
     ],
     ids=["clipped adamw", "clipped by block", "lamb", "muon"],
 )
+@jax.numpy_dtype_promotion("standard")  # optax's muon promotes integers
 def test_updates_are_those_of_the_plain_model(tx):
     pipe = piped(2, 3, (2, 2, 2), {}, schedule="1f1b")
     optimizer = make_optimizer(pipe, tx)
