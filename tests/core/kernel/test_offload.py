@@ -28,7 +28,7 @@ from pipeline.insight.forecast.liveness import find_shard_map
 from tests.core.kernel.test_vocabulary import batch
 from tests.core.kernel.test_vocabulary import pipeline as with_vocabulary
 from tests.parity.test_parity_families import nearest
-from tests.support import mixed, models
+from tests.support import mixed, models, tensor_stages
 from tests.support.models import Hostile, Noisy, Readout, Tree, Words
 from tests.support.sizes import CHUNKS
 
@@ -129,7 +129,15 @@ CASES = {
     "dropout": ("1f1b", {"kind": Noisy}),
     "bfloat16": ("1f1b", {"compute_dtype": jnp.bfloat16}),
     "layers": ("zb_h1", {"kind": models.Layered}),
-    "gathered": ("1f1b", {"remat": "gathered"}),
+    "gathered": (
+        "zb_h1",
+        {
+            "mesh": lambda: make_mesh(stage=2, tensor=2),
+            "remat": "gathered",
+            "kind": tensor_stages.Sequence,
+            **tensor_stages.ends(tensor_stages.Sequence),
+        },
+    ),
     "some of them": ("1f1b", {"wrt": lambda path, _: path[0] == "head"}),
 }
 
