@@ -44,7 +44,7 @@ from pipeline.insight.calibrate.measure import EXCHANGES, exchanges
 from pipeline.planner import Chip, ModelSizes, Plans
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import Layout, layers_of_stages
+from pipeline.planner.layout import MeshLayout, layers_of_stages
 from pipeline.planner.plans import short
 from schedules import Costs
 
@@ -227,7 +227,7 @@ def candidates(plans: Plans) -> list[Estimate]:
         best.setdefault(one.layout.schedule, one)
     own = [one for one in plans.ranked if one.layout.data_parallel in _RUNS]
     others = random.Random(0).sample(found, min(RANDOM, len(found)))
-    kept: dict[Layout, Estimate] = {}
+    kept: dict[MeshLayout, Estimate] = {}
     for one in [*own, *best.values(), *others]:
         kept.setdefault(one.layout, one)
     return list(kept.values())
@@ -236,7 +236,7 @@ def candidates(plans: Plans) -> list[Estimate]:
 _RUNS = ("replicated", "zero1")  # of what the planner names; FSDP of one jit is XLA's affair
 
 
-def step_of(problem: Problem, layout: Layout) -> Any:
+def step_of(problem: Problem, layout: MeshLayout) -> Any:
     """Loss and gradients of a layout, to be run."""
     devices = jax.devices()[: problem.devices]
     x, t = problem.data(problem.batch)
@@ -255,7 +255,7 @@ def step_of(problem: Problem, layout: Layout) -> Any:
     return functools.partial(pipe.value_and_grad, x, t)
 
 
-def _alone(problem: Problem, layout: Layout, devices: Any, x: Any, t: Any) -> Any:
+def _alone(problem: Problem, layout: MeshLayout, devices: Any, x: Any, t: Any) -> Any:
     """Without a pipeline: one jit over data shards, gradients summed over microbatches."""
     mesh = jax.make_mesh((layout.data,), ("data",), devices=devices)
     (stage,) = problem.stages([problem.layers])
@@ -309,7 +309,7 @@ class Answer:
     tried: int
 
 
-def words(layout: Layout) -> str:
+def words(layout: MeshLayout) -> str:
     """A layout with what distinguishes it."""
     said = f"{short(layout)}, M={layout.microbatches}"
     said += f", V={layout.chunks}" * (layout.chunks > 1)
@@ -324,7 +324,7 @@ def answer(problem: Problem, costs: Mapping[int, Costs], speed: float, rounds: i
     """
     plans = planned(problem, costs, speed)
     estimates = candidates(plans)
-    timers: dict[Layout, Timer] = {}
+    timers: dict[MeshLayout, Timer] = {}
     losses = {}
     for one in estimates:
         step = step_of(problem, one.layout)

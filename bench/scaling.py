@@ -34,7 +34,7 @@ from bench import published
 from bench.measure import ContradictionError, table
 from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs
-from pipeline.planner.layout import Job, Layout
+from pipeline.planner.layout import MeshLayout, PlannedJob
 from schedules import Costs, Schedule, build, simulate
 from schedules.core.events import run
 from schedules.core.flat import flatten
@@ -86,19 +86,21 @@ class Linked:
     hbm: float
 
 
-def job(model: str, chips: int, slices: int = 1) -> Job:
+def job(model: str, chips: int, slices: int = 1) -> PlannedJob:
     """What is trained."""
     chip = CHIPS[CHIP]
-    return Job(MODELS[model], chip, chips, BATCH, SEQ, slices, "event", chip.efficiency)
+    return PlannedJob(MODELS[model], chip, chips, BATCH, SEQ, slices, "event", chip.efficiency)
 
 
-def layout(model: str, chips: int, joined: str, *, interleaved: bool) -> tuple[Job, Layout]:
+def layout(
+    model: str, chips: int, joined: str, *, interleaved: bool
+) -> tuple[PlannedJob, MeshLayout]:
     """How it is spread; M sequences on each data shard, one a microbatch."""
     data = chips // (STAGES * TENSOR)
     slices = {"one fabric": 1, "network along data": chips // SLICE, "network along stage": 4}
     count = slices[joined]
     along_stage = joined == "network along stage"
-    one = Layout(
+    one = MeshLayout(
         data,
         STAGES,
         TENSOR,

@@ -27,7 +27,7 @@ from pipeline.base.tree import Tree, is_abstract
 from pipeline.base.variables import metadata
 from pipeline.core.layerwise.layout import Layout, check_layout
 from pipeline.core.layerwise.reroll import Rerolled
-from pipeline.core.layerwise.rows import Cut, Row
+from pipeline.core.layerwise.rows import Cut, LeafRow
 from pipeline.core.layerwise.state import Lay, StatePlan, key_name, plan_state
 from pipeline.core.layerwise.view import EndRef, LayerView, Ref, found_in, layer_view
 from pipeline.core.sharding import meshes
@@ -256,7 +256,7 @@ class _Layered:
         return self._plans[key]
 
     def _init(self, params: Tree) -> Tree:
-        plan, inputs = self.plan(params), _Inputs(self._view)
+        plan, inputs = self.plan(params), _LayerInputs(self._view)
         program, state = self._run(self._tx.init, inputs, inputs.layers(params))
         return plan.write(state, program, self._lay)
 
@@ -264,7 +264,7 @@ class _Layered:
         def update(grads: Tree, state: Tree, params: Tree, extra: Any) -> Any:
             return self._tx.update(grads, state, params, **extra)
 
-        plan, inputs = self.plan(grads if params is None else params), _Inputs(self._view)
+        plan, inputs = self.plan(grads if params is None else params), _LayerInputs(self._view)
         program, (updates, state) = self._run(
             update,
             inputs,
@@ -278,7 +278,7 @@ class _Layered:
         )
         return self._stored(updates, program, grads), plan.write(state, program, self._lay)
 
-    def _run(self, function: Any, inputs: _Inputs, *args: Tree) -> tuple[Rerolled, Tree]:
+    def _run(self, function: Any, inputs: _LayerInputs, *args: Tree) -> tuple[Rerolled, Tree]:
         """A program of layers, and its results."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*inputs.types(args))
         program = Rerolled(
@@ -319,7 +319,7 @@ class _Layered:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
 
 
-class _Inputs:
+class _LayerInputs:
     """Collects the stacks of whose rows the inputs of a program are."""
 
     def __init__(self, view: LayerView) -> None:
@@ -344,7 +344,7 @@ class _Inputs:
 
         def one(ref: Ref | EndRef) -> Any:
             if isinstance(ref, Ref):
-                return Row(indices[ref.stack][ref.slot], ref.rank)
+                return LeafRow(indices[ref.stack][ref.slot], ref.rank)
             end = view.ends[ref.end]
             array = found_in(tree, ("ends", *end.path))
             return end.cut(array if lay is None else lay(array, end.spread.gradient))
@@ -355,7 +355,7 @@ class _Inputs:
         """The types of a program's inputs."""
 
         def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Row):
+            if not isinstance(leaf, LeafRow):
                 return jax.typeof(leaf)
             stack = self.stacks[leaf.stack]
             return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)

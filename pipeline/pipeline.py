@@ -24,7 +24,7 @@ from pipeline.core.kernel import differentiable, runtime
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.kernel.results import Kept
 from pipeline.core.layerwise.convert import from_layers, to_layers
-from pipeline.core.layerwise.layout import Layout, Origin, check_layout, mark, types_of
+from pipeline.core.layerwise.layout import Layout, PipelineOrigin, check_layout, mark, types_of
 from pipeline.core.layerwise.replace import check_changes, refusal, replaced
 from pipeline.core.model.chunks import make_chunks, make_ends, variables_of
 from pipeline.core.model.ignored import ignoring, warn_of_attributes
@@ -36,7 +36,7 @@ from pipeline.core.model.trained import Trained
 from pipeline.core.options.checks import check_scale
 from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline
-from pipeline.core.options.options import Arguments, Options, Parts
+from pipeline.core.options.options import Arguments, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
 from pipeline.core.sharding import meshes
@@ -142,7 +142,7 @@ class Pipeline(nnx.Module):
         warn_of_frozen_parts(self.trained, self.chunks, plan.schedule.stages_of)
         watched = {} if was_made else {"embed": embed, "head": head}
         copies = Copies(self, [] if was_made else given_stages, **watched)
-        self.origin = Origin(types_of(self.chunks), copies)
+        self.origin = PipelineOrigin(types_of(self.chunks), copies)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _ARGUMENTS:
@@ -650,7 +650,7 @@ class Pipeline(nnx.Module):
         return self._trained_by(wrt)[1]
 
 
-_ARGUMENTS = described(Parts, Options)
+_ARGUMENTS = described(ModelParts, Options)
 Pipeline.__doc__ = inspect.cleandoc(Pipeline.__doc__ or "").replace(
     "\n\nAttributes:", "\n".join(["\n\nArgs:", *_ARGUMENTS.values(), "\nAttributes:"])
 )

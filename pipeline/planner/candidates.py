@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, Job, Layout
+from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, MeshLayout, PlannedJob
 from pipeline.planner.makespan import built
 from schedules import ScheduleError, names
 from schedules.build import options
@@ -27,11 +27,11 @@ MOST_IDLE = 0.1  # of stages with a layer less than the longest
 
 
 def layouts_of(
-    job: Job,
+    job: PlannedJob,
     schedules: Sequence[str],
     remat: Sequence[str | None],
     faults: dict[str, list[int]],
-) -> Iterator[Layout]:
+) -> Iterator[MeshLayout]:
     """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
     each = job.devices // job.slices
     for D, S, T in _meshes(job, faults):
@@ -39,11 +39,11 @@ def layouts_of(
             slices = job.slices // stages
             if D % slices or (D // slices) * (S // stages) * T != each:
                 continue
-            base = Layout(D, S, T, slices, stages)
+            base = MeshLayout(D, S, T, slices, stages)
             yield from _alone(job, base, remat) if S == 1 else _piped(job, base, schedules, remat)
 
 
-def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int]]:
+def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int]]:
     """D, S, T that the model and the batch can share; others are noted with their rule."""
     model, each = job.model, job.devices // job.slices
 
@@ -68,7 +68,7 @@ def _meshes(job: Job, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, 
                 yield D, S, T
 
 
-def _alone(job: Job, base: Layout, remat: Sequence[str | None]) -> Iterator[Layout]:
+def _alone(job: PlannedJob, base: MeshLayout, remat: Sequence[str | None]) -> Iterator[MeshLayout]:
     each = job.batch // base.data
     ways = ["replicated"]
     if base.data > 1:
@@ -85,8 +85,8 @@ def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | N
 
 
 def _piped(
-    job: Job, base: Layout, schedules: Sequence[str], remat: Sequence[str | None]
-) -> Iterator[Layout]:
+    job: PlannedJob, base: MeshLayout, schedules: Sequence[str], remat: Sequence[str | None]
+) -> Iterator[MeshLayout]:
     S, each = base.stage, job.batch // base.data
     ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
     kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat

@@ -17,8 +17,8 @@ from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
     WEIGHT,
-    Job,
-    Layout,
+    MeshLayout,
+    PlannedJob,
     layers_of_stages,
     parameters_of,
 )
@@ -51,7 +51,7 @@ class Estimate:
       bound: whether the bubble is left out.
     """
 
-    layout: Layout
+    layout: MeshLayout
     seconds: Mapping[str, float]
     bytes: Mapping[str, float]
     bound: bool = False
@@ -67,7 +67,7 @@ class Estimate:
         return sum(self.bytes.values())
 
 
-def mfu(job: Job, step: float) -> float:
+def mfu(job: PlannedJob, step: float) -> float:
     """The model's operations over what the chips could do in a step."""
     tokens = job.batch * job.seq
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
@@ -90,7 +90,7 @@ class _Block:
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(job: Job, rows: int, tensor: int, ring: float) -> _Block:
+def _block(job: PlannedJob, rows: int, tensor: int, ring: float) -> _Block:
     model, chip = job.model, job.chip
     tokens = rows * job.seq
     activation = COMPUTE_BYTES * tokens * model.width
@@ -142,7 +142,7 @@ class _Links:
     tensor: float
 
 
-def _links(job: Job, layout: Layout) -> _Links:
+def _links(job: PlannedJob, layout: MeshLayout) -> _Links:
     """Axes of the torus: one for `stage`, one for `tensor`, the rest for `data`."""
     chip, left = job.chip, job.chip.axes
     if not left:
@@ -161,7 +161,9 @@ def _gather(size: float, inside: int, outside: int, link: float, network: float)
     return seconds + (outside - 1) / outside * size / inside / network
 
 
-def _messages(job: Job, layout: Layout, activation: float) -> float | tuple[tuple[float, ...], ...]:
+def _messages(
+    job: PlannedJob, layout: MeshLayout, activation: float
+) -> float | tuple[tuple[float, ...], ...]:
     """Seconds of a message between ranks of stages."""
     size = activation / layout.tensor
     near, far = size / job.chip.link, size / job.chip.network
@@ -184,7 +186,7 @@ class _Stage:
     gather: float
 
 
-def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> _Stage:
+def _stage(job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block, n: float) -> _Stage:
     """Estimate a stage of n layers."""
     S, T, V = layout.stage, layout.tensor, layout.chunks
     gather = 0.0
@@ -206,7 +208,7 @@ def _stage(job: Job, layout: Layout, links: _Links, block: _Block, n: float) -> 
     )
 
 
-def _again(layout: Layout, block: _Block, n: float) -> float:
+def _again(layout: MeshLayout, block: _Block, n: float) -> float:
     """Seconds of what the backward of n blocks computes again."""
     if layout.remat is None:
         return 0.0
@@ -218,14 +220,16 @@ def _again(layout: Layout, block: _Block, n: float) -> float:
     return n * (block.again - kept + block.tensor)
 
 
-def _head_sends(job: Job, layout: Layout, links: _Links, block: _Block) -> tuple[float, float]:
+def _head_sends(
+    job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block
+) -> tuple[float, float]:
     """Seconds of what a microbatch's head sends over `tensor`, and of what all of `stage` do."""
     if layout.vocabulary == "stage":
         return 0.0, _words(job, layout, links)
     return block.head_tensor, 0.0
 
 
-def _words(job: Job, layout: Layout, links: _Links) -> float:
+def _words(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     """Seconds that all ranks of `stage` exchange on the words of a microbatch.
 
     Ranks of `tensor` have positions of their own.
@@ -236,14 +240,14 @@ def _words(job: Job, layout: Layout, links: _Links) -> float:
     return sent / (links.stage if layout.stage_slices == 1 else job.chip.network)
 
 
-def _skips(layout: Layout) -> bool:
+def _skips(layout: MeshLayout) -> bool:
     """Tell whether the last stage's F computes nothing."""
     return is_last_forward_free(
         recomputes=layout.remat == "stage", shares_head=layout.vocabulary == "stage", writes=False
     )
 
 
-def stage_costs(job: Job, layout: Layout) -> Costs:
+def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
     links = _links(job, layout)
     block = _block(job, layout.rows, layout.tensor, links.tensor)
@@ -264,7 +268,7 @@ def stage_costs(job: Job, layout: Layout) -> Costs:
     )
 
 
-def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
+def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:
     """Seconds and bytes of a layout.
 
     Args:
@@ -308,7 +312,7 @@ def estimate(job: Job, layout: Layout, *, bound: bool = False) -> Estimate:
     return Estimate(layout, seconds, {} if bound else pipeline_bytes(job, layout), bound)
 
 
-def _reduce(job: Job, layout: Layout, links: _Links) -> float:
+def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     """Seconds, once a step: gradients are summed, and ZeRO-1 gathers new weights."""
     blocks, ends = parameters_of(job, layout)
     inside, outside = layout.data // layout.data_slices, layout.data_slices
@@ -326,7 +330,7 @@ def _reduce(job: Job, layout: Layout, links: _Links) -> float:
     return seconds
 
 
-def _update(job: Job, layout: Layout) -> float:
+def _update(job: PlannedJob, layout: MeshLayout) -> float:
     """Seconds of Adam: weight and moments are read and written, the gradient is read."""
     parts = 1 if layout.data_parallel == "replicated" else layout.data
     if layout.data_parallel == "hsdp":
@@ -334,7 +338,7 @@ def _update(job: Job, layout: Layout) -> float:
     return 7 * WEIGHT * sum(parameters_of(job, layout)) / parts / job.chip.hbm_bandwidth
 
 
-def _alone(job: Job, layout: Layout) -> dict[str, float]:
+def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Seconds without a pipeline: data and tensor parallelism, collectives beside work."""
     model, links, M = job.model, _links(job, layout), layout.microbatches
     block = _block(job, layout.rows, layout.tensor, links.tensor)

@@ -18,7 +18,7 @@ WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moment
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A training job: the model, the batch and the chips.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """One way to spread a job.
 
     Attributes:
@@ -105,7 +105,7 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
 
 
-def parameters_of(job: Job, layout: Layout) -> tuple[float, float]:
+def parameters_of(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
     """Number of parameters in a rank's blocks, and in its share of embedding and head."""
     model = job.model
     longest = -(-model.layers // (layout.stage * layout.chunks))

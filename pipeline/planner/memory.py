@@ -9,7 +9,14 @@ float32, all else bfloat16.
 
 from __future__ import annotations
 
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, WEIGHT, Job, Layout, parameters_of
+from pipeline.planner.layout import (
+    BUT_ATTENTION,
+    GATHERED,
+    WEIGHT,
+    MeshLayout,
+    PlannedJob,
+    parameters_of,
+)
 from pipeline.planner.makespan import places
 from pipeline.planner.models import COMPUTE_BYTES
 
@@ -22,12 +29,12 @@ USABLE = 0.95
 UNTRIMMED = 2.25
 
 
-def usable(job: Job) -> float:
+def usable(job: PlannedJob) -> float:
     """Bytes of a chip that a plan may take."""
     return USABLE * job.chip.hbm
 
 
-def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
+def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, float]:
     """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
     tokens = layout.rows * job.seq / layout.tensor
     whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
@@ -37,7 +44,7 @@ def _block_bytes(job: Job, layout: Layout) -> tuple[float, float, float]:
     return whole / layout.tensor, residuals, beside
 
 
-def _whole(job: Job, layout: Layout) -> float:
+def _whole(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes per block and microbatch that a rank gathers over `tensor` in sequence parallelism.
 
     That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
@@ -45,7 +52,7 @@ def _whole(job: Job, layout: Layout) -> float:
     return job.model.ends_of_products * layout.rows * job.seq if layout.tensor > 1 else 0.0
 
 
-def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
+def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -> float:
     """Bytes per block and microbatch kept for the backward, unless a stage is recomputed.
 
     What attention gave has a float32 log sum of each head beside it.
@@ -60,7 +67,7 @@ def _left(job: Job, layout: Layout, given: float, residuals: float) -> float:
     }[layout.remat]
 
 
-def _crossing(job: Job, layout: Layout) -> float:
+def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes per block and microbatch that I keeps for W.
 
     Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
@@ -72,13 +79,13 @@ def _crossing(job: Job, layout: Layout) -> float:
     return inputs + gradients + job.model.crossings * tokens / layout.tensor
 
 
-def _logits(job: Job, layout: Layout) -> float:
+def _logits(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of logits and their gradient, float32."""
     parts = layout.tensor * (layout.stage if layout.vocabulary == "stage" else LOGIT_PARTS)
     return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
 
 
-def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
+def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip, as the kernel holds them."""
     S, V, D, M = layout.stage, layout.chunks, layout.data, layout.microbatches
     blocks, ends = parameters_of(job, layout)
@@ -107,7 +114,7 @@ def pipeline_bytes(job: Job, layout: Layout) -> dict[str, float]:
     return held
 
 
-def alone_bytes(job: Job, layout: Layout) -> dict[str, float]:
+def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip without a pipeline."""
     model, L = job.model, job.model.layers
     size = WEIGHT * model.parameters / layout.tensor

@@ -10,7 +10,7 @@ from typing import get_args
 
 from pipeline.base.arguments import DataParallel
 from pipeline.planner.costs import Estimate, mfu
-from pipeline.planner.layout import BUT_ATTENTION, Job, Layout, layers_of_stages
+from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import usable
 
 GB = 10**9
@@ -50,7 +50,7 @@ class Plans:
       tried: how many layouts there were.
     """
 
-    job: Job
+    job: PlannedJob
     ranked: tuple[Estimate, ...]
     alone: Estimate | None
     pipeline: Estimate | None
@@ -116,7 +116,7 @@ class Plans:
         return target
 
 
-def configuration(job: Job, chosen: Estimate) -> str:
+def configuration(job: PlannedJob, chosen: Estimate) -> str:
     """TOML of a layout."""
     layout = chosen.layout
     parallel: Mapping[str, int | str] = {
@@ -149,7 +149,7 @@ def _assigned(values: Mapping[str, int | str]) -> list[str]:
     ]
 
 
-def _options(layout: Layout) -> Mapping[str, int | str]:
+def _options(layout: MeshLayout) -> Mapping[str, int | str]:
     """Options for `Pipeline` beside the mesh."""
     is_known = layout.data_parallel in get_args(DataParallel)
     options = {"data_parallel": layout.data_parallel} if is_known else {}
@@ -164,7 +164,7 @@ def _options(layout: Layout) -> Mapping[str, int | str]:
     }
 
 
-def _beside(job: Job, layout: Layout) -> list[str]:
+def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
     """List what a configuration leaves out: how the model is made, and where chips stand."""
     blocks = "each block under jax.checkpoint (remat_blocks=True)"
     if layout.remat == BUT_ATTENTION:
@@ -185,7 +185,7 @@ def _beside(job: Job, layout: Layout) -> list[str]:
     return [*lines, slices] if job.slices > 1 else lines
 
 
-def _counts(job: Job, layout: Layout) -> str:
+def _counts(job: PlannedJob, layout: MeshLayout) -> str:
     counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
     fewest, most = min(counts), max(counts)
     if fewest == most:
@@ -194,7 +194,7 @@ def _counts(job: Job, layout: Layout) -> str:
     return f"{most}, the first {first} and the last {last} stages of {fewest},"
 
 
-def short(layout: Layout) -> str:
+def short(layout: MeshLayout) -> str:
     """A layout in a few words."""
     names = {"data": layout.data, "stage": layout.stage, "tensor": layout.tensor}
     mesh = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one chip"
@@ -204,7 +204,7 @@ def short(layout: Layout) -> str:
     return f"{layout.schedule} on {mesh}"
 
 
-def limits(job: Job, one: Estimate) -> str:
+def limits(job: PlannedJob, one: Estimate) -> str:
     """Explain a step's time beyond the model's own operations, the largest part first."""
     shares = {name: one.seconds[name] / one.step for name in SHARES}
     said = [
@@ -217,7 +217,7 @@ def limits(job: Job, one: Estimate) -> str:
     return ", ".join(said) or "its operations"
 
 
-def _table(job: Job, ranked: Sequence[Estimate]) -> list[str]:
+def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     rows = [(*COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
@@ -241,7 +241,7 @@ def _table(job: Job, ranked: Sequence[Estimate]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def why(job: Job, one: Estimate, best: Estimate) -> str:
+def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
     """Why a layout lost against the best: what it spends more on."""
     if one.bytes and one.hbm > usable(job):
         largest = max(one.bytes, key=lambda name: one.bytes[name])

@@ -17,7 +17,7 @@ from pipeline.base.arguments import is_whole
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
-from pipeline.planner.layout import BUT_ATTENTION, Job, Layout
+from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
@@ -103,7 +103,7 @@ def _job(
     clock: str,
     efficiency: float | None,
     costs: Costs | Mapping[int, Costs] | None,
-) -> Job:
+) -> PlannedJob:
     """All of it checked."""
     sizes, found = find_model(model), find_chip(chip)
     for name, value in {"devices": devices, "batch": batch, "seq": seq}.items():
@@ -129,7 +129,9 @@ def _job(
     given = {1: costs} if isinstance(costs, Costs) else costs or {}
     _check_costs(given)
     rate = found.efficiency if efficiency is None else efficiency
-    return Job(sizes, found, devices, batch, seq, groups, clock, rate, tuple(sorted(given.items())))
+    return PlannedJob(
+        sizes, found, devices, batch, seq, groups, clock, rate, tuple(sorted(given.items()))
+    )
 
 
 def _check_costs(given: Any) -> None:
@@ -161,18 +163,18 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
         )
 
 
-def hbm(job: Job, layout: Layout) -> float:
+def hbm(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of a chip."""
     held = alone_bytes if layout.schedule is None else pipeline_bytes
     return sum(held(job, layout).values())
 
 
-def _bounds(job: Job, layouts: Iterable[Layout]) -> list[Estimate]:
+def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
     found = (estimate(job, layout, bound=True) for layout in layouts)
     return sorted(found, key=lambda one: one.step)
 
 
-def _best(job: Job, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
+def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]:
     """The quickest that fit, no two of one mesh and schedule, out of sorted bounds."""
     best: dict[Any, Estimate] = {}
     limit = math.inf
@@ -191,7 +193,7 @@ def _best(job: Job, bounds: Iterable[Estimate], kept: int = 1) -> list[Estimate]
 
 
 def _search(
-    job: Job, layouts: Sequence[Layout]
+    job: PlannedJob, layouts: Sequence[MeshLayout]
 ) -> tuple[tuple[Estimate, ...], Estimate | None, Estimate | None] | None:
     """The best few, the best without a pipeline and the best with one; None if nothing fits."""
     bounds = _bounds(job, layouts)
@@ -206,15 +208,15 @@ def _search(
 
 
 def _lost(
-    job: Job,
-    layouts: Sequence[Layout],
+    job: PlannedJob,
+    layouts: Sequence[MeshLayout],
     best: Estimate,
     piped: Estimate | None,
     faults: Iterable[str],
 ) -> tuple[str, ...]:
     """A line on each mesh that lost, on each schedule of the best pipeline's mesh, on each rule."""
     lines: list[tuple[str, Estimate]] = []
-    meshes: dict[tuple[int, int, int], list[Layout]] = {}
+    meshes: dict[tuple[int, int, int], list[MeshLayout]] = {}
     for layout in layouts:
         meshes.setdefault(layout.mesh, []).append(layout)
     for (D, S, T), own in meshes.items():
@@ -232,7 +234,7 @@ def _lost(
     return (*said, *faults)
 
 
-def _nearest_of(job: Job, layouts: Sequence[Layout], best: Estimate | None) -> Estimate:
+def _nearest_of(job: PlannedJob, layouts: Sequence[MeshLayout], best: Estimate | None) -> Estimate:
     """The quickest that fits, or a bound above the best; else that of the fewest bytes."""
     bounds = _bounds(job, layouts)
     for bound in bounds:
@@ -252,7 +254,10 @@ def _said(faults: dict[str, list[int]]) -> list[str]:
 
 
 def _refusal(
-    job: Job, layouts: Sequence[Layout], schedules: Sequence[str], remat: Sequence[str | None]
+    job: PlannedJob,
+    layouts: Sequence[MeshLayout],
+    schedules: Sequence[str],
+    remat: Sequence[str | None],
 ) -> DoesNotFitError:
     """Make the error with the nearest plans: other remat, more chips, or shorter sequences."""
     least = estimate(job, min(layouts, key=lambda layout: hbm(job, layout)))
@@ -264,7 +269,7 @@ def _refusal(
     )
     more = [_larger(job, job.devices * times) for times in MORE_DEVICES]
     less = [replace(job, seq=job.seq // n) for n in SHORTER if job.seq % n == 0]
-    tries: dict[str, tuple[list[Job], Sequence[str | None]]] = {
+    tries: dict[str, tuple[list[PlannedJob], Sequence[str | None]]] = {
         "computing blocks again (remat)": ([job] * (set(REMAT) != set(remat)), REMAT),
         "on more devices": (more, remat),
         "with shorter sequences": (less, remat),
@@ -280,11 +285,13 @@ def _refusal(
     return DoesNotFitError(f"{text}. A smaller batch frees nothing", least, nearest)
 
 
-def _larger(job: Job, devices: int) -> Job:
+def _larger(job: PlannedJob, devices: int) -> PlannedJob:
     return replace(job, devices=devices, slices=max(job.slices, -(-devices // job.chip.domain)))
 
 
-def _if_it_fits(job: Job, schedules: Sequence[str], remat: Sequence[str | None]) -> Plans | None:
+def _if_it_fits(
+    job: PlannedJob, schedules: Sequence[str], remat: Sequence[str | None]
+) -> Plans | None:
     """The best of another job, if any of it fits."""
     layouts = list(layouts_of(job, schedules, remat, {}))
     if not any(hbm(job, layout) <= usable(job) for layout in layouts):

@@ -8,9 +8,9 @@ from typing import Any
 
 from flax import nnx
 
-from pipeline.splitting.parts import Cut
+from pipeline.splitting.parts import SplitCut
 from pipeline.splitting.placing import costs_of_calls
-from pipeline.splitting.recording import Group, find_groups
+from pipeline.splitting.recording import BlockGroup, find_groups
 from pipeline.splitting.regular import Regular, find_regular
 from pipeline.splitting.tracing import HiddenCallError, Recipe, Trace
 
@@ -20,14 +20,14 @@ MOST = 0.7  # of them: a group that has so much may be the only blocks, if that 
 
 def find_blocks(
     model: nnx.Module, recipe: Recipe, types: Any, num_stages: int, blocks: Any
-) -> tuple[list[Group], Trace, Regular | str]:
+) -> tuple[list[BlockGroup], Trace, Regular | str]:
     """The blocks, the model's call, and how they follow each other in it."""
     groups = find_groups(model)
 
-    def traced(chosen: Sequence[Group]) -> tuple[Trace, Regular | str]:
+    def traced(chosen: Sequence[BlockGroup]) -> tuple[Trace, Regular | str]:
         recipe.blocks = tuple(dict.fromkeys(itertools.chain(*(group.paths for group in chosen))))
         trace = recipe.trace(types)
-        cut = Cut(recipe, (), is_regular=False)
+        cut = SplitCut(recipe, (), is_regular=False)
         return trace, find_regular(trace, lambda counts: cut.place(trace, counts))
 
     if blocks is not None:
@@ -60,10 +60,10 @@ def find_blocks(
 
 def _outermost(
     model: nnx.Module,
-    groups: Sequence[Group],
+    groups: Sequence[BlockGroup],
     num_stages: int,
-    traced: Callable[[Sequence[Group]], tuple[Trace, Regular | str]],
-) -> tuple[list[Group], tuple[Trace, Regular | str], dict[Group, tuple[float, int]]]:
+    traced: Callable[[Sequence[BlockGroup]], tuple[Trace, Regular | str]],
+) -> tuple[list[BlockGroup], tuple[Trace, Regular | str], dict[BlockGroup, tuple[float, int]]]:
     """Groups whose calls are enough for the stages; what lies within others is not called alone.
 
     Where a group has too few calls, lists within it take its place. Attributes of a block that are
@@ -93,15 +93,15 @@ def _outermost(
         ]
 
 
-def _is_within(group: Group, outer: Group) -> bool:
+def _is_within(group: BlockGroup, outer: BlockGroup) -> bool:
     first = group.paths[0]
     return group is not outer and any(first[: len(path)] == path for path in outer.paths)
 
 
-def _by_group(groups: Sequence[Group], trace: Trace) -> dict[Group, tuple[float, int]]:
+def _by_group(groups: Sequence[BlockGroup], trace: Trace) -> dict[BlockGroup, tuple[float, int]]:
     """Operations and number of the calls of those groups that are called."""
     costs, _, _ = costs_of_calls(trace)
-    found: dict[Group, tuple[float, int]] = {}
+    found: dict[BlockGroup, tuple[float, int]] = {}
     for call in trace.calls:
         group = next(group for group in groups if call.path in group.paths)
         cost, number = found.get(group, (0.0, 0))
@@ -109,7 +109,7 @@ def _by_group(groups: Sequence[Group], trace: Trace) -> dict[Group, tuple[float,
     return found
 
 
-def _named(model: nnx.Module, groups: Sequence[Group], blocks: Any) -> list[Group]:
+def _named(model: nnx.Module, groups: Sequence[BlockGroup], blocks: Any) -> list[BlockGroup]:
     names = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     known = {group.name: group for group in groups}
     chosen = []
@@ -124,7 +124,7 @@ def _named(model: nnx.Module, groups: Sequence[Group], blocks: Any) -> list[Grou
     return chosen
 
 
-def _check_called(groups: Sequence[Group], trace: Trace) -> None:
+def _check_called(groups: Sequence[BlockGroup], trace: Trace) -> None:
     used = _by_group(groups, trace)
     for group in groups:
         if group not in used:
@@ -136,9 +136,9 @@ def _check_called(groups: Sequence[Group], trace: Trace) -> None:
 
 def _too_few(
     model: nnx.Module,
-    used: Mapping[Group, tuple[float, int]],
+    used: Mapping[BlockGroup, tuple[float, int]],
     num_stages: int,
-    groups: Sequence[Group],
+    groups: Sequence[BlockGroup],
 ) -> str:
     found = ", ".join(f"{number} of {group.name!r}" for group, (_, number) in used.items())
     deeper = [one.name for one in groups if any(_is_within(one, group) for group in used)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.splitting.layouts import parse_layout
 from pipeline.splitting.placing import costs_of_calls
-from pipeline.splitting.recording import Group
+from pipeline.splitting.recording import BlockGroup
 from pipeline.splitting.tracing import Trace
 
 
@@ -21,7 +21,7 @@ def _are_names(cut: Sequence[Any]) -> bool:
 
 
 def choose_counts(
-    trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[Group]
+    trace: Trace, num_stages: int, cut: Any, costs: Any, groups: Sequence[BlockGroup]
 ) -> tuple[int, ...]:
     """[K] how many calls each stage has."""
     number = len(trace.calls)

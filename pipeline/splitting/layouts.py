@@ -25,7 +25,7 @@ LARGEST = 100_000  # letters that a repetition may make
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _LayoutReader:
     text: str
 
     def sequence(self, at: int, *, inside: bool) -> tuple[str, int]:
@@ -90,7 +90,7 @@ def read_layout(text: Layout) -> list[str]:
     if isinstance(text, str):
         if not text.strip(", "):
             raise ValueError(f"layout={text!r}: {_WANTED}")
-        whole, _ = _Reader(text).sequence(0, inside=False)
+        whole, _ = _LayoutReader(text).sequence(0, inside=False)
     else:
         whole = _of_lists(text)
     stages = whole.split("|")

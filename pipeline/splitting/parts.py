@@ -12,9 +12,9 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from pipeline.base.tree import Tree
-from pipeline.splitting.placing import Placed, place
+from pipeline.splitting.placing import PlacedBlock, place
 from pipeline.splitting.recording import Path, dotted
-from pipeline.splitting.regular import Regular, Template, find_regular
+from pipeline.splitting.regular import BlockTemplate, Regular, find_regular
 from pipeline.splitting.tracing import MODES, Modes, Recipe, Trace, Types, text_of, types_of
 
 
@@ -36,7 +36,7 @@ class Message:
 jax.tree_util.register_dataclass(Message, data_fields=["values"], meta_fields=["types", "dtype"])
 
 
-class Cut:
+class SplitCut:
     """A model's call in parts, found anew for inputs of each type.
 
     Equal to itself alone; stages of one model share it.
@@ -46,20 +46,20 @@ class Cut:
         self.recipe = recipe
         self.counts = tuple(counts)
         self.is_regular = is_regular
-        self._known: dict[Any, tuple[Trace, Placed | Regular]] = {}
+        self._known: dict[Any, tuple[Trace, PlacedBlock | Regular]] = {}
 
     @property
     def last(self) -> int:
         """The number of the head."""
         return len(self.counts) + 1
 
-    def place(self, trace: Trace, counts: Sequence[int]) -> Placed:
+    def place(self, trace: Trace, counts: Sequence[int]) -> PlacedBlock:
         """A trace in parts."""
         return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
         self, types: Types, modes: Modes = (), dtype: Any = None
-    ) -> tuple[Trace, Placed | Regular]:
+    ) -> tuple[Trace, PlacedBlock | Regular]:
         """The call on inputs of these types.
 
         Raises:
@@ -76,7 +76,7 @@ class Cut:
                     f"{sum(self.counts)} on the example that it was split by: split it by an "
                     f"example of that kind"
                 )
-            found: Placed | Regular
+            found: PlacedBlock | Regular
             if self.is_regular:
                 regular = find_regular(trace, lambda counts: self.place(trace, counts))
                 if isinstance(regular, str):
@@ -91,7 +91,7 @@ class Cut:
             self._known[key] = trace, found
         return self._known[key]
 
-    def ends_of(self, number: int, found: Placed | Regular) -> tuple[Any, Any, Any]:
+    def ends_of(self, number: int, found: PlacedBlock | Regular) -> tuple[Any, Any, Any]:
         """List a part's inputs, outputs and effects, if it runs as equations."""
         trace = (found.placed if isinstance(found, Regular) else found).trace
         if isinstance(found, Regular):
@@ -103,7 +103,7 @@ class Cut:
         sends = trace.outs if number == self.last else found.messages[number]
         return sent, sends, found.effects[number]
 
-    def writes(self, number: int, found: Placed | Regular) -> dict[Path, tuple[Any, ...]]:
+    def writes(self, number: int, found: PlacedBlock | Regular) -> dict[Path, tuple[Any, ...]]:
         """List the values that a part writes to the model's state, without random streams."""
         placed = found.placed if isinstance(found, Regular) else found
         if isinstance(found, Regular) and number:
@@ -137,7 +137,7 @@ def held_by(module: nnx.Dict[Any], paths: Sequence[Path]) -> dict[Path, Any]:
     }
 
 
-class Part(nnx.Module):
+class SplitPart(nnx.Module):
     """A part of a model that runs as equations; it holds the variables that it uses.
 
     Args:
@@ -148,7 +148,7 @@ class Part(nnx.Module):
     """
 
     def __init__(
-        self, cut: Cut, number: int, variables: Mapping[Path, Any], modes: Sequence[str]
+        self, cut: SplitCut, number: int, variables: Mapping[Path, Any], modes: Sequence[str]
     ) -> None:
         self.cut = cut
         self.number = number
@@ -224,8 +224,8 @@ class Blocks(nnx.Module):
     def __init__(
         self,
         blocks: Sequence[nnx.Module],
-        templates: Sequence[Template],
-        cut: Cut,
+        templates: Sequence[BlockTemplate],
+        cut: SplitCut,
         constants: Mapping[Path, Any],
     ) -> None:
         self.blocks = nnx.List(blocks)

@@ -32,7 +32,7 @@ FREE = None  # the part of what is computed wherever it is needed
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedBlock:
     """A trace in parts.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Placing:
         is_kind = isinstance(self.kinds[path], (nnx.Param, nnx.RngState))
         return is_kind or path in self.trace.written
 
-    def run(self) -> Placed:
+    def run(self) -> PlacedBlock:
         self._place_what_needs_blocks()
         forced: set[Path] = set()
         while True:
@@ -94,7 +94,7 @@ class _Placing:
             if self._is_torn(path, homes[path]):
                 raise ValueError(self._torn(path, homes[path]))
         messages, effects = self._messages(), self.effects()
-        return Placed(self.trace, messages, effects, self.part, self.place, self.is_anchored)
+        return PlacedBlock(self.trace, messages, effects, self.part, self.place, self.is_anchored)
 
     def _place_what_needs_blocks(self) -> None:
         last = len(self.trace.calls)
@@ -261,7 +261,7 @@ class _Placing:
 
 def place(
     trace: Trace, cut: Sequence[int], kinds: Mapping[Path, Any], loose: Collection[int] = ()
-) -> Placed:
+) -> PlacedBlock:
     """A trace in parts.
 
     Args:

@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass
-class Recorder:
+class BlockRecorder:
     """Collects the calls of some modules."""
 
     paths: dict[int, Path]  # of modules, by id
@@ -167,7 +167,7 @@ _NOTHING: Any = (Slots(jax.tree.structure(None), ()),) * 2 + ((),)
 
 
 @dataclass(frozen=True)
-class Group:
+class BlockGroup:
     """Modules that stand side by side and are numbered: a list, or attributes such as ``layer_3``.
 
     Attributes:
@@ -181,7 +181,7 @@ class Group:
     is_list: bool = True
 
 
-def find_groups(model: nnx.Module) -> list[Group]:
+def find_groups(model: nnx.Module) -> list[BlockGroup]:
     """All groups of two and more modules with a ``__call__``."""
     found: dict[str, dict[int, Path]] = {}
     attributes: set[str] = set()
@@ -199,7 +199,7 @@ def find_groups(model: nnx.Module) -> list[Group]:
                 attributes.add(name)
             found.setdefault(name, {})[int(number[2])] = path
     return [
-        Group(name, tuple(of[n] for n in sorted(of)), name not in attributes)
+        BlockGroup(name, tuple(of[n] for n in sorted(of)), name not in attributes)
         for name, of in found.items()
         if len(of) > 1
     ]

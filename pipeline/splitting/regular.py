@@ -13,13 +13,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from pipeline.splitting.placing import FREE, Placed
+from pipeline.splitting.placing import FREE, PlacedBlock
 from pipeline.splitting.recording import Call, Slots, is_object
 from pipeline.splitting.tracing import Trace
 
 
 @dataclass(frozen=True)
-class Template:
+class BlockTemplate:
     """The arguments with which every block is called.
 
     Attributes:
@@ -47,19 +47,19 @@ class Regular:
       placed: the trace, each call a part.
     """
 
-    templates: tuple[Template, ...]
+    templates: tuple[BlockTemplate, ...]
     first: tuple[Any, ...]
     last: tuple[Any, ...]
     carried: tuple[Any, ...]
     sides: tuple[Any, ...]
-    placed: Placed
+    placed: PlacedBlock
 
 
 class _Irregular(Exception):  # noqa: N818  never leaves this module
     """Says why stages are run as equations."""
 
 
-def find_regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regular | str:
+def find_regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Regular | str:
     """Find the regular order of calls, or the reason why there is none.
 
     Args:
@@ -72,7 +72,7 @@ def find_regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regu
         return str(why)
 
 
-def _regular(trace: Trace, place: Callable[[Sequence[int]], Placed]) -> Regular:
+def _regular(trace: Trace, place: Callable[[Sequence[int]], PlacedBlock]) -> Regular:
     calls = trace.calls
     if len(calls) < 2:
         raise _Irregular("there is one call")
@@ -122,7 +122,7 @@ def _check_values(call: Call, given: Sequence[Any]) -> None:
 
 
 def _with_templates(
-    trace: Trace, placed: Placed, outs: tuple[int, ...], carried: tuple[Any, ...]
+    trace: Trace, placed: PlacedBlock, outs: tuple[int, ...], carried: tuple[Any, ...]
 ) -> Regular:
     """Read what each call is given; the first has its activations where the second has them."""
     calls = trace.calls
@@ -144,7 +144,7 @@ def _with_templates(
         sources.append(tuple(source(atom, before) for atom in trace.given[number]))
     first = _first(trace, sources[0], {"carried": carried, "side": tuple(sides)}, len(outs))
     templates = tuple(
-        Template(call.given, found, call.returned, outs)
+        BlockTemplate(call.given, found, call.returned, outs)
         for call, found in zip(calls, [sources[0], *sources], strict=True)
     )
     last = tuple(trace.returned[-1][at] for at in outs)
@@ -171,7 +171,7 @@ def _first(
     return tuple(found[n] for n in range(num_acts))
 
 
-def _free_vars(trace: Trace, placed: Placed) -> set[Any]:
+def _free_vars(trace: Trace, placed: PlacedBlock) -> set[Any]:
     made = {v for e, at in placed.place.items() if at is FREE for v in e.eqn.outvars}
     inputs = {var for var in trace.inputs if placed.part.get(var) is FREE}
     constants = {

@@ -22,8 +22,8 @@ from pipeline.splitting.alone import find_changed
 from pipeline.splitting.blocks import find_blocks
 from pipeline.splitting.cutting import choose_counts
 from pipeline.splitting.layouts import Layout
-from pipeline.splitting.parts import Blocks, Cut, Part
-from pipeline.splitting.placing import Placed, costs_of_calls
+from pipeline.splitting.parts import Blocks, SplitCut, SplitPart
+from pipeline.splitting.placing import PlacedBlock, costs_of_calls
 from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
 from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of, types_of_state
@@ -216,7 +216,7 @@ def split(
     if isinstance(regular, Regular):
         regular = find_changed(model, trace) or regular
     is_regular = isinstance(regular, Regular)
-    cutting = Cut(recipe, counts, is_regular=is_regular)
+    cutting = SplitCut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)
     _check_written(trace, recipe)
     return _parts(model, cutting, trace, placed, "" if is_regular else str(regular))
@@ -319,7 +319,9 @@ def _check_written(trace: Trace, recipe: Recipe) -> None:
             )
 
 
-def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, why: str) -> Parts:
+def _parts(
+    model: nnx.Module, cut: SplitCut, trace: Trace, found: PlacedBlock | Regular, why: str
+) -> Parts:
     variables = {path: member(model, path) for path in trace.state}
     paths_of = {var: path for path, held in trace.state.items() for var in held}
     number_of = {var: n for n, var in enumerate(trace.inputs)}
@@ -328,7 +330,7 @@ def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, w
     ]
     needed: set[int] = set()
 
-    def part(number: int) -> Part:
+    def part(number: int) -> SplitPart:
         arrives, sends, effects = cut.ends_of(number, found)
         writes = cut.writes(number, found)
         wanted = [*sends, *(atom for atoms in writes.values() for atom in atoms)]
@@ -342,7 +344,9 @@ def _parts(model: nnx.Module, cut: Cut, trace: Trace, found: Placed | Regular, w
             if any(path[:-1] == one[:-1] for one in used if _is_stream(variables[one]))
             and _is_stream(variables[path])
         }
-        return Part(cut, number, {p: variables[p] for p in variables if p in used | streams}, modes)
+        return SplitPart(
+            cut, number, {p: variables[p] for p in variables if p in used | streams}, modes
+        )
 
     ends = [0]
     for count in cut.counts:

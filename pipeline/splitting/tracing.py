@@ -25,7 +25,7 @@ from pipeline.base.tree import shape_text
 from pipeline.base.variables import kind_text
 from pipeline.core.jaxpr.evaluate import bind
 from pipeline.core.jaxpr.primitives import held, makes_ref
-from pipeline.splitting.recording import Call, Path, Recorder, dotted, mark_p, member
+from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
 Modes = tuple[tuple[str, bool], ...]  # what train() and eval() set
@@ -209,7 +209,7 @@ class Recipe:
           ValueError: the model makes new state, or blocks are called where no cut can be
             (`HiddenCallError`).
         """
-        recorder = Recorder({})
+        recorder = BlockRecorder({})
         trees: dict[str, Any] = {}
         leaves = [jax.tree.flatten(variable) for _, variable in self.state]
 

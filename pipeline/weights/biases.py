@@ -34,7 +34,7 @@ class StateRef:
 
 @dataclass(frozen=True)
 class Constant:
-    """A plan (`pipeline.weights.tables.patterns.Plan`) of state that no file holds.
+    """A plan (`pipeline.weights.tables.patterns.TensorPlan`) of state that no file holds.
 
     Attributes:
       value: of each number.

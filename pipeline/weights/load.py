@@ -40,7 +40,7 @@ from pipeline.weights.native import NATIVE, is_native, native_entries
 from pipeline.weights.safetensors import DTYPES
 from pipeline.weights.tables.families import family_of
 from pipeline.weights.tables.family import Config, Family
-from pipeline.weights.tables.patterns import Plan, Range
+from pipeline.weights.tables.patterns import Range, TensorPlan
 
 Ranges = tuple[Range, ...]
 
@@ -280,7 +280,7 @@ class _Reading:
     pipe: Pipeline
     view: LayerView
     checkpoint: Checkpoint
-    plans: Mapping[Any, Plan | Constant]
+    plans: Mapping[Any, TensorPlan | Constant]
 
     def run(self) -> None:
         """Fill all of them."""
@@ -309,7 +309,7 @@ class _Reading:
                 if first <= rank < last and plan is not None:
                     self._slot(plan, slot, out[rank - first], rest)
 
-    def _slot(self, plan: Plan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
+    def _slot(self, plan: TensorPlan | Constant, slot: Slot, out: np.ndarray, at: Ranges) -> None:
         """A layer's leaf, within a device's part of the row in which it lies."""
         part = None if slot.spot is None else slot.spot.part
         if part is None:
@@ -335,7 +335,7 @@ class _Reading:
             place = tuple(slice(0, b - a) for a, b in held)
             self._fill(self.plans[EndRef(n)], held, out[place])
 
-    def _fill(self, plan: Plan | Constant, at: Ranges, out: np.ndarray) -> None:
+    def _fill(self, plan: TensorPlan | Constant, at: Ranges, out: np.ndarray) -> None:
         plan.fill(out, at, self._tensor)
 
     def _tensor(self, name: str, ranges: Sequence[Range]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.weights.checkpoint import SHOWN, Checkpoint, listed
 from pipeline.weights.tables.family import Config, Family
-from pipeline.weights.tables.patterns import Plan, Row, Sizes, plan
+from pipeline.weights.tables.patterns import Row, Sizes, TensorPlan, plan
 
 Path = tuple[Any, ...]
 EMBED, HEAD, TABLE = "embed", "head", "table"
@@ -29,7 +29,7 @@ class Entry:
     """
 
     layer: int | str
-    plan: Plan
+    plan: TensorPlan
     held: Any = None
 
     @property
@@ -123,7 +123,7 @@ class _Planner:
             replace(part, name=self.family.tensor_name(self.prefix, number, part.name))
             for part in made.parts
         )
-        return Entry(layer, Plan(made.target, made.dims, parts), held)
+        return Entry(layer, TensorPlan(made.target, made.dims, parts), held)
 
 
 def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:

@@ -39,7 +39,7 @@ from pipeline.weights.names import (
 )
 from pipeline.weights.tables.families import family_of
 from pipeline.weights.tables.family import Family
-from pipeline.weights.tables.patterns import PLACES, Part, Plan
+from pipeline.weights.tables.patterns import PLACES, TensorPart, TensorPlan
 
 NATIVE = Family("shardpipe", rows=(), embed=(), head=())
 STAGE = "stage-{k:05d}-of-{K:05d}.safetensors"
@@ -56,9 +56,9 @@ def native_entries(entries: Sequence[Entry]) -> list[Entry]:
     return [replace(entry, plan=replace(entry.plan, parts=(_whole(entry),))) for entry in entries]
 
 
-def _whole(entry: Entry) -> Part:
+def _whole(entry: Entry) -> TensorPart:
     sizes = dict(one for factors in entry.plan.dims for one in factors)
-    return Part(entry.name, entry.plan.dims, 0, sizes.get(PLACES, 1))
+    return TensorPart(entry.name, entry.plan.dims, 0, sizes.get(PLACES, 1))
 
 
 def import_stages(
@@ -187,7 +187,7 @@ def _weights(
         yield entry.name, _read(checkpoint, entry.plan, types[entry.name][0])
 
 
-def _read(checkpoint: Checkpoint, plan: Plan, dtype: Any) -> np.ndarray:
+def _read(checkpoint: Checkpoint, plan: TensorPlan, dtype: Any) -> np.ndarray:
     return plan.read(lambda name, at: checkpoint.tensors[name].read(at), dtype)
 
 

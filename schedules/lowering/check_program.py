@@ -16,7 +16,7 @@ from schedules.checks.check import check
 from schedules.core.action import Action, Kind, action_of
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
-from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, Values
+from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, SymbolicValues
 from schedules.lowering.program import Channel, Op, Program
 
 POOLS = {  # by table column
@@ -55,11 +55,11 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
 
 class _Machine:
-    """The ranks of a program, run symbolically. Values are numbers; -1 is none."""
+    """The ranks of a program, run symbolically. SymbolicValues are numbers; -1 is none."""
 
     def __init__(self, program: Program) -> None:
         schedule = program.schedule
-        self.program, self.values = program, Values(program)
+        self.program, self.values = program, SymbolicValues(program)
         self.name = self.values.name
         self.common = Common(program, self.values)
         self.trash = {pool: program.trash[column] for column, pool in POOLS.items()}

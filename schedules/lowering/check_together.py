@@ -9,7 +9,7 @@ Letters as in `schedules.core.action`, values as in `schedules.lowering.check_va
 from __future__ import annotations
 
 from schedules.lowering.check_tables import Place, fail
-from schedules.lowering.check_values import GRADIENT, WHAT, Values
+from schedules.lowering.check_values import GRADIENT, WHAT, SymbolicValues
 from schedules.lowering.program import COMMON, Program
 
 
@@ -21,7 +21,7 @@ class Common:
       values: its values.
     """
 
-    def __init__(self, program: Program, values: Values) -> None:
+    def __init__(self, program: Program, values: SymbolicValues) -> None:
         self.program, self._values = program, values
         self.tables = {name: getattr(program, name).tolist() for name in COMMON}
 

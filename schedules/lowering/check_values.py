@@ -18,7 +18,7 @@ OUTPUT, GRADIENT, RESIDUALS, CROSSING = range(4)
 BEYOND = ("embedding", "head's gradient")  # the same of a "stage K": what ranks share
 
 
-class Values:
+class SymbolicValues:
     """The values of one program."""
 
     def __init__(self, program: Program) -> None:

@@ -12,13 +12,13 @@ import pytest
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.base.arguments import described
-from pipeline.core.options.options import Arguments, Options, Parts
+from pipeline.core.options.options import Arguments, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.training.config import PipelineOptions
 from tests.support import models
 from tests.support.close import assert_close
 
-FIELDS = [*dataclasses.fields(Parts), *dataclasses.fields(Options)]
+FIELDS = [*dataclasses.fields(ModelParts), *dataclasses.fields(Options)]
 
 
 def make(**options) -> Pipeline:
@@ -50,7 +50,7 @@ def test_a_subclass_and_an_instance_have_signatures_of_their_own() -> None:
 
 
 def test_help_describes_every_option_once() -> None:
-    texts = described(Parts, Options)
+    texts = described(ModelParts, Options)
     assert list(texts) == [one.name for one in FIELDS]
     shown = pydoc.plain(pydoc.render_doc(Pipeline))
     flat = " ".join(shown.replace("|", " ").split())

@@ -14,7 +14,7 @@ from pipeline.cli import main as cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
 from pipeline.planner.candidates import REMAT, layouts_of
 from pipeline.planner.costs import estimate, mfu, stage_costs
-from pipeline.planner.layout import BUT_ATTENTION, Job, Layout, layers_of_stages
+from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.makespan import makespan
 from schedules import Costs, build, simulate
 
@@ -26,9 +26,9 @@ IDEAL = Chip("ideal", 1e12, 10**12, 1e30, 1e30, 3, 1024, 1e30, efficiency=1.0)
 GATHERED, SHARED = {"remat": "gathered"}, {"vocabulary": "stage"}
 
 
-def job(model=SMALL, chip=IDEAL, devices=4, batch=16, seq=32, **changes) -> Job:
+def job(model=SMALL, chip=IDEAL, devices=4, batch=16, seq=32, **changes) -> PlannedJob:
     known = {"slices": 1, "clock": "event", "efficiency": chip.efficiency}
-    return Job(model, chip, devices, batch, seq, **known | changes)
+    return PlannedJob(model, chip, devices, batch, seq, **known | changes)
 
 
 def test_parameters_and_operations_of_llama_8b_by_hand():
@@ -46,7 +46,7 @@ def test_parameters_and_operations_of_llama_8b_by_hand():
 
 
 def test_bytes_of_a_small_pipeline_by_hand():
-    layout = Layout(
+    layout = MeshLayout(
         1, 4, 1, schedule="gpipe", microbatches=8, rows=2, remat="stage", vocabulary="ends"
     )
     held = estimate(job(), layout).bytes
@@ -73,7 +73,7 @@ def test_bytes_of_a_small_pipeline_by_hand():
     ],
 )
 def test_what_the_tpu_compiler_says_in_docs_llama(model, mesh, words, compiled, cycles):
-    layout = Layout(
+    layout = MeshLayout(
         *mesh,
         schedule="eager_1f1b",
         microbatches=32,
@@ -90,13 +90,13 @@ def test_what_the_tpu_compiler_says_in_docs_llama(model, mesh, words, compiled, 
     assert found.step == pytest.approx(cycles, rel=0.1)
 
 
-def looped(data: int, stage: int, chunks: int, microbatches: int, remat: str | None) -> Layout:
-    layout = Layout(data, stage, 1, schedule="interleaved_1f1b", chunks=chunks, remat=remat)
+def looped(data: int, stage: int, chunks: int, microbatches: int, remat: str | None) -> MeshLayout:
+    layout = MeshLayout(data, stage, 1, schedule="interleaved_1f1b", chunks=chunks, remat=remat)
     return replace(layout, microbatches=microbatches, data_parallel="zero1", vocabulary="stage")
 
 
-def sharded(microbatches: int, remat: str | None) -> Layout:
-    return Layout(
+def sharded(microbatches: int, remat: str | None) -> MeshLayout:
+    return MeshLayout(
         64,
         1,
         1,
@@ -128,10 +128,10 @@ def test_steps_of_the_tpu_compiler_in_docs_tpu(model, layout, waits, seconds, of
 
 def kept(
     schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: int, **changes: str
-) -> Layout:
+) -> MeshLayout:
     """Residuals are kept."""
     words = "stage" if mesh[2] == 1 else "ends"
-    layout = Layout(*mesh, schedule=schedule, chunks=chunks, data_parallel="zero1")
+    layout = MeshLayout(*mesh, schedule=schedule, chunks=chunks, data_parallel="zero1")
     return replace(layout, microbatches=microbatches, **{"vocabulary": words} | changes)
 
 
@@ -157,7 +157,7 @@ def test_bytes_of_the_tpu_compiler_in_docs_planner(model, layout, seq, compiled)
 
 
 def test_what_a_tensor_group_gathers_is_kept_whole_or_gathered_again():
-    whole = Layout(1, 2, 2, schedule="gpipe", microbatches=4)
+    whole = MeshLayout(1, 2, 2, schedule="gpipe", microbatches=4)
     again = replace(whole, remat="gathered")
     found, other = (estimate(job(batch=4), one) for one in (whole, again))
     gathered = 2 * 2 * 64 * 32  # bytes of what enters attention and MLP
@@ -170,7 +170,7 @@ def test_what_a_tensor_group_gathers_is_kept_whole_or_gathered_again():
 
 def test_gpipes_formula_where_messages_and_ends_are_free():
     free = Costs(f=1.0, i=1.0, w=1.0)
-    layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
+    layout = MeshLayout(1, 4, 1, schedule="gpipe", microbatches=16, remat="block")
     found = estimate(job(costs=((1, free),)), layout)
     work = found.seconds["compute"] + found.seconds["recompute"]
     assert work == pytest.approx(16 * 2 * 4)  # F, F again and B of two blocks
@@ -184,12 +184,12 @@ def test_costs_by_microbatch_are_those_of_the_next_smaller():
     measured = {1: Costs(f=1.0, i=1.0, w=1.0), 4: Costs(f=2.0, i=2.0, w=2.0)}
     one = job(costs=tuple(measured.items()))
     for rows, f in {1: 1.0, 2: 2.0, 4: 2.0, 8: 4.0}.items():
-        layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16 // rows, rows=rows)
+        layout = MeshLayout(1, 4, 1, schedule="gpipe", microbatches=16 // rows, rows=rows)
         assert estimate(one, layout).seconds["compute"] == pytest.approx(16 / rows * 3 * f * 2)
 
 
 def test_where_all_ranks_meet_1f1b_waits_for_more():
-    layout = Layout(1, 4, 1, schedule="1f1b", microbatches=16)
+    layout = MeshLayout(1, 4, 1, schedule="1f1b", microbatches=16)
     given = ((1, Costs(f=1.0, i=1.0, w=1.0)),)
     steps = [estimate(job(costs=given, clock=c), layout).step for c in ("lockstep", "barriers")]
     assert steps[1] > 1.2 * steps[0]
@@ -230,7 +230,7 @@ def test_layers_that_stages_cannot_share_equally():
     assert layers_of_stages(126, 16) == [7, *[8] * 14, 7]
     assert layers_of_stages(32, 4) == [8] * 4
     model = replace(SMALL, layers=15)
-    layout = Layout(1, 4, 1, schedule="gpipe", microbatches=16)
+    layout = MeshLayout(1, 4, 1, schedule="gpipe", microbatches=16)
     free = job(model, costs=((1, Costs(f=1.0, i=1.0, w=1.0)),))
     assert stage_costs(free, layout).f == pytest.approx((4, 4, 4, 3))
     found = estimate(free, layout)
@@ -242,7 +242,7 @@ def test_layers_that_stages_cannot_share_equally():
 
 def test_messages_take_the_link_they_cross():
     chip = replace(CHIPS["v5p"], network=1e9)
-    layout = Layout(1, 4, 1, stage_slices=2, schedule="1f1b", microbatches=16)
+    layout = MeshLayout(1, 4, 1, stage_slices=2, schedule="1f1b", microbatches=16)
     comm = stage_costs(job(chip=chip, slices=2), layout).comm
     size = 32 * 64 * 2
     assert comm[0][1] == comm[2][3] == size / 100e9

@@ -22,9 +22,10 @@ from pipeline import core
 PACKAGES = "schedules", "collectives", "pipeline"
 MOST = 12  # files of a folder
 GROUND = "pipeline.base", "pipeline.core"  # of pipeline, all that core imports
-# Layers of the library have one name in two public rooms: those of `pipeline.vocabulary` extend
-# those of `pipeline.layers`.
-TWICE = {"VocabularyEmbedding", "VocabularyHead"}
+# Public names that may stand twice. Layers of `pipeline.vocabulary` extend those of
+# `pipeline.layers`; parts of a model are those of `split` or of a decoder; and a run's file and its
+# batches have the words of the engine's `Model` and `Batch`.
+TWICE = {"VocabularyEmbedding", "VocabularyHead", "Parts", "Model", "Batch"}
 
 DEEPEST = 13  # folders on a way of imports
 
@@ -177,6 +178,19 @@ def test_core_imports_neither_insight_nor_a_public_room() -> None:
         if not f"{one}.".startswith(tuple(f"{room}." for room in GROUND))
     }
     assert found == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_class_has_the_name_of_another(package: str) -> None:
+    found: dict[str, list[str]] = {}
+    for name, file in modules().items():
+        if name.split(".")[0] == package:
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(name)
+    assert {
+        name: homes for name, homes in found.items() if len(homes) > 1 and name not in TWICE
+    } == {}
 
 
 def test_a_folder_is_no_corridor() -> None:

@@ -18,10 +18,10 @@ from pipeline.base.tree import zeros
 from pipeline.core.backward.halves import Given, Halve, Mask, Pieces, given_inside
 from pipeline.core.jaxpr.steps import (
     Atom,
-    Block,
     Branches,
+    JaxprBlock,
+    JaxprStep,
     Name,
-    Step,
     cost_inside,
     names,
     read,
@@ -38,14 +38,14 @@ class _Branch:
       operands: names within the branch to those outside.
     """
 
-    block: Block
-    steps: Sequence[Step]
+    block: JaxprBlock
+    steps: Sequence[JaxprStep]
     outs: Sequence[Atom | None]
     operands: dict[Name, Atom]
 
 
 def split_branches(
-    step: Step, inner: Branches, mine: Mask, theirs: Mask, given: Given, halve: Halve
+    step: JaxprStep, inner: Branches, mine: Mask, theirs: Mask, given: Given, halve: Halve
 ) -> Pieces:
     """Take a `cond` apart; the arguments are those of `split_loop`."""
     reads, first, second, whole = step.reads[1:], [], [], []
@@ -80,7 +80,9 @@ def _places(values: Iterable[Name], slots: list[Name]) -> dict[Name, Name]:
     return found
 
 
-def _switch(step: Step, branches: Sequence[_Branch], makes: Sequence[Name]) -> Step | None:
+def _switch(
+    step: JaxprStep, branches: Sequence[_Branch], makes: Sequence[Name]
+) -> JaxprStep | None:
     """A step that runs one of the branches; None if none does anything."""
     if not makes and not any(b.steps for b in branches):
         return None
@@ -107,7 +109,7 @@ def _switch(step: Step, branches: Sequence[_Branch], makes: Sequence[Name]) -> S
         choices = [function(b, g, outer) for b, g in zip(branches, operands, strict=True)]
         return jax.lax.switch(index, choices)
 
-    return Step(
+    return JaxprStep(
         reads=(step.reads[0], *reads),
         makes=tuple(makes),
         call=call,

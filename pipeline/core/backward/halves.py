@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.core.jaxpr.steps import Atom, Block, Name, Step
+from pipeline.core.jaxpr.steps import Atom, JaxprBlock, JaxprStep, Name
 
 Mask = Sequence[bool]
 
@@ -39,8 +39,8 @@ class Halves:
       whole: descriptions of steps that could not be taken apart and so are in the first.
     """
 
-    first: tuple[Step, ...]
-    second: tuple[Step, ...]
+    first: tuple[JaxprStep, ...]
+    second: tuple[JaxprStep, ...]
     crossing: tuple[Name, ...]
     whole: tuple[str, ...]
 
@@ -49,16 +49,16 @@ class Halves:
 class Pieces:
     """One step in two; either may be missing."""
 
-    first: Step | None
-    second: Step | None
+    first: JaxprStep | None
+    second: JaxprStep | None
     whole: tuple[str, ...]
 
 
 # Takes a block apart, given which outputs each half makes.
-Halve = Callable[[Block, Mask, Mask, Given], Halves]
+Halve = Callable[[JaxprBlock, Mask, Mask, Given], Halves]
 
 
-def given_inside(block: Block, reads: Sequence[Atom], given: Given) -> Given:
+def given_inside(block: JaxprBlock, reads: Sequence[Atom], given: Given) -> Given:
     """Derive the knowledge about a body's inputs."""
     pairs = list(zip(block.inputs, reads, strict=True))
 

@@ -14,7 +14,16 @@ import jax
 
 from pipeline.core.backward.halves import Given, Halve, Mask, Pieces, given_inside
 from pipeline.core.jaxpr.reachability import closed_mask
-from pipeline.core.jaxpr.steps import Atom, Loop, Name, Step, cost_inside, names, read, run
+from pipeline.core.jaxpr.steps import (
+    Atom,
+    JaxprLoop,
+    JaxprStep,
+    Name,
+    cost_inside,
+    names,
+    read,
+    run,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class _Carried:
 
 
 def split_loop(
-    step: Step, loop: Loop, mine: Mask, theirs: Mask, given: Given, halve: Halve
+    step: JaxprStep, loop: JaxprLoop, mine: Mask, theirs: Mask, given: Given, halve: Halve
 ) -> Pieces:
     """Take a `scan` apart.
 
@@ -68,7 +77,7 @@ def split_loop(
     stacked = {n: Name(_stacked(n.aval, loop)) for n in halves.crossing if n not in consts | xs}
     tail = list(zip(body.outs, step.makes, strict=True))[loop.num_carry :]
 
-    def part(steps: Sequence[Step], mask: Mask, **extra: Any) -> Step | None:
+    def part(steps: Sequence[JaxprStep], mask: Mask, **extra: Any) -> JaxprStep | None:
         mine = [c for c, m in zip(carries, mask, strict=False) if m]
         ys = [pair for pair, m in zip(tail, mask[loop.num_carry :], strict=True) if m]
         return _loop_step(step.label, loop, steps, consts, mine, xs, ys, **extra)
@@ -78,14 +87,14 @@ def split_loop(
     return Pieces(first, second, tuple(f"in a scan: {text}" for text in halves.whole))
 
 
-def _stacked(aval: Any, loop: Loop) -> Any:
+def _stacked(aval: Any, loop: JaxprLoop) -> Any:
     return aval.update(shape=(loop.params["length"], *aval.shape))
 
 
 def _loop_step(
     label: str,
-    loop: Loop,
-    steps: Sequence[Step],
+    loop: JaxprLoop,
+    steps: Sequence[JaxprStep],
     consts: dict[Name, Atom],
     carries: Sequence[_Carried],
     xs: dict[Name, Atom],
@@ -93,7 +102,7 @@ def _loop_step(
     *,
     ys_more: Sequence[tuple[Atom, Name]] = (),
     xs_more: dict[Name, Atom] | None = None,
-) -> Step | None:
+) -> JaxprStep | None:
     """A loop over some steps of a body, with the operands they read; None if it does nothing."""
     ys, xs = [*ys, *ys_more], xs | (xs_more or {})
     if not steps and not carries and not ys:
@@ -117,7 +126,7 @@ def _loop_step(
         ends, stacks = jax.lax.scan(body, tuple(init), tuple(rows), **loop.params)
         return [*ends, *stacks]
 
-    return Step(
+    return JaxprStep(
         reads=(*consts.values(), *(c.start for c in carries), *xs.values()),
         makes=(*(c.end for c in carries), *(name for _, name in ys)),
         call=call,

@@ -21,19 +21,19 @@ from pipeline.core.jaxpr.primitives import is_ref
 from pipeline.core.jaxpr.reachability import adds_to, is_pinned, sources_of
 from pipeline.core.jaxpr.steps import (
     Atom,
-    Block,
     Branches,
     Cost,
-    Loop,
+    JaxprBlock,
+    JaxprLoop,
+    JaxprStep,
     Name,
-    Step,
     names,
     narrow,
     prune,
 )
 
 
-def halve(block: Block, early: Mask, late: Mask, given: Given) -> Halves:
+def halve(block: JaxprBlock, early: Mask, late: Mask, given: Given) -> Halves:
     """Take a block apart.
 
     Args:
@@ -56,7 +56,7 @@ class _Splitter:
       maker: the step that makes a name, and whether it is the second half's.
     """
 
-    def __init__(self, block: Block, early: Mask, late: Mask, given: Given) -> None:
+    def __init__(self, block: JaxprBlock, early: Mask, late: Mask, given: Given) -> None:
         self.block, self.given = block, given
         self.early = [a for a, m in zip(block.outs, early, strict=True) if m]
         self.late = [a for a, m in zip(block.outs, late, strict=True) if m]
@@ -64,13 +64,13 @@ class _Splitter:
         self.again = set(given.again)
         self.barred = set(given.late)
         self.made_late: set[Name] = set()
-        self.maker: dict[Name, tuple[Step, bool]] = {}
-        self.steps: list[tuple[Step, bool]] = []
+        self.maker: dict[Name, tuple[JaxprStep, bool]] = {}
+        self.steps: list[tuple[JaxprStep, bool]] = []
         self.whole: list[str] = []
         for step, mine, theirs in self._uses():
             self._place(step, mine, theirs)
 
-    def _uses(self) -> list[tuple[Step, list[bool], list[bool]]]:
+    def _uses(self) -> list[tuple[JaxprStep, list[bool], list[bool]]]:
         """The steps anybody needs; which results the first half needs, and only the second."""
         refs = self.given.refs
         first, second = set(names(self.early)), set(names(self.late))
@@ -87,7 +87,7 @@ class _Splitter:
                 found.append((step, mine, theirs))
         return found[::-1]
 
-    def _place(self, step: Step, mine: Mask, theirs: Mask) -> None:
+    def _place(self, step: JaxprStep, mine: Mask, theirs: Mask) -> None:
         """Give a step to a half, or take it apart."""
         refs = self.given.refs
         pinned, adds = is_pinned(step, refs), adds_to(step, refs)
@@ -113,7 +113,7 @@ class _Splitter:
                 self.whole.append(step.label)
             self._add(step, late=False)
 
-    def _split(self, step: Step, mine: Mask, theirs: Mask) -> Pieces:
+    def _split(self, step: JaxprStep, mine: Mask, theirs: Mask) -> Pieces:
         """Take a step with a body apart, with what is known of every name made so far."""
         given = replace(
             self.given,
@@ -121,12 +121,12 @@ class _Splitter:
             again=frozenset(self.again),
             late=frozenset(self.barred),
         )
-        if isinstance(step.inner, Loop):
+        if isinstance(step.inner, JaxprLoop):
             return split_loop(step, step.inner, mine, theirs, given, halve)
         inner = cast("Branches", step.inner)
         return split_branches(step, inner, mine, theirs, given, halve)
 
-    def _add(self, step: Step, *, late: bool) -> None:
+    def _add(self, step: JaxprStep, *, late: bool) -> None:
         self.steps.append((step, late))
         self.maker.update(dict.fromkeys(step.makes, (step, late)))
         sources = step.names
@@ -142,7 +142,7 @@ class _Splitter:
             if heavy or any(n in self.barred for n in sources):
                 self.barred.update(step.makes)
 
-    def _stays(self, step: Step) -> bool:
+    def _stays(self, step: JaxprStep) -> bool:
         """Tell whether a step of the second half must run there."""
         return step.cost == Cost.HEAVY or step.effect or adds_to(step, self.given.refs)
 
@@ -173,7 +173,9 @@ class _Splitter:
         crossing = tuple(smallest_cut(wanted, before, size, avoid))
         return Halves(*self._prune(crossing), crossing, tuple(self.whole))
 
-    def _prune(self, crossing: Sequence[Name]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    def _prune(
+        self, crossing: Sequence[Name]
+    ) -> tuple[tuple[JaxprStep, ...], tuple[JaxprStep, ...]]:
         """The steps each half runs."""
         refs, inputs = self.given.refs, set(self.block.inputs) | set(self.block.constants)
         early = {id(step) for step, late in self.steps if not late}

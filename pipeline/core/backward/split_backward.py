@@ -25,7 +25,7 @@ from pipeline.core.backward.split import halve
 from pipeline.core.jaxpr.dead_code import lean
 from pipeline.core.jaxpr.reachability import touched
 from pipeline.core.jaxpr.reader import read_block
-from pipeline.core.jaxpr.steps import Name, Step, prune, read, run
+from pipeline.core.jaxpr.steps import JaxprStep, Name, prune, read, run
 
 # (weights, fixed, side, stash) -> (the stage's outcome or None, its pullback)
 Linearize = Callable[[Leaves, Tree, Tree, Tree], tuple[Outcome | None, Pullback]]
@@ -138,7 +138,7 @@ class SplitBackward:
         known |= dict(zip(self._inputs.dy, dy, strict=True))
         wanted = self._dx if want_x else []
 
-        def remains(step: Step) -> bool:
+        def remains(step: JaxprStep) -> bool:
             return id(step) not in done and (step.effect or bool(touched(step)))
 
         env = run(prune(self._first, [*wanted, *self._crossing], known, remains), known)

@@ -97,7 +97,7 @@ def _bad(tree: Tree, kinds: list[str]) -> list[bool]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _NamedPart:
     """Embedding, a stage, or the head with the loss.
 
     Attributes:
@@ -156,7 +156,7 @@ class _Search:
     def _said(self) -> str:
         return f"{self._kinds[0]} ({_KINDS[self._kinds[0]]})"
 
-    def _in_microbatch(self, parts: list[_Part], microbatch: int) -> str:
+    def _in_microbatch(self, parts: list[_NamedPart], microbatch: int) -> str:
         shards = self._plan.axes.num_rows
         batch = self._batch.map_rows(
             lambda x: self._rows(x)[:, microbatch],
@@ -184,7 +184,7 @@ class _Search:
             dy = found[1]
         return ""
 
-    def _run(self, part: _Part, x: Tree, batch: Batch, microbatch: int) -> tuple[Tree, Any]:
+    def _run(self, part: _NamedPart, x: Tree, batch: Batch, microbatch: int) -> tuple[Tree, Any]:
         """Run a part on all data shards, and return its output and pullback."""
         floats, others = partition(x)
         types: list[Tree] = []
@@ -212,7 +212,7 @@ class _Search:
             return str(error).partition(". ")[0].rstrip(".")
         return "no operation by itself does"
 
-    def _message(self, part: _Part, way: str, microbatch: int, op: str) -> str:
+    def _message(self, part: _NamedPart, way: str, microbatch: int, op: str) -> str:
         rows = len(jax.tree.leaves(self._batch)[0]) // self._plan.axes.num_rows
         size = rows // self._plan.schedule.num_microbatches
         shards = " of each data shard" if self._plan.axes.num_rows > 1 else ""
@@ -227,7 +227,7 @@ class _Search:
         num_microbatches = self._plan.schedule.num_microbatches
         return x.reshape(self._plan.axes.num_rows, num_microbatches, -1, *x.shape[1:])
 
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[_NamedPart]:
         model, weights = self._model, self._weights
         params, rest = weights.ends, weights.ends_rest
         embed, head, loss = (
@@ -237,7 +237,7 @@ class _Search:
         parts = [self._stage(k, seat) for k, seat in enumerate(model.stages)]
         if model.has_embed:
             call = lambda p, x, _, m: embed(p, m, x)  # noqa: E731
-            parts.insert(0, _Part("embed", call, params))
+            parts.insert(0, _NamedPart("embed", call, params))
 
         model = self._model
 
@@ -251,9 +251,9 @@ class _Search:
             taken = take_loss(loss_fn, y, batch.targets, has_aux=model.has_aux)
             return taken.total, taken.weight, *taken.sums
 
-        return [*parts, _Part("head or loss_fn", last, params)]
+        return [*parts, _NamedPart("head or loss_fn", last, params)]
 
-    def _stage(self, k: int, seat: Seat) -> _Part:
+    def _stage(self, k: int, seat: Seat) -> _NamedPart:
         weights = self._weights
         params, rest = (
             jax.tree.map(lambda x: x[seat.rank], tree[seat.chunk])
@@ -264,7 +264,7 @@ class _Search:
             rest = seat.views.rest.tree(jax.tree.leaves(rest))
         run = self._caller(seat.definition, rest, called)
         call = lambda p, x, batch, m: run(p, m, x, batch.extras)  # noqa: E731
-        return _Part(f"stages[{k}]", call, params)
+        return _NamedPart(f"stages[{k}]", call, params)
 
     def _caller(
         self, definition: Definition, rest: Tree, method: Any, *, computes: bool = True

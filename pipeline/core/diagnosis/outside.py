@@ -55,7 +55,9 @@ def warn_of_parameters_read_from_outside(stages: Any, **ends: Any) -> None:
 
 
 def _message(name: str, part: Any) -> str:
-    found = {id(param): path.removeprefix(f"{name}: ") for path, param in _Search().of(name, part)}
+    found = {
+        id(param): path.removeprefix(f"{name}: ") for path, param in _OutsideSearch().of(name, part)
+    }
     if not found:
         return ""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -67,7 +69,7 @@ def _message(name: str, part: Any) -> str:
     )
 
 
-class _Search:
+class _OutsideSearch:
     """Follows what code reads."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.backward.outcome import Outcome
-from pipeline.core.executors.memory import Memory, Step, at_most_once, unwritten
+from pipeline.core.executors.memory import Memory, StepRequest, at_most_once, unwritten
 from pipeline.core.model.loss import logprobs_of
 from pipeline.core.rank import ends
 from pipeline.core.rank.local_model import LocalModel
@@ -43,7 +43,7 @@ class Actions:
       memory: what actions read and write.
     """
 
-    def __init__(self, local: LocalModel, step: Step, memory: Memory) -> None:
+    def __init__(self, local: LocalModel, step: StepRequest, memory: Memory) -> None:
         self.local, self.step, self.memory = local, step, memory
 
     @property

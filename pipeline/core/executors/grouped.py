@@ -22,7 +22,7 @@ from pipeline.base.tree import Leaves, Tree
 from pipeline.core.executors.actions import Actions, Row
 from pipeline.core.executors.hosted import HostView, with_hosted
 from pipeline.core.executors.masked import run_masked
-from pipeline.core.executors.memory import Memory, PoolView, Step, TotalView, make_memory
+from pipeline.core.executors.memory import Memory, PoolView, StepRequest, TotalView, make_memory
 from pipeline.core.jaxpr import scopes
 from pipeline.core.model.overlay import Spot, View
 from pipeline.core.rank.groups import (
@@ -36,7 +36,7 @@ from pipeline.core.rank.local_model import LocalModel
 from schedules.lowering.program import Op, Program, Slot
 
 
-def make_actions(local: LocalModel, program: Program, step: Step) -> Actions:
+def make_actions(local: LocalModel, program: Program, step: StepRequest) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
     memory = with_hosted(make_memory(local, program, step), local, program)
     if isinstance(local, GroupedModel):
@@ -54,7 +54,9 @@ def runner(actions: Actions, *, masked: bool) -> Callable[[Slot, Row, Tree], Tre
 class GroupedActions(Actions):
     """The actions of a rank whose stages belong to groups."""
 
-    def __init__(self, local: GroupedModel, program: Program, step: Step, memory: Memory) -> None:
+    def __init__(
+        self, local: GroupedModel, program: Program, step: StepRequest, memory: Memory
+    ) -> None:
         super().__init__(local, step, memory)
         self.groups = [
             GroupActions(self, program, n, group) for n, group in enumerate(local.groups)

@@ -173,7 +173,7 @@ def _if(real: Any, value: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepRequest:
     """Results wanted of a step, beside those that its program names.
 
     Attributes:
@@ -250,7 +250,7 @@ class Memory:
         self.keep(outcome.state, chunk, microbatch, real)
 
 
-def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
+def make_sums(local: LocalModel, step: StepRequest, num_microbatches: int) -> Memory:
     """Make the totals of a step, for any executor, and the places of its inputs' gradients."""
     axes, model = local.axes, local.model
     types = dict(local.state.stage_sums)
@@ -275,7 +275,7 @@ def make_sums(local: LocalModel, step: Step, num_microbatches: int) -> Memory:
     return Memory(local.keep, sums, added, chunk_grads, ends_grads, kept)
 
 
-def make_memory(local: LocalModel, program: Program, step: Step) -> Memory:
+def make_memory(local: LocalModel, program: Program, step: StepRequest) -> Memory:
     """All memory of the actions of a program; one without backward is an inference."""
     num_microbatches = program.schedule.num_microbatches
     sums, axes = make_sums(local, step, num_microbatches), local.axes

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.core.executors.actions import Actions
-from pipeline.core.executors.memory import Step, make_sums
+from pipeline.core.executors.memory import StepRequest, make_sums
 from pipeline.core.rank.local_model import LocalModel
 
 
@@ -31,7 +31,7 @@ class Straight(Actions):
       step: what is wanted of the step.
     """
 
-    def __init__(self, local: LocalModel, num_microbatches: int, step: Step) -> None:
+    def __init__(self, local: LocalModel, num_microbatches: int, step: StepRequest) -> None:
         super().__init__(local, step, make_sums(local, step, num_microbatches))
         self._num_microbatches = num_microbatches
 

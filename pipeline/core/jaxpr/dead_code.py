@@ -15,12 +15,20 @@ from typing import Any, TypeVar
 import jax
 
 from pipeline.core.jaxpr.reachability import Refs, closed_mask, inner_refs, needed_inputs, touched
-from pipeline.core.jaxpr.steps import Block, Branches, Loop, Step, names, narrow, run_block
+from pipeline.core.jaxpr.steps import (
+    Branches,
+    JaxprBlock,
+    JaxprLoop,
+    JaxprStep,
+    names,
+    narrow,
+    run_block,
+)
 
 T = TypeVar("T")
 
 
-def lean(block: Block, wanted: Sequence[bool], refs: Refs) -> Block:
+def lean(block: JaxprBlock, wanted: Sequence[bool], refs: Refs) -> JaxprBlock:
     """A block without dead steps, operands and results, at any depth.
 
     Args:
@@ -39,16 +47,16 @@ def lean(block: Block, wanted: Sequence[bool], refs: Refs) -> Block:
     return replace(block, steps=tuple(kept[::-1]), outs=outs)
 
 
-def _lean_step(step: Step, made: Sequence[bool], refs: Refs) -> Step:
+def _lean_step(step: JaxprStep, made: Sequence[bool], refs: Refs) -> JaxprStep:
     match step.inner:
-        case Loop() as loop:
+        case JaxprLoop() as loop:
             return _lean_loop(step, loop, made, refs)
         case Branches() as branches:
             return _lean_branches(step, branches, made, refs)
     return narrow(step, made) if step.through else step
 
 
-def _lean_loop(step: Step, loop: Loop, made: Sequence[bool], refs: Refs) -> Step:
+def _lean_loop(step: JaxprStep, loop: JaxprLoop, made: Sequence[bool], refs: Refs) -> JaxprStep:
     mask, used = closed_mask(step, loop, made, refs, adds=True)
     inner = inner_refs(loop.body, step.reads, refs)
     first_xs = loop.num_consts + loop.num_carry
@@ -59,7 +67,7 @@ def _lean_loop(step: Step, loop: Loop, made: Sequence[bool], refs: Refs) -> Step
         return step
     body = replace(body, inputs=_kept(body.inputs, keep))
     num_consts, num_carry = sum(keep[: loop.num_consts]), sum(mask[: loop.num_carry])
-    thin = Loop(body, num_consts, num_carry, loop.params)
+    thin = JaxprLoop(body, num_consts, num_carry, loop.params)
 
     def call(*values: Any) -> list[Any]:
         def trip(carry: Any, row: Any) -> Any:
@@ -74,7 +82,7 @@ def _lean_loop(step: Step, loop: Loop, made: Sequence[bool], refs: Refs) -> Step
     return replace(step, reads=reads, makes=makes, call=call, inner=thin)
 
 
-def _lean_branches(step: Step, inner: Branches, made: Sequence[bool], refs: Refs) -> Step:
+def _lean_branches(step: JaxprStep, inner: Branches, made: Sequence[bool], refs: Refs) -> JaxprStep:
     operands = step.reads[1:]
     uses = [needed_inputs(b, made, inner_refs(b, operands, refs), adds=True) for b in inner.blocks]
     keep = [any(used) for used in zip(*uses, strict=True)]
@@ -93,7 +101,7 @@ def _lean_branches(step: Step, inner: Branches, made: Sequence[bool], refs: Refs
     return replace(step, reads=reads, makes=makes, call=call, inner=Branches(tuple(thin)))
 
 
-def _same_steps(one: Block, other: Block) -> bool:
+def _same_steps(one: JaxprBlock, other: JaxprBlock) -> bool:
     return len(one.steps) == len(other.steps) and all(map(operator.is_, one.steps, other.steps))
 
 

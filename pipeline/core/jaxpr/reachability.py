@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipeline.core.jaxpr.primitives import is_ref
-from pipeline.core.jaxpr.steps import Atom, Block, Branches, Loop, Name, Step, names
+from pipeline.core.jaxpr.steps import Atom, Branches, JaxprBlock, JaxprLoop, JaxprStep, Name, names
 
 Refs = Collection[Name]
 
 
-def touched(step: Step) -> list[Name]:
+def touched(step: JaxprStep) -> list[Name]:
     """The refs a step is given."""
     return [n for n in step.names if is_ref(n.aval)]
 
 
-def adds_to(step: Step, refs: Refs) -> bool:
+def adds_to(step: JaxprStep, refs: Refs) -> bool:
     """Tell whether a step adds to one of these refs."""
     return any(n in refs for n in touched(step))
 
 
-def is_pinned(step: Step, refs: Refs) -> bool:
+def is_pinned(step: JaxprStep, refs: Refs) -> bool:
     """Tell whether a step has an effect beside adding to these refs: it runs once, in its place."""
     return step.effect or any(n not in refs for n in touched(step))
 
 
-def sources_of(step: Step, wanted: Sequence[bool], refs: Refs, *, adds: bool) -> set[Name]:
+def sources_of(step: JaxprStep, wanted: Sequence[bool], refs: Refs, *, adds: bool) -> set[Name]:
     """The operands from which some results are made, and effects follow.
 
     Args:
@@ -35,7 +35,7 @@ def sources_of(step: Step, wanted: Sequence[bool], refs: Refs, *, adds: bool) ->
       adds: whether to count what is added to refs.
     """
     match step.inner:
-        case Loop() as loop:
+        case JaxprLoop() as loop:
             mask, used = closed_mask(step, loop, wanted, refs, adds=adds)
             used = [
                 u or (0 <= i - loop.num_consts < loop.num_carry and mask[i - loop.num_consts])
@@ -56,7 +56,7 @@ def sources_of(step: Step, wanted: Sequence[bool], refs: Refs, *, adds: bool) ->
     return set(step.names)
 
 
-def inner_refs(block: Block, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
+def inner_refs(block: JaxprBlock, reads: Sequence[Atom], refs: Refs) -> frozenset[Name]:
     """The inputs of a body that are these refs, or slices of them."""
     return frozenset(
         n for n, a in zip(block.inputs, reads, strict=True) if isinstance(a, Name) and a in refs
@@ -64,7 +64,7 @@ def inner_refs(block: Block, reads: Sequence[Atom], refs: Refs) -> frozenset[Nam
 
 
 def needed_inputs(
-    block: Block,
+    block: JaxprBlock,
     wanted: Sequence[bool],
     refs: Refs,
     adds: bool,
@@ -79,7 +79,7 @@ def needed_inputs(
 
 
 def closed_mask(
-    step: Step, loop: Loop, wanted: Sequence[bool], refs: Refs, *, adds: bool
+    step: JaxprStep, loop: JaxprLoop, wanted: Sequence[bool], refs: Refs, *, adds: bool
 ) -> tuple[list[bool], list[bool]]:
     """Masks of a loop's results that the wanted ones need, trip after trip, and of its inputs."""
     inner = inner_refs(loop.body, step.reads, refs)

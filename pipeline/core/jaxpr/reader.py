@@ -17,10 +17,19 @@ from collectives.compat import has_effect, loop_sizes
 from pipeline.base.tree import shape_text
 from pipeline.core.jaxpr.evaluate import bind, follow
 from pipeline.core.jaxpr.primitives import barred, barrier, callee, is_ref, traits
-from pipeline.core.jaxpr.steps import Atom, Block, Branches, Cost, Loop, Name, Step, cost_inside
+from pipeline.core.jaxpr.steps import (
+    Atom,
+    Branches,
+    Cost,
+    JaxprBlock,
+    JaxprLoop,
+    JaxprStep,
+    Name,
+    cost_inside,
+)
 
 
-def read_block(closed: Any, num_refs: int = 0) -> Block:
+def read_block(closed: Any, num_refs: int = 0) -> JaxprBlock:
     """The steps of a closed jaxpr.
 
     Args:
@@ -36,10 +45,10 @@ def read_block(closed: Any, num_refs: int = 0) -> Block:
     inputs += tuple(name for _, name in made[:num_refs])
     own = {name for _, name in made[num_refs:]}
     steps = tuple(_mark(step, own) for step in reader.steps if id(step) not in makers)
-    return Block(inputs, steps, tuple(outs), reader.constants)
+    return JaxprBlock(inputs, steps, tuple(outs), reader.constants)
 
 
-def _mark(step: Step, own: set[Name]) -> Step:
+def _mark(step: JaxprStep, own: set[Name]) -> JaxprStep:
     """A step that touches a ref made within its block has an effect there."""
     touches = any(n in own for n in (*step.names, *step.makes))
     return replace(step, effect=True) if touches else step
@@ -49,7 +58,7 @@ class _Reader:
     """Collects steps."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[JaxprStep] = []
         self.constants: dict[Name, Any] = {}
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Atom]) -> list[Atom]:
@@ -67,7 +76,7 @@ class _Reader:
         inner = _inner(eqn)
         makes = tuple(Name(var.aval) for var in eqn.outvars)
         self.steps.append(
-            Step(
+            JaxprStep(
                 reads=tuple(reads),
                 makes=makes,
                 call=functools.partial(bind, eqn),
@@ -90,7 +99,7 @@ class _Reader:
         makes = [Name(a.aval) for a in held]
         if held:
             self.steps.append(
-                Step(
+                JaxprStep(
                     reads=tuple(held),
                     makes=tuple(makes),
                     call=barrier,
@@ -104,17 +113,17 @@ class _Reader:
         return [next(made) if c else a for a, c in zip(reads, chosen, strict=True)]
 
 
-def _inner(eqn: Any) -> Loop | Branches | None:
+def _inner(eqn: Any) -> JaxprLoop | Branches | None:
     """Read the bodies of `scan` and `cond`."""
     if eqn.primitive.name == "scan":
         num_consts, num_carry = loop_sizes(eqn)
         kept = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        return Loop(read_block(eqn.params["jaxpr"]), num_consts, num_carry, kept)
+        return JaxprLoop(read_block(eqn.params["jaxpr"]), num_consts, num_carry, kept)
     if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
         return Branches(tuple(map(read_block, eqn.params["branches"])))
     return None
 
 
-def _steps(inner: Loop | Branches) -> list[Step]:
-    blocks = [inner.body] if isinstance(inner, Loop) else inner.blocks
+def _steps(inner: JaxprLoop | Branches) -> list[JaxprStep]:
+    blocks = [inner.body] if isinstance(inner, JaxprLoop) else inner.blocks
     return [step for block in blocks for step in block.steps]

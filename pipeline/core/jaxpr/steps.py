@@ -44,7 +44,7 @@ Atom = Any  # a Name or a Literal
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class JaxprBlock:
     """Steps from inputs to outputs.
 
     Attributes:
@@ -55,16 +55,16 @@ class Block:
     """
 
     inputs: tuple[Name, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[JaxprStep, ...]
     outs: tuple[Atom, ...]
     constants: dict[Name, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class JaxprLoop:
     """The inside of a `scan`; its inputs are constants, then the carry, then slices."""
 
-    body: Block
+    body: JaxprBlock
     num_consts: int
     num_carry: int
     params: dict[str, Any]
@@ -74,11 +74,11 @@ class Loop:
 class Branches:
     """The inside of a `cond`; the step reads an index, then what every branch is given."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[JaxprBlock, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class JaxprStep:
     """Something that is computed at once.
 
     Attributes:
@@ -101,7 +101,7 @@ class Step:
     effect: bool = False
     through: bool = False
     moves: bool = False
-    inner: Loop | Branches | None = None
+    inner: JaxprLoop | Branches | None = None
 
     @property
     def names(self) -> list[Name]:
@@ -115,12 +115,12 @@ class Step:
         return self.names
 
 
-def cost_inside(steps: Iterable[Step]) -> Cost:
+def cost_inside(steps: Iterable[JaxprStep]) -> Cost:
     """Cost of a body: it is not computed again, however cheap its steps are."""
     return max((step.cost for step in steps), default=Cost.LIGHT, key=int) or Cost.LIGHT
 
 
-def narrow(step: Step, wanted: Sequence[bool]) -> Step:
+def narrow(step: JaxprStep, wanted: Sequence[bool]) -> JaxprStep:
     """Only some results of a step whose results can be had alone."""
     parts = [p for p, w in zip(zip(step.reads, step.makes, strict=True), wanted, strict=True) if w]
     return replace(step, reads=tuple(r for r, _ in parts), makes=tuple(m for _, m in parts))
@@ -132,11 +132,11 @@ def names(atoms: Iterable[Atom]) -> list[Name]:
 
 
 def prune(
-    steps: Iterable[Step],
+    steps: Iterable[JaxprStep],
     wanted: Iterable[Atom],
     known: Iterable[Name],
-    always: Callable[[Step], bool] = lambda _: False,
-) -> tuple[Step, ...]:
+    always: Callable[[JaxprStep], bool] = lambda _: False,
+) -> tuple[JaxprStep, ...]:
     """The steps that lead from known values to wanted ones, and those that always run."""
     known, needed, kept = set(known), set(names(wanted)), []
     for step in reversed(list(steps)):
@@ -150,7 +150,7 @@ def prune(
     return tuple(kept[::-1])
 
 
-def run(steps: Iterable[Step], known: dict[Name, Any]) -> dict[Name, Any]:
+def run(steps: Iterable[JaxprStep], known: dict[Name, Any]) -> dict[Name, Any]:
     """Values of everything that steps make, and of what was known, which is not changed."""
     env = dict(known)
     for step in steps:
@@ -160,7 +160,7 @@ def run(steps: Iterable[Step], known: dict[Name, Any]) -> dict[Name, Any]:
     return env
 
 
-def run_block(block: Block, given: Iterable[Any]) -> list[Any]:
+def run_block(block: JaxprBlock, given: Iterable[Any]) -> list[Any]:
     """The outputs of a block."""
     env = run(block.steps, block.constants | dict(zip(block.inputs, given, strict=True)))
     return [read(env, atom) for atom in block.outs]

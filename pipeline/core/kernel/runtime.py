@@ -27,7 +27,7 @@ from pipeline.core.diagnosis.unread import (
 )
 from pipeline.core.executors.actions import Row
 from pipeline.core.executors.grouped import make_actions
-from pipeline.core.executors.memory import Memory, Step
+from pipeline.core.executors.memory import Memory, StepRequest
 from pipeline.core.executors.straight import Straight
 from pipeline.core.executors.ticks import run_ticks, was_sent
 from pipeline.core.jaxpr.primitives import makes_ref
@@ -123,7 +123,7 @@ def train(
         factor: Any = 1.0 if known is None else known
         if scale is not None:
             factor = scale.astype(real()) * factor
-        step = Step(
+        step = StepRequest(
             training=True,
             take_loss=True,
             want_inputs=want_inputs,
@@ -173,7 +173,7 @@ def evaluate(
         found = loss_and_metrics(made.local, plan, memory, totals, value, is_mean=made.is_mean)
         return (found, share) if want_share else found
 
-    step = Step(training=False, take_loss=True)
+    step = StepRequest(training=False, take_loss=True)
     return _infer(plan, model, weights, batch, step, results, P(), training=want_share)
 
 
@@ -181,7 +181,7 @@ def evaluate(
 def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
     """Run forward actions: [N, ...] outputs on every rank, and declared state."""
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
-    step = Step(training=False, take_loss=False)
+    step = StepRequest(training=False, take_loss=False)
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
         found, kept = _infer(*given, step, lambda _, memory: own_logits_of(memory), P(STAGE, *lie))
         return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
@@ -192,7 +192,7 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
 def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[Tree, Kept]:
     """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
-    step = Step(training=False, take_loss=False, logprobs=True)
+    step = StepRequest(training=False, take_loss=False, logprobs=True)
     return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
 
 
@@ -201,7 +201,7 @@ def _infer(
     model: Model,
     weights: Weights,
     batch: Batch,
-    step: Step,
+    step: StepRequest,
     results: Callable[[_Prepared, Memory], Any],
     spec: P,
     *,
@@ -348,7 +348,13 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
 
 
 def _train(
-    local: LocalModel, plan: Plan, program: Program, tables: Row, step: Step, *, by_table: bool
+    local: LocalModel,
+    plan: Plan,
+    program: Program,
+    tables: Row,
+    step: StepRequest,
+    *,
+    by_table: bool,
 ) -> Memory:
     """Run a step; returns the memory that holds what it has added up."""
     is_alike = not isinstance(local, GroupedModel)

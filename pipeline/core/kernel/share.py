@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from collectives import STAGE
 from pipeline.core.diagnosis.effects import check_effects
 from pipeline.core.executors.grouped import make_actions
-from pipeline.core.executors.memory import Step
+from pipeline.core.executors.memory import StepRequest
 from pipeline.core.executors.ticks import run_ticks
 from pipeline.core.kernel.results import calls_of, totals_of
 from pipeline.core.model.loss import mean_of
@@ -83,7 +83,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> Share:
         own = table if name in COMMON else jnp.moveaxis(table, 2, 0)[rank][None]
         tables[name] = own
     check_effects(local, again=True, masked=plan.is_masked)
-    actions = make_actions(local, program, Step(training=False, take_loss=True))
+    actions = make_actions(local, program, StepRequest(training=False, take_loss=True))
     run_ticks(actions, program, tables, masked=plan.is_masked)
     totals = totals_of(actions.memory, plan)
     mean, known = mean_of(totals.loss, totals.weight)

@@ -51,7 +51,7 @@ class Layout(nnx.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class PipelineOrigin:
     """The modules that a pipeline was made of.
 
     Attributes:
@@ -62,7 +62,7 @@ class Origin:
     made: Mapping[Any, Any]
     copies: Copies
 
-    def __deepcopy__(self, memo: Any) -> Origin:
+    def __deepcopy__(self, memo: Any) -> PipelineOrigin:
         """Itself: a copy of a pipeline was made of the same modules."""
         return self
 

@@ -29,7 +29,7 @@ from pipeline.core.sharding.meshes import without_types
 Put = Callable[[Any], None]
 
 
-class Cell:
+class LeafCell:
     """An array of some state, in which lies one leaf, or one of each rank.
 
     Args:
@@ -83,7 +83,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LayerLeaf:
     """A leaf of the model without a pipeline.
 
     Attributes:
@@ -95,7 +95,7 @@ class Leaf:
     """
 
     path: Path
-    cell: Cell
+    cell: LeafCell
     shape: tuple[int, ...]
     rank: int | None = None
     spot: Spot | None = None

@@ -1,7 +1,7 @@
 """The leaves of a model's whole state in layer order.
 
 Letters: K stages, V chunks. `pipeline.core.layerwise.convert` gives all layers of a tree at once. A
-checkpoint wants them one by one, of weights, of other state and of an optimizer: each a `Leaf`
+checkpoint wants them one by one, of weights, of other state and of an optimizer: each a `LayerLeaf`
 under its path in the model without a pipeline, ``stages.3.up`` or ``head.kernel``, whatever S, V
 and the placement.
 """
@@ -18,15 +18,17 @@ from flax import nnx
 from pipeline.base.tree import Tree
 from pipeline.base.variables import filled, raw
 from pipeline.core.layerwise.layout import Mark
-from pipeline.core.layerwise.leaf import Cell, Leaf, Put
+from pipeline.core.layerwise.leaf import LayerLeaf, LeafCell, Put
 from pipeline.core.layerwise.state import StatePlan, key_name
 from pipeline.core.layerwise.view import LayerView, Path, layer_view
 from pipeline.core.model.unlike import Overlaid
 
 
-def _cells(flat: Iterable[tuple[Path, Any]], put: Callable[[Path, Any], None]) -> dict[Path, Cell]:
+def _cells(
+    flat: Iterable[tuple[Path, Any]], put: Callable[[Path, Any], None]
+) -> dict[Path, LeafCell]:
     """A cell for every array, by path; a variable may hold a tree of them, or none."""
-    found: dict[Path, Cell] = {}
+    found: dict[Path, LeafCell] = {}
     for path, variable in flat:
         if isinstance(variable, Mark):
             continue
@@ -40,11 +42,11 @@ def _cells(flat: Iterable[tuple[Path, Any]], put: Callable[[Path, Any], None]) -
         own = {"path": path, "leaves": leaves, "treedef": treedef}
         for n, (keys, leaf) in enumerate(keyed):
             within = tuple(map(key_name, keys[isinstance(variable, nnx.Variable) :]))
-            found[(*path, *within)] = Cell(leaf, functools.partial(store, n=n, **own))
+            found[(*path, *within)] = LeafCell(leaf, functools.partial(store, n=n, **own))
     return found
 
 
-def _module_cells(module: Any, *filters: Any) -> dict[Path, Cell]:
+def _module_cells(module: Any, *filters: Any) -> dict[Path, LeafCell]:
     def put(path: Path, variable: Any) -> None:
         nnx.update(module, nnx.from_flat_state([(path, variable)]))
 
@@ -52,13 +54,13 @@ def _module_cells(module: Any, *filters: Any) -> dict[Path, Cell]:
     return _cells(nnx.to_flat_state(state), put)
 
 
-def plain_leaves(module: nnx.Pytree) -> Iterator[Leaf]:
+def plain_leaves(module: nnx.Pytree) -> Iterator[LayerLeaf]:
     """The leaves of any module's state, as they lie."""
     for path, cell in _module_cells(module).items():
-        yield Leaf(path, cell, cell.value.shape)
+        yield LayerLeaf(path, cell, cell.value.shape)
 
 
-def tree_leaves(tree: Tree, put: Put) -> Iterator[Leaf]:
+def tree_leaves(tree: Tree, put: Put) -> Iterator[LayerLeaf]:
     """The leaves of any tree, as they lie.
 
     Args:
@@ -66,10 +68,10 @@ def tree_leaves(tree: Tree, put: Put) -> Iterator[Leaf]:
       put: takes the tree with another leaf, whenever one was written.
     """
     for path, cell in _tree_cells(tree, put).items():
-        yield Leaf(path, cell, cell.value.shape)
+        yield LayerLeaf(path, cell, cell.value.shape)
 
 
-def _tree_cells(tree: Tree, put: Put) -> dict[Path, Cell]:
+def _tree_cells(tree: Tree, put: Put) -> dict[Path, LeafCell]:
     keyed, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
@@ -84,7 +86,7 @@ def _tree_cells(tree: Tree, put: Put) -> dict[Path, Cell]:
     return _cells(zip(paths, leaves, strict=True), write)
 
 
-def pipeline_leaves(pipe: Any) -> Iterator[Leaf]:
+def pipeline_leaves(pipe: Any) -> Iterator[LayerLeaf]:
     """The leaves of a pipeline's state, in layer order: parameters, then everything else."""
     view, cells = layer_view(pipe), _module_cells(pipe, nnx.Param)
     yield from _viewed(view, (), cells)
@@ -95,7 +97,7 @@ def pipeline_leaves(pipe: Any) -> Iterator[Leaf]:
             stage = "stages", held[v]
             if not isinstance(chunk, Overlaid):
                 for path, cell in rest.items():
-                    yield Leaf((*stage, *path), cell, cell.value.shape[1:], rank)
+                    yield LayerLeaf((*stage, *path), cell, cell.value.shape[1:], rank)
                 continue
             own, of_view = list(rest.values()), chunk.views[rank].rest
             numbers: Any = jax.tree.unflatten(of_view.treedef, range(of_view.treedef.num_leaves))
@@ -103,13 +105,13 @@ def pipeline_leaves(pipe: Any) -> Iterator[Leaf]:
                 spot = of_view.spots[raw(number)]
                 cell = own[spot.cell]
                 more = cell.value.shape[-1:] if cell.is_key else ()
-                yield Leaf((*stage, *path), cell, (*spot.shape, *more), rank, spot)
+                yield LayerLeaf((*stage, *path), cell, (*spot.shape, *more), rank, spot)
     for path, cell in _module_cells(pipe, nnx.Not(nnx.Param)).items():
         if path[0] != "chunks":
-            yield Leaf(path[1:] if path[0] == "ends" else path, cell, cell.value.shape)
+            yield LayerLeaf(path[1:] if path[0] == "ends" else path, cell, cell.value.shape)
 
 
-def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
+def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, LeafCell]) -> Iterator[LayerLeaf]:
     """List the leaves that are shaped like the parameters, or like some of them."""
     for stack in view.stacks:
         cell = cells.get((*prefix, *stack.path))
@@ -117,11 +119,11 @@ def _viewed(view: LayerView, prefix: Path, cells: Mapping[Path, Cell]) -> Iterat
             if cell is None:
                 break
             for rank, (k, path) in slot.names:
-                yield Leaf((*prefix, "stages", k, *path), cell, slot.shape, rank, slot.spot)
+                yield LayerLeaf((*prefix, "stages", k, *path), cell, slot.shape, rank, slot.spot)
     for end in view.ends:
         cell = cells.get((*prefix, "ends", *end.path))
         if cell is not None:
-            yield Leaf((*prefix, *end.path), cell, end.shape)
+            yield LayerLeaf((*prefix, *end.path), cell, end.shape)
 
 
 def _stored_shapes(view: LayerView) -> dict[Path, tuple[int, ...]]:
@@ -130,7 +132,7 @@ def _stored_shapes(view: LayerView) -> dict[Path, tuple[int, ...]]:
     return stacks | {("ends", *end.path): end.stored for end in view.ends}
 
 
-def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[Leaf]:
+def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[LayerLeaf]:
     """The leaves of a tree that is shaped like a pipeline's parameters, in layer order."""
     view, cells = layer_view(pipe), _tree_cells(tree, put)
     shapes = _stored_shapes(view)
@@ -144,7 +146,7 @@ def shaped_leaves(pipe: Any, tree: Tree, put: Put) -> Iterator[Leaf]:
     yield from _viewed(view, (), cells)
 
 
-def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Iterator[Leaf]:
+def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Iterator[LayerLeaf]:
     """The leaves of a pipeline's optimizer, in layer order.
 
     Args:
@@ -176,21 +178,21 @@ def optimizer_leaves(pipe: Any, optimizer: Any, plan: StatePlan | None) -> Itera
             cell = cells[(*prefix, *stack.path)]
             for slot, of_rank in zip(stack.slots, rows, strict=True):
                 for rank, n in of_rank.items():
-                    yield Leaf((*prefix, *names[n]), cell, slot.shape, rank, slot.spot)
+                    yield LayerLeaf((*prefix, *names[n]), cell, slot.shape, rank, slot.spot)
         for n, end in part.ends:
             used.add((*prefix, *end.path))
-            yield Leaf((*prefix, *names[n]), cells[(*prefix, *end.path)], end.shape)
+            yield LayerLeaf((*prefix, *names[n]), cells[(*prefix, *end.path)], end.shape)
     for path, cell in cells.items():
         if path not in used:
-            yield Leaf(path, cell, cell.value.shape)
+            yield LayerLeaf(path, cell, cell.value.shape)
 
 
-def _unplanned(view: LayerView, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
-    of_part: dict[Path, dict[Path, Cell]] = {}
+def _unplanned(view: LayerView, cells: Mapping[Path, LeafCell]) -> Iterator[LayerLeaf]:
+    of_part: dict[Path, dict[Path, LeafCell]] = {}
     for path, cell in cells.items():
         cut = next((n for n, key in enumerate(path) if key in ("chunks", "ends")), None)
         if cut is None:
-            yield Leaf(path, cell, cell.value.shape)
+            yield LayerLeaf(path, cell, cell.value.shape)
         else:
             of_part.setdefault(path[:cut], {})[path[cut:]] = cell
     shapes = _stored_shapes(view)
@@ -204,6 +206,6 @@ def _unplanned(view: LayerView, cells: Mapping[Path, Cell]) -> Iterator[Leaf]:
                     f"pipeline.make_optimizer(pipe, tx)"
                 )
         yield from (
-            Leaf((*prefix, *leaf.path), leaf.cell, leaf.shape, leaf.rank, leaf.spot)
+            LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.shape, leaf.rank, leaf.spot)
             for leaf in _viewed(view, (), part)
         )

@@ -27,7 +27,7 @@ _UNROLLED = 64  # as many rounds of a loop over several layers at once are taken
 
 
 @dataclass(frozen=True)
-class Row:
+class LeafRow:
     """An input that is a row of a stack.
 
     Attributes:
@@ -151,7 +151,7 @@ class Program:
 
     Args:
       closed: the program, a closed jaxpr.
-      inputs: for each of its inputs a `Row`, or an array.
+      inputs: for each of its inputs a `LeafRow`, or an array.
       cuts: for each stack where it comes from, if it is a part of something.
 
     Attributes:
@@ -171,7 +171,7 @@ class Program:
         self.outputs = self._inline(closed.jaxpr, closed.consts, given)
 
     def _input(self, aval: Any, given: Any) -> Value:
-        if not isinstance(given, Row):
+        if not isinstance(given, LeafRow):
             return Value(aval, known=given)
         template = self._templates.setdefault(given.stack, Template(stack=given.stack))
         value, cut = Value(aval, row=given.row, template=template), self._cuts[given.stack]

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.tree import Tree
 from pipeline.core.layerwise.reroll import Rerolled
-from pipeline.core.layerwise.rows import Cut, Row
+from pipeline.core.layerwise.rows import Cut, LeafRow
 from pipeline.core.layerwise.view import End, LayerView, Name, Path, Slot, Stack, found_in
 from pipeline.core.sharding.placement import Spread
 
@@ -58,7 +58,7 @@ class _Part:
             for given, of_rank in zip(stack.inputs(array), rows, strict=True):
                 index = add(*given)
                 for rank, n in of_rank.items():
-                    leaves[n] = Row(index, rank)
+                    leaves[n] = LeafRow(index, rank)
         for n, end in self.ends:
             leaves[n] = end.cut(found_in(stored, end.path))
         return jax.tree.unflatten(self.treedef, leaves)

@@ -41,7 +41,7 @@ class Weighed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Metrics:
+class LossMetrics:
     """Metrics of a loss, as sums over microbatches and data shards.
 
     Attributes:
@@ -91,7 +91,7 @@ class MicrobatchLoss:
     weight: jax.Array
     is_mean: bool
     sums: Leaves
-    metrics: Metrics | None
+    metrics: LossMetrics | None
 
 
 def take_loss(
@@ -137,7 +137,7 @@ def take_loss(
     return MicrobatchLoss(total, weight, is_mean, *_summed(given, jax.lax.stop_gradient(weight)))
 
 
-def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, Metrics]:
+def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, LossMetrics]:
     """Metrics of one microbatch as scalars that can be added up."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(given, is_leaf=_is_pair)
     sums: Leaves = []
@@ -162,7 +162,7 @@ def _summed(given: Tree, weight: jax.Array) -> tuple[Leaves, Metrics]:
         else:
             kinds.append("count")
             sums.append(parts[0].astype(jnp.result_type(int)))
-    return sums, Metrics(treedef, tuple(kinds))
+    return sums, LossMetrics(treedef, tuple(kinds))
 
 
 def check_has_aux(has_aux: Any, *, shared_head: bool) -> bool:

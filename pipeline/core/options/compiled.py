@@ -35,7 +35,7 @@ class FunctionKey(NamedTuple):
 
 
 @dataclass(eq=False)
-class Facts:
+class StepFacts:
     """Facts about the step of a plan, known once it was traced.
 
     Attributes:
@@ -66,7 +66,7 @@ class Compiled:
     """
 
     functions: dict[FunctionKey, Callable[..., Any]] = field(default_factory=dict)
-    facts: dict[Hashable, Facts] = field(default_factory=dict)
+    facts: dict[Hashable, StepFacts] = field(default_factory=dict)
     plans: dict[int, Any] = field(default_factory=dict)
     narrow: dict[Hashable, bool] = field(default_factory=dict)
     trained: dict[Any, Any] = field(default_factory=dict)

@@ -185,7 +185,7 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class ModelParts:
     """The model of a pipeline, in parts.
 
     Attributes:
@@ -212,13 +212,13 @@ class Parts:
 
 
 @dataclass(frozen=True, eq=False)
-class Arguments(Options, Parts):
+class Arguments(Options, ModelParts):
     """The arguments of `Pipeline`: the parts of the model and the options."""
 
     def __post_init__(self) -> None:
         """Check the options, then the parts."""
         Options.__post_init__(self)
-        Parts.__post_init__(self)
+        ModelParts.__post_init__(self)
 
     @property
     def options(self) -> Options:

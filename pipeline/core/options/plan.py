@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from pipeline.base.axes import Axes
 from pipeline.core.model.loss import Loss
-from pipeline.core.options.compiled import Compiled, Facts, Programs
+from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
@@ -75,9 +75,9 @@ class Plan(Options):
         return self.programs.get()
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> StepFacts:
         """Facts about this plan's step; without any before it was traced."""
-        return self.compiled.facts.setdefault(self, Facts())
+        return self.compiled.facts.setdefault(self, StepFacts())
 
     def __deepcopy__(self, memo: Any) -> Plan:
         """Itself: a copy of a pipeline runs what is compiled already."""

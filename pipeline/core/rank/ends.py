@@ -22,8 +22,8 @@ from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
 from pipeline.core.model.loss import (
     LossFn,
+    LossMetrics,
     LossModule,
-    Metrics,
     MicrobatchLoss,
     same_over_others,
     take_loss,
@@ -118,7 +118,7 @@ def _outputs(
 
 def _finish(
     state: RankState, weights: Leaves, y: Tree, microbatch: Any, values: Values | None = None
-) -> tuple[Outcome, Metrics | None]:
+) -> tuple[Outcome, LossMetrics | None]:
     """Head and loss, one after the other; also how metrics are made of the sums."""
     outputs = _outputs(state, weights, y, microbatch, values)
     written = dict(outputs.state)
@@ -179,7 +179,7 @@ def _over_weight(state: RankState, total: jax.Array, change: jax.Array) -> jax.A
     return total - vary(state.mean, state.axes) * change
 
 
-def metrics_of(state: RankState, y: Tree) -> tuple[Leaves, Metrics | None]:
+def metrics_of(state: RankState, y: Tree) -> tuple[Leaves, LossMetrics | None]:
     """The types of the sums that metrics are made of, and how; found by a trace.
 
     Args:
@@ -188,7 +188,7 @@ def metrics_of(state: RankState, y: Tree) -> tuple[Leaves, Metrics | None]:
     """
     if not state.model.has_aux:
         return [], None
-    found = list[Metrics | None]()
+    found = list[LossMetrics | None]()
 
     def measured() -> Leaves:
         outcome, metrics = _finish(state, state.ends, blank(y, state.axes), 0)

@@ -23,7 +23,7 @@ from pipeline.core.jaxpr.dead_code import lean
 from pipeline.core.jaxpr.reachability import needed_inputs
 from pipeline.core.jaxpr.reader import read_block
 from pipeline.core.jaxpr.steps import run_block
-from pipeline.core.model.loss import Metrics
+from pipeline.core.model.loss import LossMetrics
 from pipeline.core.model.stage import Seat
 from pipeline.core.rank import ends
 from pipeline.core.rank.forward import Forward
@@ -71,7 +71,7 @@ class LocalModel(Forward):
         return any(self.way.weights) or self.adds
 
     @functools.cached_property
-    def metrics(self) -> tuple[Leaves, Metrics | None]:
+    def metrics(self) -> tuple[Leaves, LossMetrics | None]:
         """The types of the sums that metrics are made of, and how."""
         return ends.metrics_of(self.state, self.output)
 

@@ -178,7 +178,7 @@ def cycles(text: str, machine: Machine) -> dict[Scope, Cycles]:
             "install --upgrade libtpu)"
         )
     (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", text, re.MULTILINE)
-    walk = _Walk(_whole_lines(text), machine)
+    walk = _HloWalk(_whole_lines(text), machine)
     walk.run(entry, Scope(ONCE), 1)
     return dict(walk.found)
 
@@ -190,7 +190,7 @@ def _whole_lines(text: str) -> dict[str, list[str]]:
 
 
 @dataclass
-class _Walk:
+class _HloWalk:
     """Runs a program in its head.
 
     Attributes:

@@ -16,7 +16,7 @@ from pipeline.core.jaxpr.evaluate import follow
 from pipeline.core.jaxpr.primitives import HEAVY, callee, is_ref, traits
 from pipeline.core.jaxpr.scopes import HOST_POOLS
 
-Slots = Sequence["Value | None"]  # None where an equation has a literal
+Slots = Sequence["FusionValue | None"]  # None where an equation has a literal
 _SUMS = "psum", "psum_invariant"
 
 
@@ -43,7 +43,7 @@ class Compiler:
 
 
 @dataclass(eq=False)
-class Value:
+class FusionValue:
     """Something in memory, or computed on the way.
 
     Attributes:
@@ -54,7 +54,7 @@ class Value:
 
     size: int
     held: bool
-    sources: frozenset[Value] = frozenset()
+    sources: frozenset[FusionValue] = frozenset()
 
     def hold(self) -> None:
         """Give it memory of its own."""
@@ -78,10 +78,10 @@ class Node:
 
     eqn: Any
     operands: Slots
-    reads: list[Value]
-    makes: list[Value]
+    reads: list[FusionValue]
+    makes: list[FusionValue]
     fuses: bool
-    given: list[Value] = field(default_factory=list)
+    given: list[FusionValue] = field(default_factory=list)
     loop: bool = False
     inner: int = 0
 
@@ -92,7 +92,7 @@ class Node:
         return any(v.held for v in self.makes) or effects or self.loop
 
     @property
-    def writes(self) -> set[Value]:
+    def writes(self) -> set[FusionValue]:
         """The refs that it may write to."""
         if self.eqn.primitive.name == "get":
             return set()
@@ -115,7 +115,7 @@ class Node:
         return traits(self.eqn).dear
 
 
-class Flow:
+class FusionFlow:
     """Reads jaxprs.
 
     Args:
@@ -131,16 +131,16 @@ class Flow:
     def __init__(self, enter: Callable[[Node, Slots], None], compiler: Compiler) -> None:
         self._enter, self._compiler = enter, compiler
         self.nodes: list[Node] = []
-        self.refs: dict[Value, Any] = {}
+        self.refs: dict[FusionValue, Any] = {}
         self.hosts: list[Any] = []
-        self._contents: set[Value] = set()  # what refs hold, read as a whole
+        self._contents: set[FusionValue] = set()  # what refs hold, read as a whole
 
-    def read(self, jaxpr: Any, inputs: Slots) -> list[Value | None]:
+    def read(self, jaxpr: Any, inputs: Slots) -> list[FusionValue | None]:
         """Add a jaxpr's equations; returns its outputs."""
-        constants = [Value(0, held=True) for _ in jaxpr.constvars]
+        constants = [FusionValue(0, held=True) for _ in jaxpr.constvars]
         return follow(jaxpr, inputs, constants, lambda _: None, self._equation)
 
-    def _equation(self, eqn: Any, reads: list[Value | None]) -> Slots:
+    def _equation(self, eqn: Any, reads: list[FusionValue | None]) -> Slots:
         body = callee(eqn)
         if body is not None:
             return self.read(body.jaxpr, reads)
@@ -153,9 +153,9 @@ class Flow:
         lone = self._compiler.lone
         return eqn.primitive.name in _SUMS and bool(lone) and lone.issuperset(eqn.params["axes"])
 
-    def _node(self, eqn: Any, reads: list[Value | None]) -> list[Value | None]:
+    def _node(self, eqn: Any, reads: list[FusionValue | None]) -> list[FusionValue | None]:
         name, what = eqn.primitive.name, traits(eqn)
-        makes = [Value(device_bytes(v.aval), held=True) for v in eqn.outvars]
+        makes = [FusionValue(device_bytes(v.aval), held=True) for v in eqn.outvars]
         given = [v for v in reads if v is not None]
         node = Node(eqn, reads, given, makes, fuses=False)
         if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:
@@ -184,7 +184,7 @@ class Flow:
         self.nodes.append(node)
         return list(makes)
 
-    def _turned(self, eqn: Any, side: int, value: Value) -> Value:
+    def _turned(self, eqn: Any, side: int, value: FusionValue) -> FusionValue:
         """An operand of a product, with its axes in the order that the product takes."""
         contracting, batch = (axes[side] for axes in eqn.params["dimension_numbers"])
         rank = eqn.invars[side].aval.ndim
@@ -194,7 +194,7 @@ class Flow:
         folds = len(contracting) == 1 and len(free) == 1 and order[:-2] == list(range(rank - 2))
         if folds or order == sorted(order) or (len(contracting) == 1 and not batch):
             return value
-        turned = Value(value.size or nbytes(eqn.invars[side].aval), held=False)
+        turned = FusionValue(value.size or nbytes(eqn.invars[side].aval), held=False)
         self.nodes.append(Node(eqn, (), [value], [turned], fuses=True, given=[value]))
         return turned
 

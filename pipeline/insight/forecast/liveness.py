@@ -21,7 +21,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipeline.core.jaxpr.primitives import Body, bodies, equations, traits
-from pipeline.insight.forecast.fusion import Compiler, Flow, Node, Slots, Value, device_bytes
+from pipeline.insight.forecast.fusion import (
+    Compiler,
+    FusionFlow,
+    FusionValue,
+    Node,
+    Slots,
+    device_bytes,
+)
 from pipeline.insight.forecast.order import late_order
 
 XLA_FOR_CPU = Compiler()
@@ -56,12 +63,12 @@ class Walk:
         compiler: Compiler = XLA_FOR_CPU,
     ) -> None:
         self._compiler = compiler
-        flow = Flow(self._enter, compiler)
+        flow = FusionFlow(self._enter, compiler)
         self.nodes, self.refs, self.hosts = flow.nodes, flow.refs, flow.hosts
         own, parts = set(owned), set(picked)
         inputs = []
         for index, var in enumerate(jaxpr.invars):
-            value = Value(
+            value = FusionValue(
                 device_bytes(var.aval) if index in own | parts else 0, held=index not in parts
             )
             value.sources = frozenset((value,) if value.held else ())
@@ -107,7 +114,7 @@ class Walk:
 
     # --- what has memory of its own ---
 
-    def _place(self, output: Value) -> None:
+    def _place(self, output: FusionValue) -> None:
         """Give an output memory elsewhere, and the ref that it comes from the same."""
         made_by = {value: node for node in self.nodes for value in node.makes}
         size, output.size, value = output.size, 0, output
@@ -125,9 +132,9 @@ class Walk:
         if value in self.refs and value.size == size:
             value.size = 0
 
-    def _choose(self, outs: Iterable[Value]) -> None:
+    def _choose(self, outs: Iterable[FusionValue]) -> None:
         """Decide which values are held, and of which others are computed."""
-        readers: Counter[Value] = Counter()
+        readers: Counter[FusionValue] = Counter()
         whole = set(outs)
         for node in self.nodes:
             readers.update(set(node.reads))
@@ -148,7 +155,7 @@ class Walk:
         for value in whole:
             value.hold()
 
-    def _finish_products(self, readers: Counter[Value], whole: set[Value]) -> None:
+    def _finish_products(self, readers: Counter[FusionValue], whole: set[FusionValue]) -> None:
         """Let arithmetic that alone reads a product's result be computed within the product.
 
         Of a product that only adds, this is the sum, and a transposition before it.
@@ -171,20 +178,20 @@ class Walk:
 
     # --- when ---
 
-    def _sweep(self, outs: Sequence[Value]) -> int:
+    def _sweep(self, outs: Sequence[FusionValue]) -> int:
         """The most bytes held at once, in that order of the nodes in which it is least."""
         nodes = [node for node in self.nodes if node.counts]
         return min(self._peak(order, outs) for order in (nodes, late_order(nodes, outs)))
 
-    def _peak(self, nodes: Sequence[Node], outs: Iterable[Value]) -> int:
+    def _peak(self, nodes: Sequence[Node], outs: Iterable[FusionValue]) -> int:
         """The most bytes held at once."""
-        last: dict[Value, int] = {}
+        last: dict[FusionValue, int] = {}
         for when, node in enumerate(nodes):
             for value in node.reads:
                 last.update(dict.fromkeys(value.sources, when))
         for value in outs:
             last.update(dict.fromkeys(value.sources, len(nodes)))
-        ends: dict[int, list[Value]] = {}
+        ends: dict[int, list[FusionValue]] = {}
         for value, when in last.items():
             ends.setdefault(when, []).append(value)
         live = {value for value in self.owned if value in last}
@@ -202,7 +209,9 @@ class Walk:
         return peak
 
 
-def _passed(node: Node, dying: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
+def _passed(
+    node: Node, dying: Sequence[FusionValue], makes: Sequence[FusionValue]
+) -> list[FusionValue]:
     """Operands whose place the results take."""
     given = {source for value in node.given for source in value.sources}
     wanted = Counter(v.size for v in makes)

@@ -53,7 +53,7 @@ def cast_once(jaxpr: Any) -> int:
     Args:
       jaxpr: what each device runs.
     """
-    search = _Search()
+    search = _NarrowSearch()
     for eqn in equations(jaxpr):
         if traits(eqn).loops:
             search.enter(eqn, [None if isinstance(v, Literal) else v for v in eqn.invars])
@@ -73,7 +73,7 @@ def rounded(jaxpr: Any) -> set[Any]:
     Args:
       jaxpr: what each device runs.
     """
-    search = _Search()
+    search = _NarrowSearch()
     search.walk(jaxpr, [None] * len(jaxpr.invars))
     return {
         var
@@ -82,7 +82,7 @@ def rounded(jaxpr: Any) -> set[Any]:
     }
 
 
-class _Search:
+class _NarrowSearch:
     """A walk through a body and all bodies in it, after arrays and what parts of them become."""
 
     def __init__(self) -> None:

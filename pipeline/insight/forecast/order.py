@@ -13,12 +13,12 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pipeline.insight.forecast.fusion import Node, Value
+from pipeline.insight.forecast.fusion import FusionValue, Node
 
-Sets = Sequence[frozenset[Value]]
+Sets = Sequence[frozenset[FusionValue]]
 
 
-def late_order(nodes: Sequence[Node], kept: Iterable[Value]) -> list[Node]:
+def late_order(nodes: Sequence[Node], kept: Iterable[FusionValue]) -> list[Node]:
     """Nodes, each as late as saves memory. Those that read or write one ref keep their order.
 
     Args:
@@ -35,11 +35,11 @@ def late_order(nodes: Sequence[Node], kept: Iterable[Value]) -> list[Node]:
 
 
 def _from_the_end(
-    nodes: Sequence[Node], reads: Sets, waits: Sequence[set[int]], live: set[Value]
+    nodes: Sequence[Node], reads: Sets, waits: Sequence[set[int]], live: set[FusionValue]
 ) -> list[int]:
     """An order in which the last is always what adds least to what is live."""
     later = Counter(other for others in waits for other in others)
-    readers: dict[Value, list[int]] = {}
+    readers: dict[FusionValue, list[int]] = {}
     for n, values in enumerate(reads):
         for value in values:
             readers.setdefault(value, []).append(n)
@@ -91,9 +91,9 @@ def _soon(order: Sequence[int], early: set[int], waits: Sequence[set[int]]) -> l
 
 def _dependencies(nodes: Sequence[Node], reads: Sets) -> list[set[int]]:
     """List the nodes that each node waits for."""
-    made: dict[Value, int] = {}
-    wrote: dict[Value, int] = {}  # the last that wrote to a ref
-    looked: dict[Value, list[int]] = {}  # who has read it since
+    made: dict[FusionValue, int] = {}
+    wrote: dict[FusionValue, int] = {}  # the last that wrote to a ref
+    looked: dict[FusionValue, list[int]] = {}  # who has read it since
     found = []
     for n, node in enumerate(nodes):
         waits = {place[v] for place in (made, wrote) for v in reads[n] if v in place}

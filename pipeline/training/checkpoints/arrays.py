@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.core.layerwise.leaf import Leaf, replicated
+from pipeline.core.layerwise.leaf import LayerLeaf, replicated
 from pipeline.core.sharding import meshes
 from pipeline.pipeline import Pipeline
 
@@ -42,7 +42,7 @@ class Orbax:
         with self._context():
             return self._orbax.save_async(folder, tree)
 
-    def load(self, folder: Path, leaves: Mapping[str, Leaf], model: Any) -> None:
+    def load(self, folder: Path, leaves: Mapping[str, LayerLeaf], model: Any) -> None:
         """Have leaves be as they were saved.
 
         So many are read at once that a process holds a part of the model only.
@@ -73,7 +73,7 @@ class Orbax:
         return context
 
 
-def read_leaves(leaves: Mapping[str, Leaf], model: Any) -> dict[str, Any]:
+def read_leaves(leaves: Mapping[str, LayerLeaf], model: Any) -> dict[str, Any]:
     """Copies of all leaves, as the tree that `Orbax.save` writes."""
     tree: dict[str, Any] = {}
     with _entered(model):
@@ -112,7 +112,7 @@ def _of_all(array: Any, model: Any) -> Any:
     return replicated(array, model.plan.mesh) if _is_local(array, model) else array
 
 
-def _wanted(leaf: Leaf, model: Any) -> Any:
+def _wanted(leaf: LayerLeaf, model: Any) -> Any:
     """Describe to Orbax the array to read."""
     value = leaf.cell.value
     if _is_local(value, model):
@@ -121,19 +121,19 @@ def _wanted(leaf: Leaf, model: Any) -> Any:
     return np.empty(leaf.shape, value.dtype) if isinstance(value, np.ndarray) else leaf.type
 
 
-def _own(found: Any, leaf: Leaf) -> Any:
+def _own(found: Any, leaf: LayerLeaf) -> Any:
     """Convert an array that Orbax has read to the form of the leaf's cell."""
     if isinstance(leaf.cell.value, np.ndarray):
         return np.asarray(found.addressable_data(0) if hasattr(found, "sharding") else found)
     return found
 
 
-def _groups(leaves: Mapping[str, Leaf]) -> Iterator[dict[str, Leaf]]:
+def _groups(leaves: Mapping[str, LayerLeaf]) -> Iterator[dict[str, LayerLeaf]]:
     """Leaves of one array after those of another, in groups that are not large."""
     cells: dict[int, list[str]] = {}
     for name, leaf in leaves.items():
         cells.setdefault(id(leaf.cell), []).append(name)
-    group: dict[str, Leaf] = {}
+    group: dict[str, LayerLeaf] = {}
     size = 0
     for name in (name for names in cells.values() for name in names):
         group[name] = leaves[name]

@@ -22,7 +22,7 @@ from flax.nnx.traversals import flatten_mapping
 
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import Tree
-from pipeline.core.layerwise.leaf import Leaf
+from pipeline.core.layerwise.leaf import LayerLeaf
 from pipeline.core.layerwise.leaves import (
     optimizer_leaves,
     pipeline_leaves,
@@ -59,7 +59,7 @@ class Contents:
         shaped: dict[str, Tree] | Mapping[str, Tree] | None,
     ) -> None:
         self.model = model
-        self.leaves: dict[str, Leaf] = {}
+        self.leaves: dict[str, LayerLeaf] = {}
         self._layers = _Layers(_parameters_of_stages(model))
         self._add("model", _model_leaves(model))
         if optimizer is not None:
@@ -70,7 +70,7 @@ class Contents:
             found = shaped_leaves(model, tree, put) if of_pipe else tree_leaves(tree, put)
             self._add(f"shaped.{name}", found)
 
-    def _add(self, prefix: str, leaves: Iterator[Leaf]) -> None:
+    def _add(self, prefix: str, leaves: Iterator[LayerLeaf]) -> None:
         for leaf in leaves:
             name = ".".join(map(str, (prefix, *self._layers.path(leaf.path))))
             if name in self.leaves:
@@ -143,7 +143,7 @@ def _put(shaped: Any, name: str, tree: Tree) -> None:
     shaped[name] = tree
 
 
-def _model_leaves(model: Any) -> Iterator[Leaf]:
+def _model_leaves(model: Any) -> Iterator[LayerLeaf]:
     if isinstance(model, Pipeline):
         yield from pipeline_leaves(model)
     elif isinstance(model, nnx.Module):
@@ -155,7 +155,7 @@ def _model_leaves(model: Any) -> Iterator[Leaf]:
         named += [((name,), model[name]) for name in SEVERAL[1:] if model.get(name) is not None]
         for prefix, module in named:
             for leaf in plain_leaves(module):
-                yield Leaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
+                yield LayerLeaf((*prefix, *leaf.path), leaf.cell, leaf.shape)
     else:
         raise ValueError(
             f"model is of type {type(model).__name__}; give a Pipeline, an nnx.Module, or a "
@@ -163,7 +163,7 @@ def _model_leaves(model: Any) -> Iterator[Leaf]:
         )
 
 
-def _optimizer_leaves(model: Any, optimizer: Any) -> Iterator[Leaf]:
+def _optimizer_leaves(model: Any, optimizer: Any) -> Iterator[LayerLeaf]:
     if not isinstance(optimizer, nnx.Optimizer):
         raise ValueError(
             f"optimizer is of type {type(optimizer).__name__}; give what "
@@ -210,7 +210,7 @@ def describe(
     }
 
 
-def _described(leaf: Leaf) -> dict[str, Any]:
+def _described(leaf: LayerLeaf) -> dict[str, Any]:
     said = {"shape": list(leaf.shape), "dtype": leaf.cell.value.dtype.name}
     return said | ({"kind": leaf.cell.kind} if leaf.cell.kind else {})
 

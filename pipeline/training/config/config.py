@@ -17,13 +17,13 @@ from pipeline.training.config.reading import (
     read_setting,
     read_table,
 )
-from pipeline.training.config.tables import Source, Table, Tables
+from pipeline.training.config.tables import RunTables, Source, Table
 
 READER = "pipeline.weights:parts"  # of checkpoints; a function as any other
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Tables):
+class Config(RunTables):
     """A run: what is trained on what, how, and for how long.
 
     Without [parallel] the model's function returns an `nnx.Module` with a loss, trained as it is;

@@ -8,15 +8,15 @@ from pipeline.base.arguments import hint_at
 from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
 from pipeline.training.config.functions import rates, rules, wrong_arguments
-from pipeline.training.config.tables import PipelineOptions, Tables
+from pipeline.training.config.tables import PipelineOptions, RunTables
 
 
-def faults_of(config: Tables) -> list[str]:
+def faults_of(config: RunTables) -> list[str]:
     """All of them."""
     return [*_sizes(config), *_of_model(config), *_of_optimizer(config), *_of_run(config)]
 
 
-def _sizes(config: Tables) -> list[str]:
+def _sizes(config: RunTables) -> list[str]:
     """Numbers out of their range."""
     run, optimizer = config.run, config.optimizer
     interval = 0 if config.evaluation is None else config.evaluation.interval
@@ -54,7 +54,7 @@ def _sizes(config: Tables) -> list[str]:
     return faults
 
 
-def _of_model(config: Tables) -> list[str]:
+def _of_model(config: RunTables) -> list[str]:
     own, faults = config.model, []
     read = own.reading()
     if (own.function is None) == (own.weights is None):
@@ -90,7 +90,7 @@ def _of_model(config: Tables) -> list[str]:
     return faults
 
 
-def _of_optimizer(config: Tables) -> list[str]:
+def _of_optimizer(config: RunTables) -> list[str]:
     own, faults = config.optimizer, []
     if own.name not in rules():
         near = hint_at(own.name, rules())
@@ -135,7 +135,7 @@ def _of_optimizer(config: Tables) -> list[str]:
     return faults
 
 
-def _of_run(config: Tables) -> list[str]:
+def _of_run(config: RunTables) -> list[str]:
     run, faults = config.run, []
     known, every = config.evaluation, run.checkpoint_interval
     if run.best is not None and known is None:

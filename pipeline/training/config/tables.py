@@ -195,7 +195,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tables:
+class RunTables:
     """All of them: what is trained on what, how, and for how long."""
 
     model: Model

@@ -37,7 +37,7 @@ _LETTER = re.compile(r"[A-Za-z]\w*|\d+|\+\w*")
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """An array of the file.
 
     Attributes:
@@ -62,7 +62,7 @@ class Row:
 
     target: str
     pattern: str
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSource, ...]
 
 
 def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
@@ -73,11 +73,11 @@ def row(target: str, pattern: str, *sources: tuple[str, str]) -> Row:
       pattern: its dims.
       sources: (name, pattern) of the arrays of the file, in their order along ``+``.
     """
-    return Row(target, pattern, tuple(Source(*source) for source in sources))
+    return Row(target, pattern, tuple(TensorSource(*source) for source in sources))
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A source within its target.
 
     Attributes:
@@ -132,7 +132,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """A row with the sizes of a model: what to read for any slice of a weight.
 
     Attributes:
@@ -143,7 +143,7 @@ class Plan:
 
     target: str
     dims: tuple[Factors, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -204,20 +204,20 @@ class Plan:
         return found
 
 
-def plan(row: Row, sizes: Sizes) -> Plan:
+def plan(row: Row, sizes: Sizes) -> TensorPlan:
     """A row with the sizes of a model.
 
     Raises:
       ValueError: a pattern that cannot be read, or that names other letters than its sources do.
     """
     starts: int = 0
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     letters = {}
     for source in row.sources:
         dims = _dims(source.pattern, sizes, row.target)
         count = next((size for factors in dims for name, size in factors if name == PLACES), 1)
         named = _named(source, sizes, row)
-        parts += [Part(name, dims, starts, count, fixed) for name, fixed in named]
+        parts += [TensorPart(name, dims, starts, count, fixed) for name, fixed in named]
         starts += count
         theirs = [name for factors in dims for name, _ in factors if name != PLACES]
         letters[source] = sorted(theirs + _BRACES.findall(source.name))
@@ -235,10 +235,12 @@ def plan(row: Row, sizes: Sizes) -> Plan:
             f"row {row.target!r} has {len(row.sources)} sources and the pattern {row.pattern!r}: "
             f"say with + along which dim they lie"
         )
-    return Plan(row.target, dims, tuple(parts))
+    return TensorPlan(row.target, dims, tuple(parts))
 
 
-def _named(source: Source, sizes: Sizes, row: Row) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
+def _named(
+    source: TensorSource, sizes: Sizes, row: Row
+) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
     """List the names of a source's arrays, each with its place along the letter in braces."""
     found = _BRACES.search(source.name)
     if found is None:
@@ -289,7 +291,7 @@ def _dims(pattern: str, sizes: Sizes, target: str) -> tuple[Factors, ...]:
 
 
 def _fill(
-    view: np.ndarray, names: Sequence[str], part: Part, spans: Mapping[str, Range], read: Read
+    view: np.ndarray, names: Sequence[str], part: TensorPart, spans: Mapping[str, Range], read: Read
 ) -> None:
     """Read what a part has of a slice into its view, in which dims are letters."""
     order = [name for factors in part.dims for name, _ in factors]

@@ -30,7 +30,7 @@ from pipeline.insight.forecast.narrower import cast_once, rounded
 from pipeline.insight.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
 from pipeline.planner.chips import CHIPS
-from pipeline.planner.layout import Job, Layout
+from pipeline.planner.layout import MeshLayout, PlannedJob
 from pipeline.planner.memory import pipeline_bytes
 from pipeline.planner.models import MODELS as SIZES
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
@@ -452,7 +452,7 @@ def test_the_planner_says_the_same_of_a_step(name):
     config, found, plan = predicted(name)
     axes, traced = CASES[name][1], found.gradients
     D, S, T = axes["data"], axes["stage"], axes.get("tensor", 1)
-    layout = Layout(
+    layout = MeshLayout(
         D,
         S,
         T,
@@ -463,7 +463,7 @@ def test_the_planner_says_the_same_of_a_step(name):
         vocabulary="stage" if plan.shared else "ends",
     )
     sizes, chip = SIZES[f"llama-{name.lower()}"], CHIPS["v5p"]
-    job = Job(sizes, chip, D * S * T, 32 * D, 8192, 1, "lockstep", chip.efficiency)
+    job = PlannedJob(sizes, chip, D * S * T, 32 * D, 8192, 1, "lockstep", chip.efficiency)
     said = pipeline_bytes(job, layout)
     for kind, size in {
         "weights": traced.weights,
