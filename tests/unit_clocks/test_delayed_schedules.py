@@ -352,7 +352,7 @@ def test_a_program_cannot_hide_what_it_is():
 def test_the_table_of_ratios():
     """docs/kernel.md: makespan with delayed sends over that without, S = 8, M = 32."""
     text = KERNEL.read_text(encoding="utf-8").split("## Sends beside work", 1)[1]
-    head, *rows = re.findall(r"^\| (.*) \|$", text.split("What the TPU", 1)[0], re.MULTILINE)
+    head, *rows = re.findall(r"^\| (.*) \|$", text.split("The table counts", 1)[0], re.MULTILINE)
     comms = [float(cell) for cell in head.split(" | ")[2:]]
     said = [row.split(" | ") for row in rows if row[0] == "`"]
     assert len(said) == 6
