@@ -41,7 +41,7 @@ WHOLE = {"extras": {"mask": P(), "shift": P()}}
     [
         ("1f1b", "stage", 2),
         pytest.param("zb_h1", None, 1, marks=pytest.mark.slow),
-        pytest.param("gpipe", "gathered", 2, marks=pytest.mark.slow),
+        pytest.param("gpipe", None, 2, marks=pytest.mark.slow),
     ],
 )
 def test_an_extra_without_a_batch_axis_reaches_every_stage_whole(schedule, remat, data):
