@@ -53,7 +53,7 @@ def test_what_is_dropped_goes_at_once() -> None:
 
 
 def test_a_clone_shares_what_is_compiled_and_outlives_the_pipeline() -> None:
-    """Whoever is left keeps it; with the last it goes, also where `nnx.jit` remembers the graph."""
+    """Compiled functions live as long as any clone, also where `nnx.jit` remembers the graph."""
     traced: list[None] = []
     pipe = make(traced)
     pipe.value_and_grad(X, X)

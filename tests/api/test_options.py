@@ -87,7 +87,7 @@ def test_the_plan_has_every_option_and_remembers_what_was_given() -> None:
 
 
 def test_a_file_can_set_each_option_that_has_a_spelling_in_toml() -> None:
-    """Of the others each is an object of Python, or comes from another table."""
+    """The other options are Python objects, or come from another table."""
     found = {one.name: one for one in dataclasses.fields(PipelineOptions)}
     others = {one.name for one in dataclasses.fields(Options)} - set(found)
     parallel = {"num_microbatches", "mesh", "param_dtype", "compute_dtype", "grad_dtype"}

@@ -36,7 +36,7 @@ GPT2 = {"rope": None, "positions": 16, "norm": "layer", "gated": False, "kv_head
 
 
 def plain(model, **drawn):
-    """What the model says without caches, a mesh or a pipeline."""
+    """The words of the model without caches, a mesh or a pipeline."""
     stages, embed, head = model
     logits = jax.jit(lambda t: head(functools.reduce(lambda x, s: s(x), stages, embed(t))))
     found = np.zeros((len(PROMPTS), NEW), int)

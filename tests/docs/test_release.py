@@ -15,7 +15,7 @@ TABLE = (DOCS / "compatibility.md").read_text(encoding="utf-8")
 
 
 def row(name: str) -> str:
-    """What the compatibility table says is supported."""
+    """The versions that the compatibility table gives for a package."""
     return re.search(rf"^\| {name} \| (.*?) \|", TABLE, re.MULTILINE)[1]
 
 

@@ -45,7 +45,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Of every module, the modules of ours that it names."""
+    """The modules of ours that each module names."""
     graph: dict[str, set[str]] = {name: set() for name in files}
     for name, file in files.items():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -66,7 +66,7 @@ def folder_of(name: str, file: Path) -> str:
 
 
 def rooms(files: dict[str, Path], graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same between folders."""
+    """Imports between folders."""
     room = {name: folder_of(name, file) for name, file in files.items()}
     found: dict[str, set[str]] = {one: set() for one in room.values()}
     for name, wanted in graph.items():

@@ -168,7 +168,7 @@ def test_only_routers_are_trained_where_experts_are_frozen():
 
 @pytest.mark.slow
 def test_bytes_over_experts_are_the_formula():
-    """Of the first rank: its forward runs twice, the second time for what a backward reads.
+    """The first rank's forward runs twice, the second time for the values that its backward reads.
 
     Letters: n tokens of a rank in a microbatch, d width, k experts of a token.
     """

@@ -94,9 +94,9 @@ def finish(
     """
 
     def call() -> Outcome:
-        run = pure(state, lambda weights, y: _finish(state, weights, y, microbatch, values)[0])
         if not take_loss:
-            run = lambda weights, y: _outputs(state, weights, y, microbatch, values)  # noqa: E731
+            return _outputs(state, weights, y, microbatch, values)
+        run = pure(state, lambda weights, y: _finish(state, weights, y, microbatch, values)[0])
         outcome: Outcome = run(weights, y)
         return outcome
 

@@ -33,7 +33,7 @@ def texts() -> list[str]:
 
 
 def test_every_public_name_has_one_entry(contents: ModuleType) -> None:
-    """Of one that is missing: add it to the page of docs/reference/ that has its group."""
+    """Add a missing name to the page of docs/reference/ that has its group."""
     assert contents.missing(texts()) == []
     found = [name for text in texts() for name in contents.entries(text)]
     assert len(found) == len(set(found)) >= 120
@@ -175,7 +175,7 @@ def test_a_name_that_there_is_not(contents: ModuleType) -> None:
 
 
 def test_the_options_of_a_pipeline_are_listed_by_theme_in_their_order() -> None:
-    """Of one that is missing: put it beside its like in `Options`, and into the table."""
+    """Put a missing option beside those of its theme in `Options`, and into the table."""
     text = (DOCS / "reference" / "pipeline.md").read_text(encoding="utf-8")
     table = text.partition("by theme\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^|]+ \| (`.*?`) \|", table, re.MULTILINE)
