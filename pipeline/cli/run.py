@@ -22,7 +22,7 @@ from pipeline.pipeline import Pipeline
 from pipeline.planner.chips import CHIPS
 from pipeline.training.batches import masked, padded
 from pipeline.training.checkpoints import Checkpoints
-from pipeline.training.config import Config, RunConfigError, load
+from pipeline.training.config import Config, PipelineOptions, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
@@ -73,8 +73,10 @@ def make_model(config: Config) -> Any:
     if config.data.pad:
         made = made | {"loss_fn": masked(made["loss_fn"])}
     rest = {key: value for key, value in made.items() if key not in ("stages", "read")}
-    options = config.parallel.pipeline_options() | config.pipeline.options()
-    pipe = Pipeline(made["stages"], **options, **rest)
+    # Of `batch` and `ignore`, which both may say, a default of the file says nothing.
+    unsaid, own = PipelineOptions().options(), config.pipeline.options()
+    own = {key: value for key, value in own.items() if key not in rest or value != unsaid.get(key)}
+    pipe = Pipeline(made["stages"], **(rest | config.parallel.pipeline_options() | own))
     if "read" in made:
         made["read"](pipe)
     return pipe

@@ -7,6 +7,7 @@ from typing import Any
 import grain
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from pipeline import CrossEntropy
 from tests.support import models
@@ -59,3 +60,11 @@ def data(rows: int = ROWS) -> Any:
 def held_out() -> list:
     """Of eight rows, and of five."""
     return [batch(10**6 + 1), batch(10**6 + 2, 5)]
+
+
+def with_axes() -> dict[str, Any]:
+    """A model whose function says how a batch is split, and what makes no difference to stages."""
+    made = parts()
+    for number, stage in enumerate(made["stages"]):
+        stage.number = stage.other = number
+    return made | {"batch": P(("data", "expert"), "context"), "ignore": ("number", "other")}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pipeline import plan
 from pipeline.cli import main as cli
+from pipeline.cli.run import make_model
 from pipeline.training.config import Config, RunConfigError, rates, rules
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,19 @@ def test_what_plan_writes_is_read(tmp_path):
     assert config.pipeline.data_parallel in ("zero1", "fsdp")
 
 
+def test_the_file_says_last_how_a_batch_is_split() -> None:
+    """A function's own `batch` and `ignore` hold where the file says nothing."""
+    table = {"parallel": {"stage": 2, "num_microbatches": 2, "axes": {"expert": 2, "context": 2}}}
+    made = {"function": "tests.training.runnable:with_axes"}
+    of_function = make_model(Config.from_dict(over(table, {"model": made})))
+    assert of_function.plan.options.batch == P(("data", "expert"), "context")
+    assert of_function.plan.options.ignore == ("number", "other")
+    file = {"pipeline": {"batch": [["expert"], "context"], "ignore": ["number"]}}
+    of_file = make_model(Config.from_dict(over(table | file, {"model": made})))
+    assert of_file.plan.options.batch == P(("expert",), "context")
+    assert of_file.plan.options.ignore == ("number",)
+
+
 def test_what_an_optimizer_is_made_of():
     rate = {"name": "linear_schedule", "arguments": {"init_value": 0.0, "end_value": 1.0}}
     rate["arguments"]["transition_steps"] = 2
@@ -142,6 +157,14 @@ FAULTS = [
     (
         {"pipeline": {"remat": "all"}, "parallel": PARALLEL},
         "pipeline.remat='all': must be 'stage' or 'gathered' or 'none'",
+    ),
+    (
+        {"pipeline": {"batch": ["data", 2]}, "parallel": PARALLEL},
+        "pipeline.batch=['data', 2]: must be a list of texts and lists of texts",
+    ),
+    (
+        {"pipeline": {"auto_axes": ["tensor", ["data"]]}, "parallel": PARALLEL},
+        "pipeline.auto_axes=['tensor', ['data']]: must be a list of texts",
     ),
     (
         {"pipeline": {"remat": "none"}},

@@ -105,16 +105,25 @@ def read_table(kind: Any, table: Any, where: str, faults: list[str]) -> Any:
 
 def _value(hint: Any, value: Any, name: str, faults: list[str]) -> Any:
     """A value of a type, or a fault."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    options = _kinds(hint)
     classes = [one for one in options if is_dataclass(one)]
     if classes and (isinstance(value, Mapping) or type(None) not in options):
         return read_table(classes[0], value, name, faults)
-    for one in options:
-        found = _fitting(one, value)
-        if found is not None:
-            return found
-    faults.append(f"{name}={value!r}: must be {' or '.join(_said(options))}")
-    return None
+    found = _first_fitting(hint, value)
+    if found is None:
+        faults.append(f"{name}={value!r}: must be {' or '.join(_said(options))}")
+    return found
+
+
+def _kinds(hint: Any) -> Sequence[Any]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _first_fitting(hint: Any, value: Any) -> Any:
+    """A value as the first member of a union that it fits; None if it fits none."""
+    fitting = (_fitting(one, value) for one in _kinds(hint))
+    return next((found for found in fitting if found is not None), None)
 
 
 def _fitting(kind: Any, value: Any) -> Any:
@@ -125,8 +134,9 @@ def _fitting(kind: Any, value: Any) -> Any:
     elif get_origin(kind) is dict:
         is_fitting = isinstance(value, dict)
     elif get_origin(kind) is Sequence:
-        is_fitting = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        value = tuple(value) if is_fitting else value
+        items = value if isinstance(value, list) else [None]
+        value = tuple(_first_fitting(get_args(kind)[0], item) for item in items)
+        is_fitting = None not in value
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
         is_fitting, value = True, float(value)
     return value if is_fitting else None
@@ -141,7 +151,13 @@ def _said(options: Iterable[Any]) -> list[str]:
         elif get_origin(one) is dict or is_dataclass(one):
             said.append("a table")
         elif get_origin(one) is Sequence:
-            said.append("a list of texts")
+            said.append(_said_of_items(get_args(one)[0]))
         elif one in names:
             said.append(names[one])
     return said
+
+
+def _said_of_items(hint: Any) -> str:
+    """A list in words, by the type of its items."""
+    is_nested = any(get_origin(one) is Sequence for one in _kinds(hint))
+    return "a list of texts and lists of texts" if is_nested else "a list of texts"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import optax
+from jax.sharding import PartitionSpec
 
 from pipeline.config import ParallelConfig
 from pipeline.core.options.options import Options
@@ -16,6 +17,8 @@ Table = dict[str, Any]
 T = TypeVar("T")
 # M comes from [parallel]. Filters are classes or functions; a word would mean something else.
 _ELSEWHERE = "num_microbatches", "wrt", "state"
+# A PartitionSpec as a list with an entry for each dim; without it, the model's function may say it.
+_SPELT: dict[str, tuple[Any, Any]] = {"batch": (Sequence[str | Sequence[str]] | None, None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,8 @@ def _written() -> dict[str, tuple[Any, Any]]:
             for kind in kinds
             if kind in (str, int, float, bool) or get_origin(kind) in (Literal, Sequence)
         ]
+        if one.name in _SPELT:
+            found[one.name] = _SPELT[one.name]
         if not plain or one.name in _ELSEWHERE:
             continue
         if type(None) in kinds:
@@ -120,9 +125,11 @@ class PipelineOptions:
     """Options of `pipeline.Pipeline` that a file can set, beside [parallel]."""
 
     def options(self) -> Table:
-        """The arguments of `Pipeline`, by name."""
+        """The arguments of `Pipeline`, by name; ``batch`` only where the file has it."""
         values: Table = asdict(self)  # type: ignore[call-overload]
-        return {name: None if value == "none" else value for name, value in values.items()}
+        batch = values.pop("batch")
+        options = {name: None if value == "none" else value for name, value in values.items()}
+        return options if batch is None else options | {"batch": PartitionSpec(*batch)}
 
 
 @dataclass(frozen=True, kw_only=True)
