@@ -8,7 +8,10 @@ time on one GPU over S; the plain model accumulates the same microbatches, with 
 `jax.checkpoint` around each stage.
 
 ``--target FILE`` compiles for GPUs that are not there, described as XLA describes them
-(`GpuTargetConfigProto` as text), and prints bytes alone; it needs jax's CUDA plugin.
+(`GpuTargetConfigProto` as text), and prints bytes alone; it needs jax's CUDA plugin. ``--only`` takes
+names of timetables as the tables print them, for a short run; the plain model is always timed:
+
+    python -m bench.gpu steps --only "1f1b, V=1, remat=None" "zb_v, V=2, remat=None"
 
 Letters: S ranks, K stages, V chunks, M microbatches.
 """
@@ -17,11 +20,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import json
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +167,27 @@ def plain(case: Case, stages: int, *, remat: bool) -> tuple[Any, Any]:
     return step, weights
 
 
-def check(devices: Any) -> list[list[str]]:
+def chosen(names: Sequence[str] | None) -> tuple[Ours, ...]:
+    """Timetables by name, in the order of `OURS`; all of them if no names are given.
+
+    Raises:
+      ValueError: a name that none of them has.
+    """
+    if names is None:
+        return OURS
+    known = [ours.name for ours in OURS]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0)
+            listed = "\n".join(f"  {one}" for one in known)
+            raise ValueError(
+                f"--only {name!r}: no timetable has this name, the nearest is {near[0]!r}; quote "
+                f"one or more of these names:\n{listed}"
+            )
+    return tuple(ours for ours in OURS if ours.name in names)
+
+
+def check(devices: Any, wanted: Iterable[Ours]) -> list[list[str]]:
     """Loss and gradients against the plain model's in float32; rows of a table.
 
     Raises:
@@ -173,7 +197,7 @@ def check(devices: Any) -> list[list[str]]:
     with jax.default_matmul_precision("highest"):
         step, weights = plain(FEW, 4 * len(devices), remat=False)
         loss, grads = step(weights, *FEW.data())
-        for ours in OURS:
+        for ours in wanted:
             pipe = ours.pipeline(FEW, devices)
             found, theirs = pipe.value_and_grad(*FEW.data())
             layers = pipe.to_layers(theirs)
@@ -316,6 +340,8 @@ def main() -> None:
     )
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help=f"{SECTIONS}")
     parser.add_argument("--platform", default="cuda", help="jax's name of the devices (cuda)")
+    only = "names of timetables to run, quoted, as the tables print them (all)"
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=only)
     parser.add_argument("--rounds", type=int, default=9, help="runs per variant (9)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--target", type=Path, help="text of a GpuTargetConfigProto: compile only")
@@ -323,8 +349,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     arguments = parser.parse_args()
     case = SMALL if arguments.small else LARGE
+    try:
+        wanted = chosen(arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.target:
-        bytes_only(case, described(arguments.target, arguments.ranks))
+        bytes_only(case, described(arguments.target, arguments.ranks), wanted)
         return
     jax.config.update("jax_platforms", arguments.platform)
     devices = jax.devices()
@@ -333,23 +363,23 @@ def main() -> None:
     record |= {"ranks": len(devices), "case": dataclasses.asdict(case)}
     sections = arguments.sections or SECTIONS
     if "right" in sections:
-        record["errors"] = right = check(devices)
+        record["errors"] = right = check(devices, wanted)
         print(table(["float32, highest precision", "error"], right), flush=True)
     if "predicate" in sections:
         record["predicate_seconds"] = trips = predicates()
         rows = [[kind, f"{1e6 * taken:.2f}"] for kind, taken in trips.items()]
         print(table(["one action, done or not", "us"], rows), flush=True)
     if "steps" in sections:
-        record["variants"] = found = measure(case, devices, arguments.rounds, OURS)
+        record["variants"] = found = measure(case, devices, arguments.rounds, wanted)
         print(text(found, case, len(devices)))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
-def bytes_only(case: Case, devices: Any) -> None:
+def bytes_only(case: Case, devices: Any, wanted: Iterable[Ours]) -> None:
     """Compiled beside predicted temporaries, on GPUs that are not there."""
     rows = []
-    for ours in OURS:
+    for ours in wanted:
         one = compiled_bytes(ours.pipeline(case, devices, of_types=True), case)
         shares = [one["compiled"], one["predicted"]]
         rows.append([ours.name, *(f"{s / GB:.3f}" for s in shares), f"{shares[1] / shares[0]:.2f}"])
