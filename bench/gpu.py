@@ -8,8 +8,9 @@ time on one GPU over S; the plain model accumulates the same microbatches, with 
 `jax.checkpoint` around each stage.
 
 ``--target FILE`` compiles for GPUs that are not there, described as XLA describes them
-(`GpuTargetConfigProto` as text), and prints bytes alone; it needs jax's CUDA plugin. ``--only`` takes
-names of timetables as the tables print them, for a short run; the plain model is always timed:
+(`GpuTargetConfigProto` as text), and prints bytes alone; it needs jax's CUDA plugin. ``--only``
+takes names of timetables as the tables print them, for a short run; the plain model is always
+timed:
 
     python -m bench.gpu steps --only "1f1b, V=1, remat=None" "zb_v, V=2, remat=None"
 
