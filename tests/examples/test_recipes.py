@@ -57,13 +57,26 @@ def from_nnx_optimizer(found: dict[str, Any]) -> None:
     assert found["weights"] < 1e-5
 
 
+def mixture_of_experts(found: dict[str, Any]) -> None:
+    learns(found)
+    assert found["part"] == 1 / 4  # two ranks of stage, two of expert
+    assert found["busiest"] < 2 / 8
+
+
+def long_context(found: dict[str, Any]) -> None:
+    learns(found)
+    assert found["apart"] < 1e-4
+
+
 IN_PROCESS = [
     from_nnx_optimizer,
     data_by_grain,
     gpt_by_hand,
     hugging_face_lora,
     linen_by_bridge,
+    long_context,
     metrics,
+    mixture_of_experts,
     my_model_by_split,
 ]
 
