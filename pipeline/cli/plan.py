@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, whole
 from pipeline.planner import CHIPS, MODELS, DoesNotFitError, plan
+from pipeline.planner.experts import DISPATCHES
 from pipeline.planner.makespan import CLOCKS
 
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
@@ -47,13 +48,28 @@ def add(sub: Any, name: str) -> Parser:
     )
     add("--clock", choices=CLOCKS, default="lockstep", help="of pipelines (lockstep)")
     add("--efficiency", type=float, metavar="E", help="of products, of peak (the chip's)")
+    add(
+        "--dispatch",
+        nargs="+",
+        choices=DISPATCHES,
+        default=DISPATCHES,
+        help="ways of taking tokens to experts that are tried (all)",
+    )
+    add(
+        "--imbalance",
+        type=float,
+        default=1.25,
+        metavar="X",
+        help="load of the busiest expert over the mean (1.25)",
+    )
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
-    wanted = ("model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency")
+    wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
+    wanted += ["dispatch", "imbalance"]
     try:
         plans = plan(**{name: getattr(options, name) for name in wanted})
         if options.out is not None:

@@ -7,8 +7,19 @@ later.
 """
 
 from pipeline.planner.chips import CHIPS, Chip
+from pipeline.planner.experts import ExpertSizes, LatentSizes
 from pipeline.planner.models import MODELS, ModelSizes
 from pipeline.planner.plans import DoesNotFitError, Plans
 from pipeline.planner.search import plan
 
-__all__ = ["CHIPS", "MODELS", "Chip", "DoesNotFitError", "ModelSizes", "Plans", "plan"]
+__all__ = [
+    "CHIPS",
+    "MODELS",
+    "Chip",
+    "DoesNotFitError",
+    "ExpertSizes",
+    "LatentSizes",
+    "ModelSizes",
+    "Plans",
+    "plan",
+]

@@ -1,6 +1,7 @@
 """All layouts of a job that divide: meshes, schedules, V, microbatches, remat, shards of weights.
 
-Letters: S, D, T ranks on `stage`, `data`, `tensor`; V stages on a rank, M microbatches.
+Letters: S, D, E, T ranks on `stage`, `data`, `expert`, `tensor`; V stages on a rank, M
+microbatches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipeline.planner.experts import Dispatched, capacity_for
 from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, MeshLayout, PlannedJob
 from pipeline.planner.makespan import built
 from schedules import ScheduleError, names
@@ -34,17 +36,17 @@ def layouts_of(
 ) -> Iterator[MeshLayout]:
     """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
     each = job.devices // job.slices
-    for D, S, T in _meshes(job, faults):
+    for D, E, S, T in _meshes(job, faults):
         for stages in _divisors(math.gcd(S, job.slices)):
             slices = job.slices // stages
-            if D % slices or (D // slices) * (S // stages) * T != each:
+            if D % slices or (D // slices) * E * (S // stages) * T != each:
                 continue
-            base = MeshLayout(D, S, T, slices, stages)
+            base = MeshLayout(D, S, T, slices, stages, experts=Dispatched(E))
             yield from _alone(job, base, remat) if S == 1 else _piped(job, base, schedules, remat)
 
 
-def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int]]:
-    """D, S, T that the model and the batch can share; others are noted with their rule."""
+def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int, int]]:
+    """D, E, S, T that the model and the batch can share; others are noted with their rule."""
     model, each = job.model, job.devices // job.slices
 
     def refuse(rule: str, size: int) -> None:
@@ -55,28 +57,57 @@ def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int
     for T in _divisors(each):
         if T > MOST_TENSOR:
             break
+        if model.experts is not None and T > 1:
+            refuse("tensor: experts are not cut over it, so each of its ranks would compute all", T)
+            continue
         if model.kv_heads % T or model.hidden % T or job.seq % T:
             refuse(f"tensor: must divide {model.kv_heads} heads of keys, columns, positions", T)
             continue
         for S in _divisors(job.devices // T):
-            D = job.devices // (S * T)
+            rest = job.devices // (S * T)
             if not _share(model.layers, S):
                 refuse(f"stage: cannot share {model.layers} layers with less than 10% idle", S)
-            elif job.batch % D:
-                refuse(f"data: must divide the batch of {job.batch}", D)
+            elif job.batch % rest:
+                refuse(f"data: must divide the batch of {job.batch}", rest)
             else:
-                yield D, S, T
+                for E in _expert_ranks(job, math.gcd(rest, each)):
+                    yield rest // E, E, S, T
+
+
+def _expert_ranks(job: PlannedJob, ranks: int) -> list[int]:
+    """List E that divide the number of experts and the ranks."""
+    experts = job.model.experts
+    return [1] if experts is None else _divisors(math.gcd(experts.number, ranks))
+
+
+def _ways(job: PlannedJob, experts: Dispatched, rows: int) -> list[Dispatched]:
+    """All dispatches over so many ranks; they are one where there is one rank."""
+    if experts.ranks == 1 or job.model.experts is None:
+        return [experts]
+    factor = capacity_for(job.model.experts, rows * job.seq, job.imbalance)
+    return [
+        replace(experts, way=way, capacity=factor if way == "capacity" else 1.0)
+        for way in job.dispatch
+    ]
 
 
 def _alone(job: PlannedJob, base: MeshLayout, remat: Sequence[str | None]) -> Iterator[MeshLayout]:
-    each = job.batch // base.data
+    each = job.batch // base.rows_ranks
     ways = ["replicated"]
-    if base.data > 1:
+    if base.rows_ranks > 1:
         ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
     # All of it is one stage, and what is gathered again is the compiler's choice.
     kept = _but(remat, OF_PIPELINES)
     for rows, way, again in itertools.product(_divisors(each), ways, kept):
-        yield replace(base, microbatches=each // rows, rows=rows, data_parallel=way, remat=again)
+        for experts in _ways(job, base.experts, rows):
+            yield replace(
+                base,
+                microbatches=each // rows,
+                rows=rows,
+                data_parallel=way,
+                remat=again,
+                experts=experts,
+            )
 
 
 def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | None]:
@@ -87,8 +118,8 @@ def _but(remat: Sequence[str | None], others: Sequence[str]) -> Sequence[str | N
 def _piped(
     job: PlannedJob, base: MeshLayout, schedules: Sequence[str], remat: Sequence[str | None]
 ) -> Iterator[MeshLayout]:
-    S, each = base.stage, job.batch // base.data
-    ways = ["replicated"] if base.data == 1 else ["zero1", "fsdp"]
+    S, each = base.stage, job.batch // base.rows_ranks
+    ways = ["replicated"] if base.rows_ranks == 1 else ["zero1", "fsdp"]
     kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
     for name, rows in itertools.product(schedules, ROWS):
         if each % rows:
@@ -97,7 +128,8 @@ def _piped(
             M = each // rows
             if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
                 continue
-            for again, way, word in itertools.product(kept, ways, ("ends", "stage")):
+            every = itertools.product(kept, ways, ("ends", "stage"), _ways(job, base.experts, rows))
+            for again, way, word, experts in every:
                 yield replace(
                     base,
                     schedule=name,
@@ -107,6 +139,7 @@ def _piped(
                     remat=again,
                     data_parallel=way,
                     vocabulary=word,
+                    experts=experts,
                 )
 
 

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
@@ -20,6 +21,7 @@ from pipeline.planner.layout import (
     MeshLayout,
     PlannedJob,
     layers_of_stages,
+    parameters_alone,
     parameters_of,
 )
 from pipeline.planner.makespan import makespan
@@ -34,7 +36,8 @@ ATTENTION_EFFICIENCY = 0.5
 FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
-# How often what a block sends over `tensor` in F is sent in all; 3 where blocks run again.
+# How often what a block sends over `tensor` or `expert` in F is sent in all; 3 where blocks run
+# again.
 PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5}
 # Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
 BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
@@ -46,7 +49,8 @@ class Estimate:
 
     Attributes:
       layout: which.
-      seconds: of a step, by what they go to: compute, recompute, bubble, tensor, data, update.
+      seconds: of a step, by what they go to: compute, recompute, bubble, tensor, expert, data,
+        update.
       bytes: on the fullest chip, by what they hold.
       bound: whether the bubble is left out.
     """
@@ -68,14 +72,14 @@ class Estimate:
 
 
 def mfu(job: PlannedJob, step: float) -> float:
-    """The model's operations over what the chips could do in a step."""
+    """The model's operations over what the chips could do in a step; of experts, those chosen."""
     tokens = job.batch * job.seq
     return tokens * job.model.step_operations(job.seq) / (job.devices * job.chip.flops * step)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Seconds of one block on one microbatch, of head and lookup, and of `tensor` beside."""
+    """Seconds of one block on one microbatch, of head and lookup, and of what it sends beside."""
 
     f: float
     i: float
@@ -84,19 +88,26 @@ class _Block:
     again: float  # F in its backward, which has no use for what the last product gives
     scores: float  # of F, attention
     tensor: float  # of one pass
+    expert: float  # of one pass
     head: float
     head_tensor: float
     embed: float
 
+    @property
+    def sends(self) -> float:
+        """Seconds of one pass, over all axes."""
+        return self.tensor + self.expert
+
 
 @functools.lru_cache(maxsize=4096)
-def _block(job: PlannedJob, rows: int, tensor: int, ring: float) -> _Block:
+def _block(job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispatched) -> _Block:
     model, chip = job.model, job.chip
     tokens = rows * job.seq
     activation = COMPUTE_BYTES * tokens * model.width
     part = (tensor - 1) / tensor
     passing = 4 * part * activation / ring
     head_tensor = 2 * part * activation / ring
+    dispatch = 0.0 if model.experts is None else experts.seconds(model.experts, activation, chip)
     if job.costs:
         # Of the next smaller microbatch that was measured, in proportion.
         known = [one for one in job.costs if one[0] <= rows] or [job.costs[0]]
@@ -106,15 +117,21 @@ def _block(job: PlannedJob, rows: int, tensor: int, ring: float) -> _Block:
             for name in ("f", "i", "w", "head", "embed")
         )
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
-        return _Block(f, i, w, b, f, 0.0, passing, head, head_tensor, embed)
+        return _Block(f, i, w, b, f, 0.0, passing, dispatch, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
-    product = 2 * model.block_matrices * tokens / rate
+    multiplied = float(model.active_matrices)
+    if model.experts is not None:  # of the rank with the busiest expert
+        load = experts.load(model.experts, job.imbalance)
+        multiplied = model.whole_matrices + load * model.chosen_matrices
+    product = 2 * multiplied * tokens / rate
     score = model.scores(job.seq) / FORWARD_SCORES * tokens / tensor
     score /= chip.flops * ATTENTION_EFFICIENCY
-    weights = model.block_matrices / tensor / chip.hbm_bandwidth  # seconds to read one byte of each
-    passes = chip.passes * model.plain_residuals * tokens / tensor / chip.hbm_bandwidth
+    held = model.whole_matrices / tensor + model.expert_matrices / experts.ranks
+    weights = held / chip.hbm_bandwidth  # seconds to read one byte of each
+    read = model.plain_residuals(experts) * tokens / tensor
+    passes = chip.passes * read / chip.hbm_bandwidth
     logits = chip.passes * 4 * model.vocabulary * tokens / tensor / chip.hbm_bandwidth
-    last = model.width * model.hidden / model.block_matrices  # of the products
+    last = model.last_matrix / model.active_matrices  # of the products
     through = max(product, COMPUTE_BYTES * weights)
     f = through + passes + FORWARD_SCORES * score
     i = through + BACKWARD_PASSES * passes + BACKWARD_SCORES * score
@@ -127,6 +144,7 @@ def _block(job: PlannedJob, rows: int, tensor: int, ring: float) -> _Block:
         again=(1 - last) * through + AGAIN_PASSES * passes + FORWARD_SCORES * score,
         scores=FORWARD_SCORES * score,
         tensor=passing,
+        expert=dispatch,
         head=3 * 2 * model.table * tokens / rate + logits,
         head_tensor=head_tensor,
         embed=4 * activation / tensor / chip.hbm_bandwidth,
@@ -143,13 +161,13 @@ class _Links:
 
 
 def _links(job: PlannedJob, layout: MeshLayout) -> _Links:
-    """Axes of the torus: one for `stage`, one for `tensor`, the rest for `data`."""
+    """Axes of the torus: one each for `stage`, `expert` and `tensor`, the rest for `data`."""
     chip, left = job.chip, job.chip.axes
     if not left:
         return _Links(chip.link, chip.link, chip.link)
     has_stage = layout.stage > layout.stage_slices
     has_data = layout.data > layout.data_slices
-    left -= has_stage
+    left -= has_stage + (layout.experts.ranks > 1)
     tensor = 1 if has_data else max(1, left)
     left -= tensor if layout.tensor > 1 else 0
     return _Links(chip.ring(max(1, left)), chip.ring(), chip.ring(tensor))
@@ -159,6 +177,26 @@ def _gather(size: float, inside: int, outside: int, link: float, network: float)
     """Seconds of an all-gather or reduce-scatter: between slices each chip has its part alone."""
     seconds = (inside - 1) / inside * size / link
     return seconds + (outside - 1) / outside * size / inside / network
+
+
+def _shared(
+    job: PlannedJob, layout: MeshLayout, links: _Links, whole: float, own: float, *, across: int = 0
+) -> float:
+    """Seconds of an all-gather or reduce-scatter of weights over the ranks with rows of their own.
+
+    Args:
+      job: what is trained.
+      layout: how.
+      links: of the slice.
+      whole: bytes that the ranks of `expert` share too.
+      own: bytes that only those of `data` share.
+      across: slices that share; all along `data` by default.
+    """
+    inside, outside = layout.data // layout.data_slices, across or layout.data_slices
+    network = job.chip.network
+    return _gather(whole, inside * layout.experts.ranks, outside, links.data, network) + _gather(
+        own, inside, outside, links.data, network
+    )
 
 
 def _messages(
@@ -191,11 +229,12 @@ def _stage(job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block, n:
     S, T, V = layout.stage, layout.tensor, layout.chunks
     gather = 0.0
     if layout.data_parallel == "fsdp":
-        size = WEIGHT * job.model.layers * job.model.block / (S * V * T)
-        inside = layout.data // layout.data_slices
-        gather = _gather(size, inside, layout.data_slices, links.data, job.chip.network)
-    forward = n * (block.f + block.tensor)
-    beside = n * block.tensor + _again(layout, block, n) + gather
+        model, each = job.model, WEIGHT * job.model.layers / (S * V)
+        whole = each * (model.block - model.expert_matrices) / T
+        own = each * model.expert_matrices / layout.experts.ranks
+        gather = _shared(job, layout, links, whole, own)
+    forward = n * (block.f + block.sends)
+    beside = n * block.sends + _again(layout, block, n) + gather
     over_tensor, words = _head_sends(job, layout, links, block)
     return _Stage(
         f=forward + gather,
@@ -213,11 +252,11 @@ def _again(layout: MeshLayout, block: _Block, n: float) -> float:
     if layout.remat is None:
         return 0.0
     if layout.remat == GATHERED:
-        return n * (PASSES[GATHERED] - PASSES[None]) * block.tensor
+        return n * (PASSES[GATHERED] - PASSES[None]) * block.tensor  # experts' are kept
     if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
-        return (n - 1) * block.f + block.again + n * block.tensor
+        return (n - 1) * block.f + block.again + n * block.sends
     kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
-    return n * (block.again - kept + block.tensor)
+    return n * (block.again - kept + block.sends)
 
 
 def _head_sends(
@@ -250,7 +289,7 @@ def _skips(layout: MeshLayout) -> bool:
 def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
     links = _links(job, layout)
-    block = _block(job, layout.rows, layout.tensor, links.tensor)
+    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
     activation = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
     counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
     stages = [_stage(job, layout, links, block, n) for n in counts]
@@ -282,7 +321,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         )
     S, M, V = layout.stage, layout.microbatches, layout.chunks
     links = _links(job, layout)
-    block = _block(job, layout.rows, layout.tensor, links.tensor)
+    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
     over_tensor, words = _head_sends(job, layout, links, block)
@@ -300,12 +339,16 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         whole = makespan(layout.schedule, S, V, M, costs, shared, job.clock)
     compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
     tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
+    again = 2 if layout.remat == GATHERED else passes
+    expert = M * (again - skips / (S * V)) * layers * block.expert
     gathers = M * ((2 * V - skips / S) * one.gather + words)
     seconds = {
         "compute": compute,
-        "recompute": work - compute - tensor - gathers,  # and what halves of backwards add
+        # And what halves of backwards add.
+        "recompute": work - compute - tensor - expert - gathers,
         "bubble": whole - work,
         "tensor": tensor,
+        "expert": expert,
         "data": gathers + _reduce(job, layout, links),
         "update": _update(job, layout),
     }
@@ -314,58 +357,68 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
 
 def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     """Seconds, once a step: gradients are summed, and ZeRO-1 gathers new weights."""
-    blocks, ends = parameters_of(job, layout)
-    inside, outside = layout.data // layout.data_slices, layout.data_slices
-    gradients = WEIGHT * (blocks + ends)
-    weights = 0.0 if layout.data_parallel == "fsdp" else gradients
-    network = job.chip.network
-    seconds = _gather(gradients + weights, inside, outside, links.data, network)
+    held, network = parameters_of(job, layout), job.chip.network
+    # Gradients, and new weights.
+    times = WEIGHT * (1 if layout.data_parallel == "fsdp" else 2)
+    whole = times * (held.whole + held.ends)
+    seconds = _shared(job, layout, links, whole, times * held.experts)
+    ends = WEIGHT * held.ends / layout.rows_ranks
     if layout.vocabulary == "ends":
         S = layout.stage
         link = links.stage if layout.stage_slices == 1 else network
-        seconds += 2 * (S - 1) / S * WEIGHT * ends / layout.data / link
+        seconds += 2 * (S - 1) / S * ends / link
     elif layout.schedule is not None:  # each rank of `tensor` has a sum over its positions
         T = layout.tensor
-        seconds += 2 * (T - 1) / T * WEIGHT * ends / layout.data / links.tensor
+        seconds += 2 * (T - 1) / T * ends / links.tensor
     return seconds
 
 
 def _update(job: PlannedJob, layout: MeshLayout) -> float:
     """Seconds of Adam: weight and moments are read and written, the gradient is read."""
-    parts = 1 if layout.data_parallel == "replicated" else layout.data
-    if layout.data_parallel == "hsdp":
-        parts //= layout.data_slices
-    return 7 * WEIGHT * sum(parameters_of(job, layout)) / parts / job.chip.hbm_bandwidth
+    alone = layout.schedule is None
+    held = parameters_alone(job, layout) if alone else parameters_of(job, layout)
+    shared = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
+    own = held.all
+    if layout.data_parallel != "replicated":
+        own = held.shards(shared, layout.experts.ranks)
+    return 7 * WEIGHT * own / job.chip.hbm_bandwidth
 
 
 def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Seconds without a pipeline: data and tensor parallelism, collectives beside work."""
     model, links, M = job.model, _links(job, layout), layout.microbatches
-    block = _block(job, layout.rows, layout.tensor, links.tensor)
+    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
     L = model.layers
     passes = PASSES.get(layout.remat, 3)
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
-    recompute = M * _again(layout, replace(block, tensor=0.0), L)
+    recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)
-    busy = (compute + recompute + tensor) / M
-    inside, outside = layout.data // layout.data_slices, layout.data_slices
-    size, network = model.parameters / layout.tensor, job.chip.network
+    expert = M * L * passes * block.expert
+    busy = (compute + recompute + tensor + expert) / M
+    outside, network = layout.data_slices, job.chip.network
+    held = parameters_alone(job, layout)
+    whole, own = held.whole + held.ends, held.experts
     if layout.data_parallel in ("fsdp", "hsdp"):
         # Each microbatch gathers bfloat16 weights twice and reduces bfloat16 gradients once.
         across = outside if layout.data_parallel == "fsdp" else 1
-        sent = _gather(3 * COMPUTE_BYTES * size, inside, across, links.data, network)
+        times = 3 * COMPUTE_BYTES
+        sent = _shared(job, layout, links, times * whole, times * own, across=across)
         data = M * max(0.0, sent - busy)
         if layout.data_parallel == "hsdp":  # slices sum once, beside the last backward
-            once = 2 * (outside - 1) / outside * WEIGHT * size / inside / network
+            inside = layout.data // outside
+            part = held.shards(inside, layout.experts.ranks)
+            once = 2 * (outside - 1) / outside * WEIGHT * part / network
             data += max(0.0, once - max(0.0, busy - sent) * 2 / 3)
     else:
-        once = _gather(2 * WEIGHT * size, inside, outside, links.data, network)
+        times = 2 * WEIGHT
+        once = _shared(job, layout, links, times * whole, times * own)
         data = max(0.0, once - busy * 2 / 3)
     return {
         "compute": compute,
         "recompute": recompute,
         "bubble": 0.0,
         "tensor": tensor,
+        "expert": expert,
         "data": data,
         "update": _update(job, layout),
     }

@@ -1,6 +1,7 @@
 """The training job, and one way to spread it.
 
-Letters: S, D, T ranks on `stage`, `data`, `tensor`; V stages on a rank, M microbatches.
+Letters: S, D, E, T ranks on `stage`, `data`, `expert`, `tensor`; V stages on a rank, M
+microbatches.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.planner.chips import Chip
+from pipeline.planner.experts import DISPATCHES, Dispatched
 from pipeline.planner.models import ModelSizes
 from schedules import Costs
 
 BUT_ATTENTION = "block_but_attention"
 GATHERED = "gathered"
 OF_PIPELINES = ("stage", GATHERED)  # what a pipeline does by itself, whatever the model
+ALL_HERE = Dispatched()  # every rank has all experts
 WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
 
 
@@ -32,6 +35,8 @@ class PlannedJob:
       efficiency: of the products of a block, of peak.
       costs: seconds of one block on so many sequences on one chip, without recomputation, instead:
         ascending counts, each with its costs.
+      dispatch: ways of taking tokens to experts that are tried.
+      imbalance: load of the busiest expert over the mean.
     """
 
     model: ModelSizes
@@ -43,6 +48,8 @@ class PlannedJob:
     clock: str
     efficiency: float
     costs: tuple[tuple[int, Costs], ...] = ()
+    dispatch: tuple[str, ...] = DISPATCHES
+    imbalance: float = 1.25
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class MeshLayout:
     """One way to spread a job.
 
     Attributes:
-      data: D.
+      data: D, without the ranks of `expert`, which have rows of their own too.
       stage: S.
       tensor: T.
       data_slices: of D, how many lie in slices of their own.
@@ -65,6 +72,7 @@ class MeshLayout:
       data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
         "hsdp": weights over the data shards of a slice.
       vocabulary: "ends" or "stage".
+      experts: E, and how tokens get there.
     """
 
     data: int
@@ -79,6 +87,12 @@ class MeshLayout:
     remat: str | None = None
     data_parallel: str = "replicated"
     vocabulary: str = "ends"
+    experts: Dispatched = ALL_HERE
+
+    @property
+    def rows_ranks(self) -> int:
+        """D·E, ranks with rows of their own."""
+        return self.data * self.experts.ranks
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -105,9 +119,53 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     return [longest - 1] * first + [longest] * even + [longest - 1] * (short - first)
 
 
-def parameters_of(job: PlannedJob, layout: MeshLayout) -> tuple[float, float]:
-    """Number of parameters in a rank's blocks, and in its share of embedding and head."""
+@dataclass(frozen=True)
+class HeldParameters:
+    """Number of parameters on a rank.
+
+    Attributes:
+      whole: of its blocks, which all D·E ranks with rows of their own have.
+      experts: of its blocks, which the D ranks of `data` have.
+      ends: its share of embedding and head.
+    """
+
+    whole: float
+    experts: float
+    ends: float
+
+    @property
+    def blocks(self) -> float:
+        """Parameters of its blocks."""
+        return self.whole + self.experts
+
+    @property
+    def all(self) -> float:
+        """All of them."""
+        return self.blocks + self.ends
+
+    def shards(self, data: int, ranks: int) -> float:
+        """Number of parameters of a rank's part, where ranks with the same ones share them out.
+
+        Args:
+          data: ranks of `data` that share.
+          ranks: E.
+        """
+        return (self.whole + self.ends) / (data * ranks) + self.experts / data
+
+
+def parameters_of(job: PlannedJob, layout: MeshLayout) -> HeldParameters:
+    """Count the parameters of a pipeline's rank."""
     model = job.model
-    longest = -(-model.layers // (layout.stage * layout.chunks))
-    blocks = layout.chunks * longest * model.block / layout.tensor
-    return blocks, model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)
+    layers = layout.chunks * -(-model.layers // (layout.stage * layout.chunks))
+    whole = layers * (model.block - model.expert_matrices) / layout.tensor
+    experts = layers * model.expert_matrices / layout.experts.ranks
+    ends = model.ends / (layout.stage if layout.vocabulary == "stage" else layout.tensor)
+    return HeldParameters(whole, experts, ends)
+
+
+def parameters_alone(job: PlannedJob, layout: MeshLayout) -> HeldParameters:
+    """Count the parameters of a rank without a pipeline, before data shards share them out."""
+    model = job.model
+    experts = (model.layers * model.expert_matrices) / layout.experts.ranks
+    whole = model.layers * (model.block - model.expert_matrices) / layout.tensor
+    return HeldParameters(whole, experts, model.ends / layout.tensor)

@@ -15,6 +15,7 @@ from pipeline.planner.layout import (
     WEIGHT,
     MeshLayout,
     PlannedJob,
+    parameters_alone,
     parameters_of,
 )
 from pipeline.planner.makespan import places
@@ -38,7 +39,7 @@ def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, flo
     """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
     tokens = layout.rows * job.seq / layout.tensor
     whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
-    residuals = job.model.plain_residuals * tokens
+    residuals = job.model.plain_residuals(layout.experts) * tokens
     # Residuals and their gradients; under sequence parallelism also what was gathered.
     beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0)
     return whole / layout.tensor, residuals, beside
@@ -58,7 +59,7 @@ def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -
     What attention gave has a float32 log sum of each head beside it.
     """
     tokens = layout.rows * job.seq / layout.tensor
-    attention = (COMPUTE_BYTES * job.model.queries + 4 * job.model.heads) * tokens
+    attention = (COMPUTE_BYTES * job.model.attended + 4 * job.model.heads) * tokens
     return {
         None: residuals + _whole(job, layout),
         GATHERED: residuals,
@@ -76,7 +77,7 @@ def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
     tokens = layout.rows * job.seq
     gradients = job.model.ends_of_products * tokens
     inputs = gradients / layout.tensor if layout.remat == GATHERED else gradients
-    return inputs + gradients + job.model.crossings * tokens / layout.tensor
+    return inputs + gradients + job.model.crossings(layout.experts) * tokens / layout.tensor
 
 
 def _logits(job: PlannedJob, layout: MeshLayout) -> float:
@@ -87,47 +88,50 @@ def _logits(job: PlannedJob, layout: MeshLayout) -> float:
 
 def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip, as the kernel holds them."""
-    S, V, D, M = layout.stage, layout.chunks, layout.data, layout.microbatches
-    blocks, ends = parameters_of(job, layout)
+    S, V, M = layout.stage, layout.chunks, layout.microbatches
+    held_here = parameters_of(job, layout)
+    parts = held_here.shards(layout.data, layout.experts.ranks)
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
-    kept = job.model.residuals * layout.rows * job.seq / layout.tensor
+    kept = job.model.residuals(layout.experts) * layout.rows * job.seq / layout.tensor
     stash = given if layout.remat == "stage" else n * _left(job, layout, given, kept)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     stashes, crossings = places(layout.schedule or "", S, V, M)
     if crossings:
         workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
-    weights, optimizer = WEIGHT * (blocks + ends), 2 * WEIGHT * (blocks + ends)
+    weights = WEIGHT * held_here.all
+    moments = held_here.all if layout.data_parallel == "replicated" else parts
     held = {
         "weights": weights,
-        "optimizer": optimizer / (1 if layout.data_parallel == "replicated" else D),
+        "optimizer": 2 * WEIGHT * moments,
         "gradients": weights,
         "stashes": stashes * stash + crossings * n * _crossing(job, layout),
         # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
-        "weights cast": COMPUTE_BYTES * blocks,
+        "weights cast": COMPUTE_BYTES * held_here.blocks,
         "messages": 2 * V * given,
         "workspace": max(workspace, _logits(job, layout)),
     }
     if layout.data_parallel == "fsdp":
-        held["weights"] /= D
-        held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * blocks / V  # of one action
+        held["weights"] = WEIGHT * parts
+        held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * held_here.blocks / V  # of one action
     return held
 
 
 def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip without a pipeline."""
-    model, L = job.model, job.model.layers
-    size = WEIGHT * model.parameters / layout.tensor
-    shards = {"fsdp": layout.data, "hsdp": layout.data // layout.data_slices}
-    parts = shards.get(layout.data_parallel, 1)
-    moments = layout.data if layout.data_parallel == "zero1" else parts
+    L, E = job.model.layers, layout.experts.ranks
+    here = parameters_alone(job, layout)
+    inside = layout.data // layout.data_slices
+    shards = {"fsdp": layout.data, "hsdp": inside}.get(layout.data_parallel)
+    size = WEIGHT * (here.all if shards is None else here.shards(shards, E))
+    moments = here.shards(layout.data, E) if layout.data_parallel == "zero1" else size / WEIGHT
     given, residuals, beside = _block_bytes(job, layout)
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
-    cast = 3 * COMPUTE_BYTES * model.block / layout.tensor if parts > 1 else size / 2
+    cast = 3 * COMPUTE_BYTES * here.blocks / L if shards else COMPUTE_BYTES * here.all
     return {
-        "weights": size / parts,
-        "optimizer": 2 * size / moments,
-        "gradients": size / parts,
+        "weights": size,
+        "optimizer": 2 * WEIGHT * moments,
+        "gradients": size,
         "stashes": L * _left(job, layout, given, UNTRIMMED * residuals),
         "weights cast": cast,
         "messages": 0.0,

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pipeline.base.arguments import DataParallel
 from pipeline.planner.costs import Estimate, mfu
+from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import usable
 
@@ -17,8 +18,8 @@ GB = 10**9
 # By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a
 # pipeline, which asks more of who runs it, has to be quicker by more.
 NEAR = 0.10
-COLUMNS = ("data x stage x tensor", "schedule", "V", "M", "rows", "remat", "sharding", "words")
-SHARES = {"recompute": "recomputed", "bubble": "bubble", "tensor": "tensor", "data": "data"}
+COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
+SHARES = {"recompute": "recomputed"} | {n: n for n in ("bubble", "tensor", "expert", "data")}
 
 
 class DoesNotFitError(ValueError):
@@ -86,7 +87,7 @@ class Plans:
         lines = [
             (
                 f"{job.devices} x {job.chip.name}{within}, batch {job.batch} x {job.seq}, "
-                f"{job.model.parameters / 1e9:.3g}e9 parameters; {self.tried} layouts"
+                f"{_parameters(job)}; {self.tried} layouts"
             ),
             self.verdict,
             "",
@@ -119,13 +120,15 @@ class Plans:
 def configuration(job: PlannedJob, chosen: Estimate) -> str:
     """TOML of a layout."""
     layout = chosen.layout
-    parallel: Mapping[str, int | str] = {
+    ranks = layout.experts.ranks
+    parallel: Mapping[str, Any] = {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
         "tensor": layout.tensor,
+        **({} if job.model.experts is None else {"axes": {"expert": ranks}}),
         "num_microbatches": layout.microbatches,
-        "microbatch_size": layout.rows,
+        "microbatch_size": layout.rows * ranks,
         "batch_size": job.batch,
         "param_dtype": "float32",
         "compute_dtype": "bfloat16",
@@ -142,11 +145,14 @@ def configuration(job: PlannedJob, chosen: Estimate) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _assigned(values: Mapping[str, int | str]) -> list[str]:
-    return [
-        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
-        for name, value in values.items()
-    ]
+def _assigned(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {_value(value)}" for name, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(_assigned(value))} }}"
+    return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
 def _options(layout: MeshLayout) -> Mapping[str, int | str]:
@@ -182,7 +188,16 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
         lines += [blocks] if layout.by_block else []
         if layout.vocabulary == "stage" and layout.tensor > 1:
             lines.append("embedding and head of pipeline.vocabulary with sequence_parallel=True")
+    if job.model.experts is not None:
+        lines.append(_about_experts(layout))
     return [*lines, slices] if job.slices > 1 else lines
+
+
+def _about_experts(layout: MeshLayout) -> str:
+    at = layout.experts
+    factor = f", capacity_factor={at.capacity:g}" if at.way == "capacity" else ""
+    rows = ', batch=PartitionSpec(("data", "expert"))'
+    return f'MixtureOfExperts(dispatch="{at.way}"{factor}){rows}'
 
 
 def _counts(job: PlannedJob, layout: MeshLayout) -> str:
@@ -196,12 +211,39 @@ def _counts(job: PlannedJob, layout: MeshLayout) -> str:
 
 def short(layout: MeshLayout) -> str:
     """A layout in a few words."""
-    names = {"data": layout.data, "stage": layout.stage, "tensor": layout.tensor}
+    at = layout.experts
+    names = {"data": layout.data, "expert": at.ranks, "stage": layout.stage}
+    names["tensor"] = layout.tensor
     mesh = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one chip"
-    how = layout.data_parallel.upper() if layout.data > 1 else "no sharding"
+    mesh += f" by {_dispatch(at)}" * (at.ranks > 1)
+    how = layout.data_parallel.upper() if layout.rows_ranks > 1 else "no sharding"
     if layout.schedule is None:
         return f"{how.replace('ZERO1', 'ZeRO-1')} on {mesh}"
     return f"{layout.schedule} on {mesh}"
+
+
+def axes_of(job: PlannedJob) -> tuple[str, ...]:
+    """Axes of a job's meshes."""
+    return ("data", "stage", "tensor") if job.model.experts is None else ("data", "expert", "stage")
+
+
+def sizes_of(job: PlannedJob, layout: MeshLayout) -> tuple[int, ...]:
+    """Sizes of these axes."""
+    if job.model.experts is None:
+        return layout.mesh
+    return layout.data, layout.experts.ranks, layout.stage
+
+
+def _parameters(job: PlannedJob) -> str:
+    model = job.model
+    text = f"{model.parameters / 1e9:.3g}e9 parameters"
+    if model.experts is None:
+        return text
+    return f"{text}, of which a token passes {model.active_parameters / 1e9:.3g}e9"
+
+
+def _dispatch(at: Dispatched) -> str:
+    return f"capacity {at.capacity:g}" if at.way == "capacity" else at.way
 
 
 def limits(job: PlannedJob, one: Estimate) -> str:
@@ -218,12 +260,15 @@ def limits(job: PlannedJob, one: Estimate) -> str:
 
 
 def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
-    rows = [(*COLUMNS, "s", "MFU", "GB", "limited by")]
+    has_experts = job.model.experts is not None
+    more = ("dispatch",) * has_experts
+    rows = [(" x ".join(axes_of(job)), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
         rows.append(
             (
-                " x ".join(map(str, at.mesh)),
+                " x ".join(map(str, sizes_of(job, at))),
+                *(_dispatch(at.experts) if at.experts.ranks > 1 else "-",) * has_experts,
                 at.schedule or "-",
                 str(at.chunks),
                 str(at.microbatches),

@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_number, is_whole
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
+from pipeline.planner.experts import DISPATCHES
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
-from pipeline.planner.plans import GB, NEAR, DoesNotFitError, Plans, short, why
+from pipeline.planner.plans import GB, NEAR, DoesNotFitError, Plans, axes_of, short, sizes_of, why
 from schedules import Costs, names
 
 KEPT = 3  # of those with a pipeline, and of those without
@@ -42,11 +43,14 @@ def plan(
     clock: str = "lockstep",
     efficiency: float | None = None,
     costs: Costs | Mapping[int, Costs] | None = None,
+    dispatch: Sequence[str] = DISPATCHES,
+    imbalance: float = 1.25,
 ) -> Plans:
     """Find how to train a model on chips, which need not be there.
 
     Args:
-      model: "llama-8b" or another of `MODELS`, the path of a ``config.json``, or sizes.
+      model: "llama-8b", "mixtral-8x7b" or another of `MODELS`, the path of a ``config.json``, or
+        sizes.
       devices: how many chips.
       chip: "v5p" or another of `CHIPS`, or a `Chip` of your own.
       batch: sequences of a step.
@@ -62,12 +66,22 @@ def plan(
       costs: measured instead: seconds of one block and one sequence on one chip without
         recomputation, ``f``, ``i``, ``w``, ``b``, ``head`` and ``embed``, each one number; or, by
         the sequences of a microbatch, of one block on that many, for small ones take longer each.
+      dispatch: of a mixture of experts, ways of taking tokens to experts on other chips that are
+        tried; "capacity" with the factor that leaves the busiest expert next to nothing to drop.
+      imbalance: load of the busiest expert over the mean, as a run's records have it.
 
     Raises:
       DoesNotFitError: a ValueError that names what is nearest.
       ValueError: sizes that cannot be, or that nothing divides.
     """
     job = _job(model, devices, chip, batch, seq, slices, clock, efficiency, costs)
+    _check_known("dispatch", dispatch, DISPATCHES)
+    if not is_number(imbalance) or not 1 <= imbalance < math.inf:
+        raise ValueError(
+            f"imbalance={imbalance!r}: must be a number >= 1, the load of the busiest expert over "
+            f"the mean; 1 where all experts get the same"
+        )
+    job = replace(job, dispatch=tuple(dispatch), imbalance=float(imbalance))
     _check_known("schedules", schedules, names())
     _check_known("remat", remat, REMAT)
     if not job.chip.keeps_attention:
@@ -80,10 +94,11 @@ def plan(
     faults: dict[str, list[int]] = {}
     layouts = list(layouts_of(job, schedules, remat, faults))
     if not layouts:
+        axes = " x ".join(axes_of(job))
         raise ValueError(
             f"{job.devices} devices, batch={job.batch} and this model have no layout: "
-            f"{'; '.join(_said(faults))}. Change devices or batch, so that data x stage x tensor "
-            f"is the devices, data divides the batch and stage the layers"
+            f"{'; '.join(_said(faults))}. Change devices or batch, so that {axes} is the "
+            f"devices, data divides the batch and stage the layers"
         )
     found = _search(job, layouts)
     if found is None:
@@ -184,7 +199,7 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
         if hbm(job, bound.layout) > usable(job):
             continue
         one = estimate(job, bound.layout)
-        key = bound.layout.mesh, bound.layout.schedule
+        key = sizes_of(job, bound.layout), bound.layout.schedule
         if key not in best or one.step < best[key].step:
             best[key] = one
             order = sorted(other.step for other in best.values())
@@ -216,15 +231,17 @@ def _lost(
 ) -> tuple[str, ...]:
     """A line on each mesh that lost, on each schedule of the best pipeline's mesh, on each rule."""
     lines: list[tuple[str, Estimate]] = []
-    meshes: dict[tuple[int, int, int], list[MeshLayout]] = {}
+    meshes: dict[tuple[int, ...], list[MeshLayout]] = {}
     for layout in layouts:
-        meshes.setdefault(layout.mesh, []).append(layout)
-    for (D, S, T), own in meshes.items():
-        if best.layout.mesh != (D, S, T):
-            lines.append((f"data {D} x stage {S} x tensor {T}", _nearest_of(job, own, best)))
+        meshes.setdefault(sizes_of(job, layout), []).append(layout)
+    for sizes, own in meshes.items():
+        if sizes_of(job, best.layout) != sizes:
+            named = zip(axes_of(job), sizes, strict=True)
+            text = " x ".join(f"{axis} {size}" for axis, size in named)
+            lines.append((text, _nearest_of(job, own, best)))
     lines.sort(key=lambda line: (line[1].hbm > usable(job), line[1].step))
     if piped is not None:
-        own = meshes[piped.layout.mesh]
+        own = meshes[sizes_of(job, piped.layout)]
         for name in dict.fromkeys(one.schedule for one in own):
             alike = [one for one in own if one.schedule == name]
             if name != piped.layout.schedule:
