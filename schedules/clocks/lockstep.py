@@ -53,12 +53,14 @@ class Lockstep:
       costs: durations.
       partners: an exchange makes only those ranks meet that it joins, not all.
       shared: which ends of the model all ranks share.
+      moved: [A] which actions write to host memory or read from it; None for none.
     """
 
     ticks: Ticks
     costs: Costs
     partners: bool = False
     shared: Shared = ()
+    moved: Mask | None = None
 
     @functools.cached_property
     def starts(self) -> Times:
@@ -95,7 +97,8 @@ class Lockstep:
         """[A] how long each action takes."""
         schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
         sizes = schedule.num_stages, schedule.num_slices
-        return self.costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, self.shared)
+        actions = flat.kind, flat.stage, flat.microbatch
+        return self.costs.durations(*actions, sizes, self.shared, self.moved)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -192,6 +195,7 @@ def fastest(
     partners: bool = False,
     delayed: bool | None = False,
     shared: Shared = (),
+    moved: Mask | None = None,
 ) -> Lockstep:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
@@ -205,6 +209,7 @@ def fastest(
       partners: an exchange makes only those ranks meet that it joins, not all.
       delayed: whether sends are; None for what is faster.
       shared: which ends of the model all ranks share.
+      moved: [A] which actions write to host memory or read from it; None for none.
 
     Raises:
       ScheduleError: no such pattern, or ``delayed`` is none of the three.
@@ -219,7 +224,7 @@ def fastest(
         for name in ([pattern] if pattern else _worth_trying(schedule, costs, partners, late))
     ]
     found = [
-        Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared)
+        Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared, moved)
         for name, late in choices
     ]
     if len(found) == 1:

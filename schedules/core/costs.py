@@ -43,6 +43,11 @@ class Costs:
         the slices take in relation to each other, such as (1, 3, 5) where later ones read
         more keys. All durations here are those of whole microbatches, of which a slice takes its
         share; None for equal shares. A message of a slice takes 1/N of ``comm``.
+      host: a stash of a stage over the host link, one way, by keyword only; one number, or [K]. It
+        counts where ``offload=`` moves stashes; with "crossings" it is what I leaves for W.
+      host_overlap: the share of an action's own time beside which its copy travels, from 0 to 1,
+        by keyword only. With 1 (asynchronous copies) an action that moves something lasts as long
+        as the longer of the two; with 0 it lasts as long as both together.
     """
 
     f: float | Sequence[float] = 1.0
@@ -55,9 +60,11 @@ class Costs:
     head: float = 0.0
     embed: float = 0.0
     slices: Sequence[float] | None = field(default=None, kw_only=True)
+    host: float | Sequence[float] = field(default=0.0, kw_only=True)
+    host_overlap: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("f", "i", "w", "b"):
+        for name in ("f", "i", "w", "b", "host"):
             value = getattr(self, name)
             if name == "b" and value is None:
                 continue
@@ -89,6 +96,12 @@ class Costs:
                     f"the slices take in relation to each other"
                 )
             object.__setattr__(self, "slices", parts)
+        if not (is_number(self.host_overlap) and 0 <= self.host_overlap <= 1):
+            raise ScheduleError(
+                f"Costs(host_overlap={shorten(self.host_overlap)}): must be a share from 0 to 1, 1 "
+                f"where copies over the host link travel beside an action's work, 0 where it waits "
+                f"for them"
+            )
 
     def _set(self, name: str, value: object) -> None:
         _check_lasts(name, value, value)
@@ -102,15 +115,8 @@ class Costs:
         Raises:
           ScheduleError: one of them is given for another number of stages.
         """
-        rows = {}
-        for name in ("f", "i", "w") + ("b",) * (self.b is not None):
-            value = getattr(self, name)
-            if not is_number(value) and len(value) != num_stages:
-                raise ScheduleError(
-                    f"Costs({name}={shorten(value)}) has {len(value)} numbers for {num_stages} "
-                    f"stages; give one for each stage, or one number for all"
-                )
-            rows[name] = np.broadcast_to(np.asarray(value, np.float64), num_stages)
+        names = ("f", "i", "w") + ("b",) * (self.b is not None)
+        rows = {name: self._row(name, num_stages) for name in names}
         whole = rows.get("b", rows["i"] + rows["w"])
         table = np.stack([rows["f"], whole, rows["i"], rows["w"]])
         if "embed" not in shared:
@@ -118,6 +124,16 @@ class Costs:
         if "head" not in shared:
             table[1:3, -1] += self.head
         return table
+
+    def _row(self, name: str, num_stages: int) -> Times:
+        """[K] the durations of one field."""
+        value = getattr(self, name)
+        if not is_number(value) and len(value) != num_stages:
+            raise ScheduleError(
+                f"Costs({name}={shorten(value)}) has {len(value)} numbers for {num_stages} "
+                f"stages; give one for each stage, or one number for all"
+            )
+        return np.broadcast_to(np.asarray(value, np.float64), num_stages)
 
     def shares(self, num_slices: int) -> Times:
         """Compute [N] parts of a microbatch's time, one for each slice.
@@ -142,6 +158,7 @@ class Costs:
         unit: NDArray[np.int64],
         sizes: tuple[int, int],
         shared: Sequence[str] = (),
+        moved: NDArray[np.bool_] | None = None,
     ) -> Times:
         """Compute [A] how long actions take.
 
@@ -151,10 +168,17 @@ class Costs:
           unit: [A] likewise, ``microbatch * N + slice``.
           sizes: K and N.
           shared: which ends of the model all ranks share.
+          moved: [A] which of them write to host memory or read from it; None for none.
         """
         num_stages, num_slices = sizes
         found = self.table(num_stages, shared)[kind, stage]
-        return found if num_slices == 1 else found * self.shares(num_slices)[unit % num_slices]
+        if num_slices > 1:
+            found = found * self.shares(num_slices)[unit % num_slices]
+        host = self._row("host", num_stages)
+        if moved is None or not host.any():
+            return found
+        copies = np.where(moved, host[stage] / num_slices, 0.0)
+        return found + copies - np.minimum(copies, self.host_overlap * found)
 
     def per_slice(self, num_slices: int) -> Costs:
         """Return these costs with messages of one slice."""

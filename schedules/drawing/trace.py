@@ -107,6 +107,10 @@ class _Slices:
 
     def __init__(self, report: Report, process: int, scale: float, flows: Iterator[int]) -> None:
         self.report, self.process, self.scale, self.flows = report, process, scale, flows
+        # F writes a stash; where crossings move instead, no F does, and I writes what W reads.
+        rows = zip(report.schedule.orders, report.moved, strict=False)
+        moved = (a.kind for row in rows for a, moves in zip(*row, strict=True) if moves)
+        self.writer = "F" if "F" in moved else "I"
 
     def at(self, time: float) -> int:
         """Nanoseconds."""
@@ -147,6 +151,8 @@ class _Slices:
             }
             if action.slice is not None:
                 event["args"]["slice"] = action.slice
+            if self.report.moved and self.report.moved[rank][position]:
+                event["args"]["host memory"] = "writes" if action.kind == self.writer else "reads"
             if position in partner:
                 event["args"]["overlaps with"] = str(partner[position])
             yield event

@@ -21,8 +21,10 @@ _WANTED = "a JSON file as Calibration.to_json writes it"
 def costs_record(costs: Costs) -> dict[str, Any]:
     """Everything that costs are."""
     record = asdict(costs)
-    if costs.slices is None:  # so that costs of whole microbatches are written as they always were
-        del record["slices"]
+    # Costs without slices and host memory are written as they always were.
+    for name, unset in {"slices": None, "host": 0.0, "host_overlap": 1.0}.items():
+        if record[name] == unset:
+            del record[name]
     return record
 
 

@@ -10,8 +10,9 @@ from typing import NoReturn, get_args
 
 import numpy as np
 
+from schedules.clocks.hosted import Keep
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.program import COMMON, Keep, Op, Program
+from schedules.lowering.program import COMMON, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, parts, together
 from schedules.clocks.ticks import Ticks
-from schedules.core.action import KINDS, ScheduleError, shorten
-from schedules.core.arguments import is_one_of, need
+from schedules.core.action import KINDS
+from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, Mask, flatten
-from schedules.lowering.offload import (
-    Offload,
-    check_offload,
-    choose_hosted,
-    inputs_held,
-    without_backward,
-)
+from schedules.lowering.offload import move_to_host
 from schedules.lowering.places import Values, colour, values
-from schedules.lowering.program import Channel, Keep, Op, Program, Slot, Table
+from schedules.lowering.program import Channel, Op, Program, Slot, Table
 from schedules.orders.schedule import Schedule
 
 
@@ -58,18 +54,19 @@ def lower(
         work; None for what has the smaller makespan.
       shared: which of "embed" and "head" all ranks share, split by vocabulary.
       offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
-        stashes from 0 to 1, those that are held longest (`schedules.lowering.offload`).
+        stashes from 0 to 1, those that are held longest (`schedules.clocks.hosted`). Where
+        ``costs`` have a `host` time, the choice of slots counts what moves.
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
     """
     need("partners", partners, bool, "give True or False")
-    if not is_one_of(keep, ("input", "residuals")):
-        raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
-    offload = check_offload(offload)
+    keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
-    best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+    moved = moves(schedule, keep, offload, shared)
+    sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
+    best = fastest(schedule, pattern, costs, **sends, shared=shared, moved=moved)
     return allocate(best.ticks, keep, shared, offload)
 
 
@@ -77,7 +74,7 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = N
     """Give every value of a layout its place and write the tables."""
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     held = values(ticks, keep, shared)
-    on_host = _move_to_host(ticks, held, keep, offload)
+    on_host = move_to_host(ticks, held, keep, hosted(schedule, keep, offload, shared))
     both = zip(held["operand"], held["gradient"], strict=True)
     messages = Values(*(np.concatenate(pair, axis=-1) for pair in both))
     num_ranks = schedule.num_ranks
@@ -130,29 +127,6 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = N
         num_host_crossings=num_host_crossings,
         **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
     )
-
-
-def _move_to_host(
-    ticks: Ticks, held: dict[str, Values], keep: Keep, offload: Offload
-) -> dict[str, Mask]:
-    """Choose the stashes and crossings that lie in host memory.
-
-    With ``keep="input"`` the stage inputs that go there become stashes, and their message buffers
-    are free once F has run.
-    """
-    on_host = {name: np.zeros(len(held[name].rank), bool) for name in ("stash", "crossing")}
-    share = offload if isinstance(offload, float) else float(offload == "stash")
-    if offload == "crossings":
-        on_host["crossing"] = choose_hosted(ticks, held["crossing"], 1.0)
-    elif share and keep == "residuals":
-        on_host["stash"] = choose_hosted(ticks, held["stash"], share)
-    elif share:
-        is_kept, kept = inputs_held(held["operand"])
-        goes = choose_hosted(ticks, kept, share)
-        held["operand"] = without_backward(held["operand"], np.flatnonzero(is_kept)[goes])
-        held["stash"] = Values(*(column[..., goes] for column in kept))
-        on_host["stash"] = np.ones(int(goes.sum()), bool)
-    return on_host
 
 
 def _colour(

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Shared
 from schedules.clocks.ticks import Ticks
 from schedules.core.action import KINDS
 from schedules.core.flat import B, F, I, Ints, Mask, W, flatten
-from schedules.lowering.program import Keep
 
 
 class Values(NamedTuple):

@@ -12,7 +12,7 @@ gradient and the stash of a split backward end at its I. Buffer ``num_buffers``,
 ``num_stashes`` and crossing ``num_crossings``, one past the last, are trash: what nobody reads is
 written there, so that no store needs a condition.
 
-Stashes and crossings may lie in host memory (`schedules.lowering.offload`). Places of the host's
+Stashes and crossings may lie in host memory (`schedules.clocks.hosted`). Places of the host's
 pool follow those of the device's in one numbering, and trash follows both; an op says in which pool
 its action's places are. With ``keep="input"`` a stash on the host holds the input of a stage: F
 copies it there and its message buffer is free.
@@ -26,15 +26,15 @@ last stage's output would, along the channel of shift 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedules.clocks.hosted import Keep
 from schedules.core.action import Kind
 from schedules.orders.schedule import Schedule
 
-Keep = Literal["input", "residuals"]
 Table = NDArray[np.int32]
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")  # its tables
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together

@@ -144,6 +144,8 @@ class Report:
         (`Costs.pair`) share its time in proportion to what they take alone.
       ends: [S] tuples, likewise.
       common: when what the ranks share begins and ends, in order of time.
+      moved: [S] tuples, aligned likewise: whether the action writes to host memory or reads from
+        it; empty where nothing lies there.
     """
 
     schedule: Schedule
@@ -163,6 +165,7 @@ class Report:
     starts: tuple[tuple[float, ...], ...] = field(repr=False)
     ends: tuple[tuple[float, ...], ...] = field(repr=False)
     common: tuple[tuple[float, float], ...] = field(repr=False)
+    moved: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         """A line for the step, and one for each rank."""
@@ -240,7 +243,7 @@ def sum_up(
       schedule: what was timed.
       costs: the durations.
       clock: which.
-      slots: the fields of `Report` that say what lockstep is like.
+      slots: the fields of `Report` that say what lockstep is like, and what moves.
       flat: the schedule's actions.
       starts: [A] when each starts.
       lasting: [A] how long it takes.

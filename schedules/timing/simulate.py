@@ -6,10 +6,12 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from schedules.checks.check import check
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, moves
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.meetings import meet
 from schedules.clocks.shared import Shared, parts
@@ -17,7 +19,7 @@ from schedules.core.action import Action, ScheduleError, shorten
 from schedules.core.arguments import check_duration, is_one_of, need
 from schedules.core.costs import Costs, Times, of_unit_length_by_default
 from schedules.core.events import run
-from schedules.core.flat import Flat, flatten
+from schedules.core.flat import Flat, Mask, flatten
 from schedules.core.messages import links
 from schedules.orders.schedule import Schedule
 from schedules.timing.report import Report, sum_up
@@ -35,6 +37,8 @@ def simulate(
     delayed: bool | None = False,
     durations: Mapping[Action, float] | None = None,
     shared: Iterable[str] = (),
+    offload: Offload = None,
+    keep: Keep = "input",
 ) -> Report:
     """Time a schedule.
 
@@ -56,6 +60,9 @@ def simulate(
         every microbatch's, when all meet: in lockstep beside a slot, under the other clocks at the
         same place in the order of each rank, as soon as the last has come; and there no halves of
         a pair overlap. By default the first and the last rank have them to themselves.
+      offload: what lies in host memory, as in `lower`: actions that write or read it take
+        `Costs.host` into account. A measured clock has it in its durations.
+      keep: what F leaves for its backward, as in `lower`, for the choice of what is offloaded.
 
     Raises:
       ScheduleError: an illegal schedule, an unknown clock, or an argument that does not fit it.
@@ -64,10 +71,12 @@ def simulate(
     shared = parts(shared)
     check(schedule)
     costs, flat = of_unit_length_by_default(costs), flatten(schedule)
-    lasting = _durations(schedule, flat, costs, durations, shared)
+    moved = moves(schedule, check_keep(keep), check_offload(offload), shared)
+    lasting = _durations(schedule, flat, costs, durations, shared, moved)
     common = np.zeros((0, 2))
     if clock == "lockstep" or shared:
-        best = fastest(schedule, pattern, costs, partners=partners, delayed=delayed, shared=shared)
+        sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
+        best = fastest(schedule, pattern, costs, **sends, shared=shared, moved=moved)
     if clock == "lockstep":
         pattern, delayed = best.ticks.name, best.ticks.delayed
         starts, common = best.starts, best.common
@@ -81,7 +90,11 @@ def simulate(
         starts = np.concatenate(rows)
         if pair is not None:
             _share(flat, pair, starts, lasting)
-    slots = {"pattern": pattern, "partners": partners, "delayed": bool(delayed), "shared": shared}
+    slots: dict[str, Any] = {"pattern": pattern, "partners": partners, "shared": shared}
+    slots["delayed"] = bool(delayed)
+    if moved.any():
+        cuts = flat.first[1:-1]
+        slots["moved"] = tuple(tuple(row.tolist()) for row in np.split(moved, cuts))
     return sum_up(schedule, costs, clock, slots, flat, starts, lasting, common)
 
 
@@ -134,11 +147,13 @@ def _durations(
     costs: Costs,
     measured: Mapping[Action, float] | None,
     shared: Shared,
+    moved: Mask,
 ) -> Times:
     """[A] how long each action takes."""
     if measured is None:
         sizes = schedule.num_stages, schedule.num_slices
-        return costs.durations(flat.kind, flat.stage, flat.microbatch, sizes, shared)
+        units = flat.kind, flat.stage, flat.microbatch
+        return costs.durations(*units, sizes, shared, moved)
     actions = [action for order in schedule.orders for action in order]
     missing = [action for action in actions if action not in measured]
     if missing:

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 import schedules
-from schedules import Program, ScheduleError, build, check_program, from_orders, lower
+from schedules import (
+    Costs,
+    Program,
+    ScheduleError,
+    build,
+    check_program,
+    from_orders,
+    lower,
+    simulate,
+)
 from tests.support.sizes import CHUNKS, sizes
 from tests.support.tables import assert_no_entry_can_change
 
@@ -179,6 +188,83 @@ def test_an_op_says_in_which_memory_it_reads():
         "Op(kind='I', chunk=0, first=False, last=True, crossing_on_host=True)"
     )
     assert repr(ops["F0_first"]) == "Op(kind='F', chunk=0, first=True, last=False)"
+
+
+# --- the clocks ---
+
+
+def durations(costs: Costs, clock: str, name: str = "1f1b", **options) -> dict[str, float]:
+    """How long every action takes, by its name."""
+    report = simulate(of(name, 2, 3), costs, clock, **options)
+    rows = zip(report.schedule.orders, report.starts, report.ends, strict=True)
+    return {str(a): t - s for row in rows for a, s, t in zip(*row, strict=True)}
+
+
+@pytest.mark.parametrize("clock", ["event", "lockstep"])
+@pytest.mark.parametrize(("overlap", "f", "b"), [(1.0, 3, 4), (0.5, 3.5, 5), (0.0, 4, 7)])
+def test_an_action_that_moves_a_stash_takes_its_copy_into_account(clock, overlap, f, b):
+    """F takes 1, B 4, a copy 3; rank 1 goes back at once, so its stashes stay on the device."""
+    costs = Costs(f=1, i=2, w=2, host=3, host_overlap=overlap)
+    found = durations(costs, clock, offload="stash", keep="residuals")
+    assert {found[f"0F{m}"] for m in range(3)} == {f}
+    assert {found[f"0B{m}"] for m in range(3)} == {b}
+    assert {found[f"1F{m}"] for m in range(3)} == {1}
+    assert {found[f"1B{m}"] for m in range(3)} == {4}
+
+
+def test_the_input_of_the_first_stage_is_made_anew():
+    """With ``keep="input"`` it moves only where all ranks share the embedding."""
+    costs = Costs(host=9)
+    assert set(durations(costs, "event", offload="stash").values()) == {1, 2}
+    found = durations(costs, "event", offload="stash", shared=("embed",))
+    assert (found["0F0"], found["0B0"], found["1F0"], found["1B0"]) == (9, 9, 1, 2)
+
+
+def test_crossings_move_between_the_halves():
+    found = durations(Costs(host=9), "event", "zb_h1", offload="crossings", keep="residuals")
+    moved = {name for name, taken in found.items() if taken == 9}
+    assert moved
+    assert {name[1] for name in moved} == {"I", "W"}
+    assert moved == {name[0] + kind + name[2] for name in moved for kind in "IW"}
+
+
+def test_a_slice_moves_its_part():
+    schedule = build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=4)
+    report = simulate(schedule, Costs(f=4, host=12), offload="stash", keep="residuals")
+    taken = {t - s for s, t in zip(report.starts[0], report.ends[0], strict=True)}
+    assert taken == {3}  # F takes 1, B 0.5, a copy 3
+
+
+def test_lowering_chooses_slots_with_what_moves():
+    """Pairs of slots gain where F and B are balanced; a copy that F waits for unbalances them."""
+    schedule = of("interleaved_1f1b", 4, 8, 2)
+    for host in (0, 50):
+        costs = Costs(host=host, host_overlap=0, comm=0.1)
+        options = {"offload": 0.5, "keep": "residuals", "partners": True}
+        program = lower(schedule, costs=costs, **options)
+        makespans = {
+            name: simulate(schedule, costs, "lockstep", pattern=name, **options).makespan
+            for name in ("single", "paired", "partner")
+        }
+        width = {"single": 1, "paired": 2, "partner": 2}
+        assert len(program.slots) == width[min(makespans, key=makespans.__getitem__)]
+
+
+def test_reports_say_what_moved():
+    report = simulate(of("1f1b", 2, 2), Costs(), offload="stash", keep="residuals")
+    assert list(map(str, report.schedule.orders[0])) == ["0F0", "0F1", "0B0", "0B1"]
+    assert report.moved == ((True, True, True, True), (False, False, False, False))
+    assert simulate(of("1f1b", 2, 2)).moved == ()
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, "half", float("nan"), True])
+def test_a_share_of_overlap(value):
+    with pytest.raises(ScheduleError) as caught:
+        Costs(host_overlap=value)
+    assert str(caught.value) == (
+        f"Costs(host_overlap={value!r}): must be a share from 0 to 1, 1 where copies over the host "
+        f"link travel beside an action's work, 0 where it waits for them"
+    )
 
 
 @pytest.mark.parametrize("offload", ["stashes", 1.5, -0.1, True, float("nan"), ["stash"]])

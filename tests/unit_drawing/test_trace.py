@@ -163,6 +163,18 @@ def test_pairs_name_each_other(tmp_path):
     assert (overlaps["0F3"], overlaps["3B1"], overlaps["0F0"]) == ("3B1", "0F3", None)
 
 
+def test_what_moves_over_the_host_link_is_marked(tmp_path):
+    found = {}
+    for offload, name in (("stash", "1f1b"), ("crossings", "zb_h1")):
+        schedule = build(name, num_ranks=2, num_microbatches=2)
+        report = simulate(schedule, offload=offload, keep="residuals")
+        boxes = [event for event in trace(tmp_path, report)["X"] if event["cat"] != "idle"]
+        found |= {(name, e["name"]): e["args"].get("host memory") for e in boxes}
+    assert [found["1f1b", name] for name in ("0F0", "0B0", "1F0")] == ["writes", "reads", None]
+    moved = {(name[1], how) for (of, name), how in found.items() if of == "zb_h1" and how}
+    assert moved == {("I", "writes"), ("W", "reads")}
+
+
 def test_several_reports_are_several_processes(tmp_path):
     reports = [REPORTS["1f1b", "event"], REPORTS["chunks", "lockstep"]]
     phases = trace(tmp_path, reports)

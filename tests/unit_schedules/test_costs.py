@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from schedules import Costs, ScheduleError, build, lower, simulate
+from schedules.files.costs import costs_of, costs_record
 
 
 def refusal(**costs) -> str:
@@ -17,7 +20,10 @@ def refusal(**costs) -> str:
 RULE = "a duration is a finite number >= 0; give the measured time, in the same unit for all"
 
 
-@pytest.mark.parametrize("name", ["f", "i", "w", "b", "comm", "optimizer", "pair", "head", "embed"])
+DURATIONS = ["f", "i", "w", "b", "comm", "optimizer", "pair", "head", "embed", "host"]
+
+
+@pytest.mark.parametrize("name", DURATIONS)
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_durations_are_finite_and_not_negative(name, value):
     assert refusal(**{name: value}) == f"Costs({name}={value!r}): {RULE}"
@@ -135,6 +141,17 @@ def test_stages_and_pairs_of_ranks_may_differ():
     source, target = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     assert costs.lags(source, target, 2).tolist() == [0, 1, 2, 0]
     assert Costs(comm=8).lags(source, target, 2).tolist() == [0, 8, 8, 0]
+
+
+def test_files_have_what_is_set():
+    """Costs without slices and host memory are written as they always were."""
+    plain, full = Costs(1, 2, 3), Costs(1, 2, 3, slices=(1, 2), host=(0.5, 1), host_overlap=0.25)
+    assert sorted(costs_record(plain)) == sorted(
+        ["f", "i", "w", "b", "comm", "optimizer", "pair", "head", "embed"]
+    )
+    for costs in (plain, full):
+        record = json.loads(json.dumps({"costs": costs_record(costs)}))
+        assert costs_of(record) == costs
 
 
 @pytest.mark.parametrize("clock", ["event", "lockstep"])

@@ -37,9 +37,9 @@ from pipeline.core.options.checks import (
 )
 from pipeline.core.sharding.placement import Sharding
 from schedules import Costs, Schedule
+from schedules.clocks.hosted import check_offload
 from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
-from schedules.lowering.offload import check_offload
 
 
 class Measured(Protocol):

@@ -14,10 +14,11 @@ from pipeline.core.options.compiled import Compiled, Programs, StepFacts
 from pipeline.core.options.costs import own_costs
 from pipeline.core.options.options import Options
 from schedules import Costs
+from schedules.clocks.hosted import Keep
 from schedules.clocks.shared import Shared
 from schedules.families.accumulation import is_accumulation
 from schedules.lowering.lower import lower
-from schedules.lowering.program import Keep, Program
+from schedules.lowering.program import Program
 from schedules.orders.schedule import Schedule
 
 
@@ -131,7 +132,8 @@ class Plan(Options):
     def clock(self) -> dict[str, Any]:
         """Options for `simulate` that describe this program in lockstep."""
         sizes = {"costs": self.durations, "pattern": self.pattern, "shared": self.shared}
-        return {"clock": "lockstep", **sizes, **self.sends}
+        moved = {"offload": self.offload, "keep": self.keep}
+        return {"clock": "lockstep", **sizes, **moved, **self.sends}
 
     @functools.cached_property
     def is_straight(self) -> bool:

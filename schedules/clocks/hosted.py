@@ -1,0 +1,167 @@
+"""The choice of the values that lie in host memory between two actions of a rank.
+
+It follows from the orders alone: a value is born with the action that makes it, is read last by
+another action of the same rank, and nothing else of a clock counts. Letters as in
+`schedules.core.action`, A as in `schedules.core.flat`; U is the number of units, M or, with slices,
+M N.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from schedules.clocks.shared import Shared
+from schedules.core.action import KINDS, ScheduleError, shorten
+from schedules.core.arguments import is_number, is_one_of
+from schedules.core.flat import B, F, I, Ints, Mask, W, flatten, once
+from schedules.core.timetable import Timetable
+
+Offload = str | float | None
+Keep = Literal["input", "residuals"]
+WORDS = ("stash", "crossings")
+
+
+class Hosted(NamedTuple):
+    """The values that lie in host memory.
+
+    Attributes:
+      stash: [K, U] whether what F leaves for its backward does.
+      crossing: [K, U] whether what I leaves for W does.
+    """
+
+    stash: Mask
+    crossing: Mask
+
+
+def check_offload(offload: object) -> Offload:
+    """Return the option as a word or a share.
+
+    Args:
+      offload: "stash" (all stashes that outlive the next action of their rank), "crossings" (the
+        values that I leaves for W, likewise), a share of the stashes from 0 to 1, or None.
+
+    Raises:
+      ScheduleError: an unknown word, a share outside 0..1, or another type.
+    """
+    if offload is None or (isinstance(offload, str) and offload in WORDS):
+        return offload
+    if is_number(offload) and 0 <= offload <= 1:  # type: ignore[operator]
+        return float(offload)  # type: ignore[arg-type]
+    raise ScheduleError(
+        f"offload={shorten(offload)}: must be 'stash' (what F keeps for its backward lies in host "
+        f"memory), 'crossings' (what I leaves for W does), a share of the stashes from 0 to 1 such "
+        f"as 0.5, or None for neither"
+    )
+
+
+def check_keep(keep: object) -> Keep:
+    """Return what F leaves for its backward.
+
+    Raises:
+      ScheduleError: neither of the two words.
+    """
+    if is_one_of(keep, ("input", "residuals")):
+        return keep  # type: ignore[return-value]
+    raise ScheduleError(f"keep={shorten(keep)}: must be 'input' or 'residuals'")
+
+
+def hosted(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Hosted:
+    """Choose the values of a legal schedule that lie in host memory.
+
+    Args:
+      schedule: whose.
+      keep: what F leaves for its backward, the stage's input or its residuals. The input of the
+        first stage is made anew from the batch, unless all ranks share "embed".
+      offload: as `check_offload` returns it.
+      shared: which ends of the model all ranks share.
+    """
+    known, key = _known(schedule), (keep, offload, "embed" in shared)
+    if key not in known:
+        known[key] = _hosted(schedule, keep, offload, embeds="embed" in shared)
+    return known[key]
+
+
+@once
+def _known(schedule: Timetable) -> dict[tuple[Keep, Offload, bool], Hosted]:  # noqa: ARG001
+    return {}
+
+
+def moves(schedule: Timetable, keep: Keep, offload: Offload, shared: Shared = ()) -> Mask:
+    """[A] whether each action writes a value to host memory, or reads one from there.
+
+    Args: as of `hosted`.
+    """
+    flat, found = flatten(schedule), hosted(schedule, keep, offload, shared)
+    stash, crossing = (one[flat.stage, flat.microbatch] for one in found)
+    touched: Mask = (stash & (flat.kind != W)) | (crossing & np.isin(flat.kind, (I, W)))
+    return touched
+
+
+def _hosted(schedule: Timetable, keep: Keep, offload: Offload, *, embeds: bool) -> Hosted:
+    flat, shape = flatten(schedule), (schedule.num_stages, schedule.num_units)
+    nothing = np.zeros(shape, bool)
+    share = offload if isinstance(offload, float) else float(offload is not None)
+    if not share:
+        return Hosted(nothing, nothing)
+    when = np.full((len(KINDS), *shape), -1)
+    when[flat.kind, flat.stage, flat.microbatch] = np.arange(len(flat.kind)) - flat.first[flat.rank]
+    if offload == "crossings":
+        there = when[W] >= 0
+        kinds = [I, W]
+    else:
+        there = when[[B, I]].max(axis=0) >= 0
+        kinds = [F, B, I]
+        if keep == "input" and not embeds:
+            there[0] = False
+    rank = np.array(schedule.placement, np.int64)[np.nonzero(there)[0]]
+    chosen = np.zeros(shape, bool)
+    chosen[there] = choose(
+        rank, when[kinds[0]][there], when[kinds].max(axis=0)[there], schedule.num_ranks, share
+    )
+    return Hosted(nothing, chosen) if offload == "crossings" else Hosted(chosen, nothing)
+
+
+def choose(rank: Ints, born: Ints, read: Ints, num_ranks: int, share: float) -> Mask:
+    """[N] whether each value lies in host memory.
+
+    The device keeps P - floor(share * P) places, where P is the most values that any rank holds at
+    once. Whenever a rank holds more, the value that is read last of all goes to the host, for all
+    of its life. This greedy choice keeps as many values on the device as so many places can hold.
+    Ranks with few values offload none of them. A value that the rank's very next action reads
+    stays on the device, whatever the share: at most one exists at a time.
+
+    Args:
+      rank: [N] who holds it.
+      born: [N] the position in its rank's order of the action that makes it.
+      read: [N] the position of the action that reads it last.
+      num_ranks: S.
+      share: from 0 to 1.
+    """
+    found = np.zeros(len(rank), bool)
+    order = np.argsort(born, kind="stable")
+    by_rank = [order[rank[order] == one] for one in range(num_ranks)]
+    most = max(_peak(born[own], read[own]) for own in by_rank)
+    places = most - math.floor(share * most + 1e-9)
+    if places == most:
+        return found
+    for own in by_rank:
+        live: list[int] = []
+        for n in own.tolist():
+            live = [other for other in live if read[other] > born[n]]
+            live.append(n)
+            if len(live) > places:
+                can_go = [other for other in live if read[other] > born[other] + 1]
+                if can_go:
+                    last = max(can_go, key=lambda other: read[other])
+                    live.remove(last)
+                    found[last] = True
+    return found
+
+
+def _peak(born: Ints, read: Ints) -> int:
+    """The most values that are held at once, of those of one rank in the order of their births."""
+    gone = np.searchsorted(np.sort(read), born, side="right")
+    return int((np.arange(1, len(born) + 1) - gone).max(initial=0))
