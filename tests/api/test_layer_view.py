@@ -121,6 +121,7 @@ def test_under_jit_and_of_types():
     assert [leaf.shape for leaf in back] == [leaf.shape for leaf in jax.tree.leaves(weights)]
 
 
+@pytest.mark.slow
 def test_a_table_that_ranks_share_is_as_long_as_it_was_made():
     """Rows of zeros behind its last are the pipeline's own."""
     embed = VocabularyEmbedding(11, WIDTH, rngs=nnx.Rngs(0))
@@ -280,6 +281,7 @@ def test_an_update_is_the_plain_models(name):
     assert_equal(updated_stacks(pipe, tx, 3), updated(optax.chain(*tx), 3), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["lamb", *(pytest.param(n, marks=slow) for n in LAYERWISE if n != "lamb")]
 )

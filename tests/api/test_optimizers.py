@@ -224,7 +224,7 @@ LISTS = {
 }
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 17])  # of 3 parts: groups of 16 end within them, or nearly so
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_a_number_of_each_weight_are_of_no_layer(name, count):

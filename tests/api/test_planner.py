@@ -291,6 +291,7 @@ def test_a_pipeline_has_to_be_quicker_by_more_than_predictions_are_off():
     assert found.verdict.endswith(" s, which is no more than such predictions are off (10%)")
 
 
+@pytest.mark.slow
 def test_what_attention_gave_can_be_kept_on_tpus_alone():
     sizes = {"devices": 8, "batch": 64, "seq": 2048}
     kept = {"remat": ("block_but_attention",), "schedules": ("1f1b",)}

@@ -166,6 +166,7 @@ class Sharded(nnx.Module):
         return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{}, {"remat": None}, {"schedule": "gpipe"}])
 def test_an_axis_of_the_compiler_beside_one_rank(options):
     """Issue 38: XLA does not partition a reduction over axes of one rank each."""

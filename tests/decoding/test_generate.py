@@ -268,7 +268,7 @@ class Causal(nnx.Module):
 UNCACHED = [(1, 1, 1, {}), (2, 2, 1, {"schedule": "zb_v"}), (2, 1, 2, {})]
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(("S", "V", "D", "options"), UNCACHED)
 def test_a_causal_model_without_caches_is_run_again(S, V, D, options):
     pipe, *model = make(Causal, S=S, V=V, D=D, **options)
@@ -318,7 +318,7 @@ def test_several_tokens_end_a_row(vocabulary):
         np.testing.assert_array_equal(row, [*want[:end], *[0] * (NEW - end)])
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", ["ends", "stage"])
 def test_the_share_that_may_be_drawn(vocabulary):
     pipe, *model = make(Own, S=2, vocabulary=vocabulary)

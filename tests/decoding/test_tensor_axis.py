@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [DRAWN, {}], ids=["drawn", "likeliest"])
 @pytest.mark.parametrize(("axes", "counts", "changes", "options"), CASES)
 def test_what_the_plain_model_says(axes, counts, changes, options, drawn):

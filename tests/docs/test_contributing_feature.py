@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.contributing import blocks, copy_with, edits, in_copy, steps
 from tests.support.elsewhere import python
 
@@ -16,6 +18,7 @@ def test_it_touches_two_files() -> None:
     }
 
 
+@pytest.mark.slow
 def test_it_is_summed_by_every_executor(tmp_path) -> None:
     copy_with(edits(TITLE), tmp_path)
     (code,) = blocks(steps(TITLE)[2], "python")

@@ -191,6 +191,7 @@ def test_padding_and_tying_count() -> None:
     assert tied.count() == LlamaConfig.tiny().count() - tied.vocab_size * tied.hidden_size
 
 
+@pytest.mark.slow
 def test_published_sizes_divide_among_eight() -> None:
     for config in (LlamaConfig.llama_8b(), LlamaConfig.llama_70b()):
         one = nnx.eval_shape(lambda c=config: llama.build(c, c.num_hidden_layers, 0)[0][0])
@@ -301,10 +302,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "ranks"),
-    [pytest.param(*c, marks=() if i == 1 else pytest.mark.slow) for i, c in enumerate(CASES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "ranks"), CASES)
 def test_parity_in_parts(changes: dict[str, Any], ranks: int) -> None:
     config = small(**changes)
     assert_parity(Llama(config), mean_loss(config), *batch(), ranks=ranks)

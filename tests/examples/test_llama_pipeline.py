@@ -72,7 +72,7 @@ def test_fewer_heads_of_keys_than_tensor_ranks() -> None:
     assert weight.sharding.spec == P("stage")
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "family", "options"), cases())
 def test_parity(mesh: str, family: str, options: str) -> None:
     check(mesh, family, options)

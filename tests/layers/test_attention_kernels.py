@@ -65,6 +65,7 @@ GRID = [*itertools.product(FAMILIES, REMATS, ("plain", "tensor"))]
 SLOW = covering(GRID, FAST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "remat", "where"),
     [pytest.param(*case, marks=effort(case, FAST, SLOW)) for case in GRID],

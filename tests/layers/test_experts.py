@@ -355,6 +355,7 @@ PIPES: list[tuple[int, int, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

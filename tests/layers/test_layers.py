@@ -183,13 +183,14 @@ def test_activations_stay_in_bfloat16() -> None:
     assert_close(weights, want_weights, tolerance=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "ranks", "sequence_parallel"),
     [
         (2, 4, True),  # a head of keys on two ranks
-        pytest.param(2, 8, False, marks=pytest.mark.slow),
-        pytest.param(4, 2, True, marks=pytest.mark.slow),  # two heads of keys on a rank
-        pytest.param(1, 8, True, marks=pytest.mark.slow),
+        (2, 8, False),
+        (4, 2, True),  # two heads of keys on a rank
+        (1, 8, True),
     ],
 )
 def test_parity_of_fewer_heads_of_keys_than_ranks(

@@ -189,12 +189,9 @@ def documents_one_by_one(stages, embed, head, batch):
     return nnx.jit(nnx.value_and_grad(mean))(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "learned"),
-    [
-        ("1f1b", False),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in [("zb_h1", False), ("gpipe", True)]],
-    ],
+    ("schedule", "learned"), [("1f1b", False), ("zb_h1", False), ("gpipe", True)]
 )
 def test_a_packed_batch_is_its_documents(schedule, learned):
     """Loss and gradients of packed rows on data and stage, padding included."""

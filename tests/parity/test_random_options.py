@@ -25,7 +25,7 @@ def without_padding(grads, want):
     return nnx.State({**grads, "ends": jax.tree.unflatten(treedef, trimmed)})
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds())
 def test_random_options_same_gradient(seed):
     case = randoms.draw(seed)

@@ -243,6 +243,7 @@ def test_gradients_of_several_batches_do_not_add_up_to_that_of_a_ratio(loss_fn, 
     assert_close(model.loss(*batch(), weighed=True).mean, wanted_of(loss_fn, 2)[0])
 
 
+@pytest.mark.slow
 def test_calls_with_a_weight_train_the_mean_of_their_ratios():
     (x, t), half = batch(), ROWS // 2
     pipe = make(dice, count=2)

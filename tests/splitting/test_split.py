@@ -293,6 +293,7 @@ def test_layers_are_cut_by_cost() -> None:
     assert balance([1, 1, 1], 3, before=50, behind=50) == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_costs_and_cuts_are_the_users_to_give() -> None:
     model, tokens = models.Decoder(6), words()
 

@@ -64,7 +64,8 @@ def ragged(*, weighted: bool, steps: int = 20) -> list[tuple[Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True])
 def test_twenty_ragged_batches_are_those_of_the_plain_model(weighted):
     loss_fn = token_weights if weighted else models.cross_entropy
     stages, head = models.build(Hostile, 2), Readout(nnx.Rngs(5))

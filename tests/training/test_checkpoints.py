@@ -675,6 +675,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-c", HOLDER, str(folder)]

@@ -21,6 +21,7 @@ from tests.support.group import normal
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_balance_of_layers_that_count():
     layers = nnx.List([MixtureOfExperts(8, 4, 4, 2, nnx.Rngs(k), counts=True) for k in range(2)])
     x = normal(12, 8)

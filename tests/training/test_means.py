@@ -163,7 +163,7 @@ def test_a_pipeline_says_what_its_loss_counts():
     assert float(pipeline(lambda y, t: (y - t).mean()).loss(x, t, weighed=True).weight) == N
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [0, 1, 2])
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_call_that_counts_nothing_adds_nothing_even_if_it_is_nan(empty, has_aux):
@@ -224,7 +224,7 @@ class Wave(nnx.Module):
         return x + jnp.real(1j * w * w) * jnp.cos(x) * v
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 def test_complex_weights_are_clipped_averaged_and_updated(calls):
     """As optax does it, whose norm is of absolute values."""

@@ -158,7 +158,7 @@ def test_losses_go_on_over_a_tensor_axis(tmp_path: Path) -> None:
     assert_close(went, stayed)
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [

@@ -153,6 +153,7 @@ def test_stages_that_are_not_alike() -> None:
 # --- a configuration ---
 
 
+@pytest.mark.slow
 def test_a_configuration_is_what_runs() -> None:
     config = ParallelConfig(
         stage=2,

@@ -120,6 +120,7 @@ def test_other_ways_to_a_loss_agree():
     assert models.distance(jax.tree.map(lambda g: g / SCALE, grads), again) < 1e-5
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb_h1", "remat": None}])
 def test_gradients_of_outputs_count_what_is_added(options):
     """Issue 38, B16: once, as those of a stage without a pipeline; the value does not hold it."""

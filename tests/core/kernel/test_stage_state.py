@@ -35,6 +35,7 @@ def assert_parity(stages, *, head=None, **options) -> Pipeline:
 # --- random streams ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_forked_streams_are_those_of_the_plain_stages(ranks):
     """Issue 38: nnx.fork_rngs of a pipeline failed in JAX's words about arrays of keys."""

@@ -390,6 +390,7 @@ def test_a_microbatch_writes_the_rows_of_its_words_alone():
     assert found <= {"dynamic-update-slice", "fusion", "scatter"}
 
 
+@pytest.mark.slow
 def test_other_tables_in_the_ends_are_no_matter():
     """Of a head whose norm looks something up, and of an embedding that holds another."""
 

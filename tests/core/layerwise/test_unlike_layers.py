@@ -113,7 +113,7 @@ def test_gradients_beside_declared_state(ranks):
     )
 
 
-@pytest.mark.few
+@pytest.mark.slow
 @pytest.mark.parametrize("unlike", [True, False])
 def test_variables_that_hold_nothing(unlike):
     """Issue 38: a Param(None), as a layer without bias has, in every view of a pipeline."""

@@ -81,12 +81,13 @@ def wanted():
     return train(pipe, nnx.Optimizer(pipe, optax.adamw(1e-2), wrt=nnx.Param), *batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
         (P("data"), {}),
-        pytest.param(None, {"data_parallel": "zero1"}, marks=pytest.mark.slow),
-        pytest.param(P("stage"), {"data_parallel": "fsdp"}, marks=pytest.mark.slow),
+        (None, {"data_parallel": "zero1"}),
+        (P("stage"), {"data_parallel": "fsdp"}),
     ],
 )
 def test_everything_under_set_mesh(spec, options, wanted):
@@ -281,6 +282,7 @@ class Deep(nnx.Module):
         return x
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1, 3, 1)])
 def test_stages_that_are_not_alike(counts):
     mesh, found = explicit(stage=2), []
@@ -303,6 +305,7 @@ def some(path, variable):
     return isinstance(variable, nnx.Param) and path[:3] == ("stages", 1, "up")
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:wrt freezes a part of arrays")
 @pytest.mark.parametrize("wrt", [last, some])
 def test_a_part_of_the_stages_is_trained(wrt):

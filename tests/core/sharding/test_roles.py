@@ -59,6 +59,7 @@ def test_norms_clipping_and_updates(data_parallel, standard_promotion):
     assert_close([nnx.state(stage, nnx.Param) for stage in pipe.stages()], after)
 
 
+@pytest.mark.slow
 @KINDS
 def test_metrics_and_weights(kind):
     def loss_fn(outputs, targets):

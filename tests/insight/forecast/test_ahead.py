@@ -431,6 +431,7 @@ def predicted(name: str) -> tuple[LlamaConfig, StepPrediction, Plan]:
     return config, predict_step(pipe, optimizer, *pipe._operands(x, x, None)), pipe.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8B", slow("70B")])
 def test_large_models_take_what_the_formula_says(name):
     """Nothing is allocated."""
