@@ -33,8 +33,14 @@ def model(
     hidden: int = 128,
     seed: int = 0,
     dense: bool = False,
+    mtp_layers: int = 0,
+    mtp_weight: float = 0.3,
 ) -> dict[str, Any]:
-    """The parts of a pipeline; ``dense``: an MLP of the same active size instead of experts."""
+    """The parts of a pipeline.
+
+    ``dense``: an MLP of the same active size instead of experts. ``mtp_layers``: how many modules
+    predict tokens further on, with losses of the weight ``mtp_weight`` together.
+    """
     mixture = decoders.ExpertsConfig(
         experts, top_k, hidden, tuple(range(layers)), balance_weight=0.01, counts=True
     )
@@ -47,10 +53,14 @@ def model(
         head_dim=width // 4,
         hidden=top_k * hidden,
         experts=None if dense else mixture,
+        mtp_layers=mtp_layers,
     )
     counts = decoders.split_layers(layers, stages)
     made, embed, head = decoders.build(config, counts, nnx.Rngs(seed))
-    parts = {"stages": made, "embed": embed, "head": head, "loss_fn": decoders.next_token_loss}
+    loss_fn: Any = decoders.next_token_loss
+    if mtp_layers:
+        loss_fn = decoders.MultiTokenLoss(mtp_weight, has_metrics=True)
+    parts = {"stages": made, "embed": embed, "head": head, "loss_fn": loss_fn}
     parts["batch"] = P(("data", "expert"))
     return parts if dense else {**parts, "state": ExpertState, "after_step": advance_experts}
 

@@ -103,6 +103,7 @@ def make_trainer(
         ema=own.ema,
         accumulate=own.accumulate,
         loss_scale=DynamicScale() if own.loss_scale == "dynamic" else own.loss_scale,
+        has_aux=_has_metrics(model),
     )
     evaluation = config.evaluation
     return Trainer(
@@ -182,7 +183,8 @@ def evaluate(config: Config) -> float:
     config.check_functions()
     model = restored(config, ema=config.evaluation.ema)
     optimizer = nnx.Optimizer(model, optax.identity(), wrt=getattr(model, "wrt", nnx.Param))
-    return means(Step(model, optimizer, donate=False), _held_out(config, model))[0]
+    step = Step(model, optimizer, donate=False, has_aux=_has_metrics(model))
+    return means(step, _held_out(config, model))[0]
 
 
 def restored(config: Config, *, ema: bool = False) -> Any:
@@ -244,6 +246,12 @@ def continued(config: Config, prompt: Prompt) -> str:
         seed=prompt.seed,
     )
     return str(words.decode(found))
+
+
+def _has_metrics(model: Any) -> bool:
+    """Tell whether a loss says of itself that it returns metrics."""
+    loss_fn = model.plan.loss_fn if isinstance(model, Pipeline) else None
+    return bool(getattr(loss_fn, "has_metrics", False))
 
 
 def _held_out(config: Config, model: Any) -> Iterable[Any]:

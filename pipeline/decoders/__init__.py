@@ -18,6 +18,7 @@ from pipeline.decoders.decoder import (
     split_layers,
 )
 from pipeline.decoders.experts import ExpertsConfig, LatentConfig
+from pipeline.decoders.multi_token import MultiTokenBlock, MultiTokenLoss
 
 __all__ = [
     "Block",
@@ -26,6 +27,8 @@ __all__ = [
     "ExpertsConfig",
     "Head",
     "LatentConfig",
+    "MultiTokenBlock",
+    "MultiTokenLoss",
     "Parts",
     "Rope",
     "Stage",

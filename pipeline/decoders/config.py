@@ -66,6 +66,9 @@ class DecoderConfig:
       experts: mixtures of experts in the place of some layers' MLPs.
       latent: multi-head latent attention in the place of heads of keys and values.
       tied: whether embedding and head share their table.
+      mtp_layers: D modules for multi-token prediction behind the blocks, of which module k predicts
+        the token k + 1 further on (`pipeline.decoders.multi_token`). Their losses are
+        `pipeline.decoders.MultiTokenLoss`.
     """
 
     vocabulary: int
@@ -97,6 +100,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     tied: bool = False
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -134,6 +138,13 @@ class DecoderConfig:
             wrong.append(f"head_dim={self.head_dim} is odd: rotary positions turn pairs")
         if self.rope is None and not is_whole(self.positions, 1):
             wrong.append(f"positions={self.positions!r} must be an integer >= 1: there is no rope")
+        if not is_whole(self.mtp_layers, 0):
+            wrong.append(f"mtp_layers={self.mtp_layers!r} must be an integer >= 0")
+        elif self.mtp_layers and self.rope is None:
+            wrong.append(
+                f"mtp_layers={self.mtp_layers} with learned positions: a module joins embeddings "
+                f"of other positions, which have none of their own; give rope=, or mtp_layers=0"
+            )
         if wrong:
             raise ValueError("DecoderConfig: " + "; ".join(wrong))
 

@@ -11,7 +11,7 @@ Letters: b = sequences, t = positions, d = width, v = words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,14 +20,22 @@ from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
-from pipeline.decoders.attention import DecoderAttention
+from pipeline.decoders.attention import DecoderAttention, check_whole
 from pipeline.decoders.config import ACTIVATIONS, DecoderConfig
 from pipeline.decoders.experts import make_experts
 from pipeline.decoders.latent import LatentAttention
+from pipeline.decoders.multi_token import (
+    AHEAD,
+    EMBEDDED,
+    INSIDE,
+    LOGITS,
+    MAIN,
+    MultiTokenBlock,
+    words_and_counts,
+)
+from pipeline.decoders.norms import make_norm
 from pipeline.layers import (
     ColumnLinear,
-    LayerNorm,
-    RMSNorm,
     RowLinear,
     SwiGLU,
     VocabularyEmbedding,
@@ -80,11 +88,11 @@ class Block(nnx.Module):
         activations: Any = None,
         context: Context = WHOLE,
     ) -> None:
-        self.attention_norm = _norm(config, dtype)
+        self.attention_norm = make_norm(config, dtype)
         types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
         kind = DecoderAttention if config.latent is None else LatentAttention
         self.attention: Any = kind(config, layer, rngs, **types)
-        self.mlp_norm = _norm(config, dtype)
+        self.mlp_norm = make_norm(config, dtype)
         experts, activation = config.experts, ACTIVATIONS[config.activation]
         if experts is not None and layer in experts.layers:
             self.experts = make_experts(experts, config.width, activation, rngs, dtype=dtype)
@@ -100,8 +108,8 @@ class Block(nnx.Module):
         else:
             self.mlp = PlainMLP(config, rngs, dtype=dtype)
         after = config.post_norms
-        self.attention_post_norm = _norm(config, dtype) if after else None
-        self.mlp_post_norm = _norm(config, dtype) if after else None
+        self.attention_post_norm = make_norm(config, dtype) if after else None
+        self.mlp_post_norm = make_norm(config, dtype) if after else None
 
     def __call__(
         self,
@@ -120,23 +128,23 @@ class Stage(nnx.Module):
     """Consecutive blocks: `[b, t, d] -> [b, t, d]`.
 
     Args:
-      blocks: in layer order.
+      blocks: in layer order; modules for multi-token prediction behind all others.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block | MultiTokenBlock]) -> None:
         self.blocks = nnx.List(blocks)
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Any,
         positions: jax.Array | None = None,
         segments: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> Any:
         """Run all of them.
 
         Args:
-          x: `[b, t, d]`.
+          x: `[b, t, d]`; with multi-token prediction what `pipeline.decoders.multi_token` says.
           positions: as of `DecoderAttention`.
           segments: likewise.
           segment_ids: segments by the name that `pipeline.training.packed` gives them.
@@ -151,7 +159,10 @@ class Stage(nnx.Module):
             )
         segments = segment_ids if segments is None else segments
         for block in self.blocks:
-            x = block(x, positions, segments)
+            if isinstance(x, Mapping) and not isinstance(block, MultiTokenBlock):
+                x = {**x, MAIN: block(x[MAIN], positions, segments)}
+            else:
+                x = block(x, positions, segments)
         return x
 
 
@@ -183,25 +194,32 @@ class Embedding(VocabularyEmbedding):
         shape = config.positions, config.width
         learned = config.rope is None
         self.positions = nnx.Param(init(rngs.params(), shape, dtype)) if learned else None
+        self.feeds_modules = config.mtp_layers > 0
 
     prefills = True
 
     def start_decoding(self, _: int, length: int) -> None:
         """Remember how many positions it has seen, if it has learned positions.
 
+        Modules for multi-token prediction get nothing any more: text is made by the main model.
+
         Raises:
           ValueError: sequences longer than those.
         """
+        self.feeds_modules = False
         if self.positions is not None:
             self._check_length(length, self.positions.shape[0])
             self.seen = nnx.Cache(jnp.zeros((), jnp.int32))
 
-    def __call__(self, tokens: Any) -> jax.Array:
+    def __call__(self, tokens: Any) -> Any:
         """Look the words up.
 
         Args:
           tokens: `[b, t]`; or a pair of them and of their positions `[b, t]`, for learned positions
             that restart in packed rows. Rotary positions are an argument of the stages.
+
+        Returns:
+          `[b, t, d]`; for modules of multi-token prediction a dict, in which they are twice.
 
         Raises:
           ValueError: a sequence longer than the positions that were learned.
@@ -210,6 +228,8 @@ class Embedding(VocabularyEmbedding):
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
+        if self.feeds_modules:
+            return {MAIN: x, EMBEDDED: x}
         if self.positions is None:
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
@@ -235,6 +255,10 @@ class Embedding(VocabularyEmbedding):
 class Head(VocabularyHead):
     """Last activations to logits: `[b, t, d] -> [b, t, v]`.
 
+    With multi-token prediction its output is a dict: ``logits``, and of every module its logits
+    ``ahead`` and which of its positions are ``inside`` a document. The modules have norms of their
+    own, the first also the main model's.
+
     Args:
       config: of the decoder.
       rngs: has a stream ``params``.
@@ -250,14 +274,20 @@ class Head(VocabularyHead):
             vocabulary=config.vocabulary,
             rngs=rngs,
             table=table,
-            norm=_norm(config, dtype),
+            norm=None if config.mtp_layers else make_norm(config, dtype),
             init=nnx.initializers.normal(SPREAD),
             dtype=dtype,
         )
         self.softcap = config.logit_softcap
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Any) -> Any:
         """This rank's logits."""
+        if not isinstance(x, Mapping):
+            return self._logits(x)
+        ahead = tuple(map(self._logits, x[AHEAD]))
+        return {LOGITS: self._logits(x[MAIN]), AHEAD: ahead, INSIDE: x[INSIDE]}
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         logits = super().__call__(x)
         if self.softcap is None:
             return logits
@@ -281,6 +311,7 @@ def build(
     activations: Any = None,
     vocabulary: Mode = "ends",
     context: Context = WHOLE,
+    mtp: Sequence[int] | None = None,
 ) -> tuple[list[Stage], Any, Any]:
     """Stages, embed and head of a decoder.
 
@@ -294,43 +325,93 @@ def build(
       vocabulary: as of `Pipeline`; with "stage" embed and head are those of `pipeline.vocabulary`.
       context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), for
         ``Pipeline(..., batch=P("data", "context"))``; by default they are whole.
+      mtp: [K] how many modules for multi-token prediction each stage has, behind all blocks; by
+        default the last stage has all.
 
     Raises:
-      ValueError: counts that do not add up to the config's layers; or ranks that are to share what
-        they cannot: embeddings that are scaled or have positions, logits with a soft cap.
+      ValueError: counts that do not add up to the config's layers, or modules before a block; or
+        ranks that are to share what they cannot: embeddings that are scaled or have positions,
+        logits with a soft cap, multi-token prediction.
     """
     check_shared(config, vocabulary)
+    if config.mtp_layers:
+        check_whole("multi-token prediction", context)
     if sum(counts) != config.layers or not counts or min(counts) < 0:
         raise ValueError(
             f"stages of {', '.join(map(str, counts))} blocks have {sum(counts)} together, but the "
             f"model has {config.layers}"
         )
+    modules = place_modules(config, counts, mtp)
 
     def make(rngs: nnx.Rngs) -> Parts:
         types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
         blocks = [Block(config, n, rngs, **types) for n in range(config.layers)]
-        firsts = [sum(counts[:k]) for k in range(len(counts))]
-        stages = [Stage(blocks[n : n + c]) for n, c in zip(firsts, counts, strict=True)]
         if vocabulary == "stage":
-            return Parts(stages, *_shared_ends(config, rngs, dtype, activations))
-        embed = Embedding(config, rngs, **types)
-        table = embed.table if config.tied else None
-        return Parts(stages, embed, Head(config, rngs, table=table, dtype=dtype))
+            ends: tuple[Any, Any] = _shared_ends(config, rngs, dtype, activations)
+        else:
+            embed = Embedding(config, rngs, **types)
+            table = embed.table if config.tied else None
+            ends = embed, Head(config, rngs, table=table, dtype=dtype)
+        ahead = []
+        for k in range(1, config.mtp_layers + 1):
+            block = Block(config, config.layers - 1, rngs, **types)
+            ahead.append(MultiTokenBlock(config, k, block, rngs, dtype=dtype))
+        firsts = [(sum(counts[:k]), sum(modules[:k])) for k in range(len(counts))]
+        stages = [
+            Stage([*blocks[n : n + c], *ahead[a : a + m]])
+            for (n, a), c, m in zip(firsts, counts, modules, strict=True)
+        ]
+        return Parts(stages, *ends)
 
     parts = nnx.eval_shape(lambda: make(nnx.Rngs(0))) if rngs is None else make(rngs)
     return list(parts.stages), parts.embed, parts.head
+
+
+def place_modules(
+    config: DecoderConfig, counts: Sequence[int], mtp: Sequence[int] | None
+) -> list[int]:
+    """[K] how many modules for multi-token prediction each stage has.
+
+    Args:
+      config: of the decoder.
+      counts: [K] how many blocks each stage has.
+      mtp: as of `build`.
+
+    Raises:
+      ValueError: another number of them or of stages, or one before a block.
+    """
+    if mtp is None:
+        return [0] * (len(counts) - 1) + [config.mtp_layers]
+    found = list(mtp)
+    if len(found) != len(counts) or min(found) < 0 or sum(found) != config.mtp_layers:
+        raise ValueError(
+            f"mtp={found!r}: must be the number of multi-token modules of each of {len(counts)} "
+            f"stages, and the model has {config.mtp_layers} together; leave mtp= out to put all on "
+            f"the last stage"
+        )
+    first = next((k for k, modules in enumerate(found) if modules), len(found))
+    if any(counts[first + 1 :]):
+        last = max(k for k, count in enumerate(counts) if count)
+        raise ValueError(
+            f"mtp={found!r}: stage {first} has a multi-token module and stage {last} a block "
+            f"behind it; modules read what the last block returns, so put them into that stage or "
+            f"later ones"
+        )
+    return found
 
 
 def check_shared(config: DecoderConfig, vocabulary: Any) -> None:
     """Refuse ends that ranks cannot share.
 
     Raises:
-      ValueError: embeddings that are scaled or have positions, or logits with a soft cap.
+      ValueError: embeddings that are scaled or have positions, logits with a soft cap, or
+        multi-token prediction.
     """
     found = {
         f"embeddings that are multiplied with {config.embedding_scale}": config.embedding_scale,
         f"{config.positions} learned positions": None if config.rope else config.positions,
         f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap,
+        f"multi-token prediction (mtp_layers={config.mtp_layers})": config.mtp_layers or None,
     }
     has = [text for text, value in found.items() if value is not None]
     if vocabulary == "stage" and has:
@@ -351,7 +432,7 @@ def _shared_ends(
     head = shared.VocabularyHead(
         *sizes,
         rngs=None if config.tied else rngs,
-        norm=_norm(config, dtype),
+        norm=make_norm(config, dtype),
         tied=embed if config.tied else None,
         param_dtype=dtype,
         scale=SPREAD,
@@ -366,10 +447,18 @@ def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Arr
       logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part.
       targets: `[b, t]`, the word that follows each; -100 counts for nothing. Or a pair of them and
         of weights `[b, t]`, as `pipeline.training.packed` gives them.
+
+    Raises:
+      ValueError: outputs of a model with multi-token prediction.
     """
+    if isinstance(logits, Mapping):
+        raise ValueError(
+            "next_token_loss was given the outputs of a model with multi-token prediction, a dict: "
+            "give loss_fn=MultiTokenLoss(), or load the checkpoint with mtp=0; or let modules be "
+            "untrained: lambda outputs, targets: next_token_loss(outputs['logits'], targets)"
+        )
     if isinstance(targets, tuple | list):
-        words, weights = targets
-        counts = jnp.where(words == IGNORED, 0, weights).astype(jnp.float32)
+        words, counts = words_and_counts(targets)
         return (vocabulary_cross_entropy(logits, words) * counts).sum(), counts.sum()
     losses = vocabulary_cross_entropy(logits, targets)
     return losses.sum(), (targets != IGNORED).sum()
@@ -391,11 +480,3 @@ def split_layers(layers: int, num_stages: int) -> list[int]:
     fewer, more = divmod(layers, num_stages)
     first = (num_stages - more) // 2  # stages before those with one block more
     return [fewer + (first <= k < first + more) for k in range(num_stages)]
-
-
-def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm | LayerNorm:
-    if config.norm == "layer":
-        return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
-    return RMSNorm(
-        config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, dtype=dtype
-    )

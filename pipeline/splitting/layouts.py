@@ -122,23 +122,30 @@ def _of_lists(stages: Any) -> str:
     return "|".join("".join(NAMES[name] for name in names) for names in stages)
 
 
-def parse_layout(text: Layout, layers: int) -> list[int]:
+def parse_layout(text: Layout, layers: int, mtp_layers: int = 0) -> list[int]:
     """[K] how many layers each stage has.
 
     Args:
       text: the layout, as of `read_layout`.
       layers: of the model.
+      mtp_layers: how many modules for multi-token prediction the model has; `place_modules` says
+        which stages have them.
 
     Raises:
-      ValueError: as `read_layout`; another number of layers, or multi-token layers, which these
-        models have not.
+      ValueError: as `read_layout`; another number of layers or of multi-token layers.
     """
     stages = read_layout(text)
     counts = [stage.count("t") for stage in stages]
-    if extra := sum(stage.count("m") for stage in stages):
+    extra = sum(stage.count("m") for stage in stages)
+    if extra and not mtp_layers:
         raise ValueError(
             f"layout={text!r} has {extra} m, layers for multi-token prediction, and this model has "
             f"none; leave them out"
+        )
+    if extra != mtp_layers:
+        raise ValueError(
+            f"layout={text!r} has {extra} m, and the model has {mtp_layers} modules for "
+            f"multi-token prediction: write an m for each behind the last t, as in 'Et|tmL'"
         )
     if sum(counts) != layers:
         raise ValueError(
@@ -148,7 +155,29 @@ def parse_layout(text: Layout, layers: int) -> list[int]:
     return counts
 
 
-def write_layout(counts: list[int]) -> str:
-    """The layout of stages with so many layers."""
-    stages = ["t" * count if count < 2 else f"t*{count}" for count in counts]
+def place_modules(text: Layout) -> list[int]:
+    """[K] how many modules for multi-token prediction each stage has.
+
+    Args:
+      text: the layout, as of `read_layout`.
+
+    Raises:
+      ValueError: as `read_layout`.
+    """
+    return [stage.count("m") for stage in read_layout(text)]
+
+
+def write_layout(counts: Sequence[int], modules: Sequence[int] = ()) -> str:
+    """Write the layout of stages with so many layers, and so many multi-token modules.
+
+    Args:
+      counts: [K] layers.
+      modules: [K] modules for multi-token prediction; by default there are none.
+    """
+    stages = [_times("t", count) for count in counts]
+    stages = [a + _times("m", b) for a, b in zip(stages, modules or [0] * len(stages), strict=True)]
     return "E" + "|".join(stages) + "L"
+
+
+def _times(letter: str, count: int) -> str:
+    return letter * count if count < 2 else f"{letter}*{count}"

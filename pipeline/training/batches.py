@@ -10,6 +10,7 @@ Letters: N rows of a batch, t positions of a row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -163,7 +164,8 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
     something over a batch, is another loss by itself.
 
     Args:
-      loss_fn: ``loss_fn(outputs, targets)`` to a mean or to (sum, weight), a function.
+      loss_fn: ``loss_fn(outputs, targets)`` to a mean or to (sum, weight), a function. Metrics
+        of one that says ``has_metrics`` are left out.
 
     Returns:
       A function of outputs and `Padded` targets to (sum, weight); of other targets it is loss_fn.
@@ -178,6 +180,9 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
             f"masked() was given the module {type(loss_fn).__name__}; give a function, and let "
             f"the module look at Padded.counts itself: it returns (sum, weight)"
         )
+
+    if getattr(loss_fn, "has_metrics", False):
+        loss_fn = dataclasses.replace(loss_fn, has_metrics=False)  # type: ignore[type-var]
 
     def of_row(outputs: Tree, targets: Tree) -> Any:
         one = (jax.tree.map(lambda x: x[None], tree) for tree in (outputs, targets))

@@ -22,13 +22,14 @@ from collectives import STAGE
 from pipeline.core.layerwise.layout import Mark
 from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_view
 from pipeline.core.sharding.distribute import distribute
-from pipeline.decoders import build, next_token_loss, split_layers
+from pipeline.decoders import DecoderConfig, MultiTokenLoss, build, next_token_loss, split_layers
 from pipeline.decoders.config import as_float, with_options
 from pipeline.pipeline import Pipeline
-from pipeline.splitting.layouts import Layout, parse_layout
+from pipeline.splitting.layouts import Layout, parse_layout, place_modules
 from pipeline.vocabulary import CrossEntropy
 from pipeline.weights.biases import Constant, StateRef, constants, state_view, with_biases
 from pipeline.weights.checkpoint import Checkpoint, open_checkpoint
+from pipeline.weights.modules import fit_modules, spare_names
 from pipeline.weights.names import (
     check_layers,
     check_shapes,
@@ -72,6 +73,7 @@ def load(
     activations: Any = None,
     family: str | Family | None = None,
     experts: Mapping[str, Any] | None = None,
+    mtp: int | None = None,
     **options: Any,
 ) -> Pipeline:
     """A pipeline of the decoder that a checkpoint holds, with its weights.
@@ -90,6 +92,8 @@ def load(
       family: in place of the one that ``model_type`` names; a name, or a table of one's own.
       experts: options of mixtures of experts that no checkpoint says, such as ``dispatch`` and
         ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
+      mtp: how many modules for multi-token prediction are read: 0 leaves them out; by default those
+        of config.json, if the files have them. Their loss is `pipeline.decoders.MultiTokenLoss`.
       options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
 
     Raises:
@@ -106,6 +110,7 @@ def load(
         activations=activations,
         family=family,
         experts=experts,
+        mtp=mtp,
         **shared,
     )
     stages, read = made.pop("stages"), made.pop("read")
@@ -125,6 +130,8 @@ def parts(
     vocabulary: Literal["ends", "stage"] = "ends",
     family: str | Family | None = None,
     experts: Mapping[str, Any] | None = None,
+    mtp: int | None = None,
+    mtp_weight: float | Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
 
@@ -137,7 +144,9 @@ def parts(
       activations: of activations.
       vocabulary: as of `Pipeline`.
       family: its names.
-      experts: as of `load`.
+      experts: as of `load`, as is mtp.
+      mtp: how many modules for multi-token prediction are read.
+      mtp_weight: of their losses, as `pipeline.decoders.MultiTokenLoss` takes it.
 
     Returns:
       stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
@@ -155,13 +164,14 @@ def parts(
         )
     config = with_options(family.config(checkpoint.config), experts)
     check_layers(checkpoint, family, config.layers)
-    counts = count_blocks(config.layers, num_stages, layout, mesh)
+    config = fit_modules(config, checkpoint, family, mtp)
+    counts, modules = count_blocks(config, num_stages, layout, mesh)
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
     own = stored if activations is None else as_float(activations)
     stages, embed, head = build(
-        config, counts, dtype=stored, activations=own, vocabulary=vocabulary
+        config, counts, dtype=stored, activations=own, vocabulary=vocabulary, mtp=modules
     )
-    loss_fn: Any = CrossEntropy() if vocabulary == "stage" else next_token_loss
+    loss_fn = choose_loss(config, vocabulary, mtp_weight)
 
     def read(pipe: Pipeline) -> None:
         _read(pipe, checkpoint, family)
@@ -207,10 +217,29 @@ def choose_family(family: str | Family | None, config: Config, where: str) -> Fa
     return family_of({"model_type": family}, f"family={family!r}")
 
 
+def choose_loss(
+    config: DecoderConfig, vocabulary: str, mtp_weight: float | Sequence[float] | None
+) -> Any:
+    """The loss of a decoder: of the next token, and perhaps of those further on.
+
+    Raises:
+      ValueError: a weight of modules that the model lacks.
+    """
+    if config.mtp_layers:
+        given = {} if mtp_weight is None else {"weight": mtp_weight}
+        return MultiTokenLoss(**given, has_metrics=True)  # type: ignore[arg-type]
+    if mtp_weight is not None:
+        raise ValueError(
+            f"mtp_weight={mtp_weight!r} for a model without modules for multi-token prediction: "
+            f"leave it out"
+        )
+    return CrossEntropy() if vocabulary == "stage" else next_token_loss
+
+
 def count_blocks(
-    layers: int, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
-) -> list[int]:
-    """[K] how many layers each stage has.
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None, mesh: Mesh | None
+) -> tuple[list[int], list[int] | None]:
+    """[K] how many layers each stage has, and how many modules; None for all in the last.
 
     Raises:
       ValueError: both of two ways to say it, or a number that does not fit.
@@ -221,11 +250,11 @@ def count_blocks(
                 f"num_stages={num_stages} and layout={layout!r}: the layout says how many stages "
                 f"there are; give one of the two"
             )
-        return parse_layout(layout, layers)
+        return parse_layout(layout, config.layers, config.mtp_layers), place_modules(layout)
     if num_stages is None:
         devices = jax.device_count() if mesh is None else mesh.shape.get(STAGE, 1)
-        num_stages = min(devices, layers)
-    return split_layers(layers, num_stages)
+        num_stages = min(devices, config.layers)
+    return split_layers(config.layers, num_stages), None
 
 
 def common_dtype(checkpoint: Checkpoint) -> Any:
@@ -243,11 +272,12 @@ def _read(pipe: Pipeline, checkpoint: Checkpoint, family: Family) -> None:
     found = entries_of(with_biases(view.tree, state), family, checkpoint.config, prefix)
     entries = with_tied_head(found, checkpoint, family, prefix)
     check_shapes(entries, lambda held: _shape(view, state, held))
+    spare = spare_names(entries, checkpoint, family)
     if is_native(checkpoint):
         entries = native_entries(entries)
-        check_tensors(entries, checkpoint, NATIVE)
+        check_tensors(entries, checkpoint, NATIVE, spare)
     else:
-        check_tensors(entries, checkpoint, family)
+        check_tensors(entries, checkpoint, family, spare)
     plans: dict[Any, Any] = {entry.held: entry.plan for entry in entries}
     _Reading(pipe, view, checkpoint, plans).run()
     if state is not None:

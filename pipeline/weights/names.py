@@ -5,7 +5,7 @@ Letters: K stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,8 @@ def entries_of(tree: Mapping[str, Any], family: Family, config: Config, prefix: 
     layer = 0
     for k, stage in enumerate(tree["stages"]):
         for n, leaves in _blocks(stage, k):
-            pairs = _matched(family.rows, leaves, f"stages[{k}].{BLOCKS}[{n}]", family)
+            where = f"stages[{k}].{BLOCKS}[{n}]"
+            pairs = _matched((*family.rows, *family.mtp), leaves, where, family)
             found += [made.entry(layer, layer, r, leaf, sizes) for r, leaf in pairs]
             layer += 1
     found += [made.entry(HEAD, None, r, leaf, sizes) for r, leaf in _pairs(tree, HEAD, family)]
@@ -137,19 +138,24 @@ def check_layers(checkpoint: Checkpoint, family: Family, layers: int) -> None:
     Raises:
       ValueError: it has fewer.
     """
-    names = list(checkpoint.tensors)
-    prefix = family.prefix_of(names)
-
-    def is_there(n: int) -> bool:
-        starts = (family.tensor_name(prefix, n, ""), f"layers.{n}.")
-        return any(name.startswith(starts) for name in names)
-
-    if names and not is_there(layers - 1):
-        held = next(n for n in range(layers) if not is_there(n))
+    if checkpoint.tensors and not has_layer(checkpoint, family, layers - 1):
+        held = next(n for n in range(layers) if not has_layer(checkpoint, family, n))
         raise ValueError(
             f"{checkpoint.folder}: by config.json the model has {layers:,} layers, and the files "
             f"have {held}: correct config.json, or fetch the shards that are missing"
         )
+
+
+def has_layer(checkpoint: Checkpoint, family: Family, n: int) -> bool:
+    """Tell whether the files have any tensor of a layer."""
+    starts = layer_prefixes(checkpoint, family, n)
+    return any(name.startswith(starts) for name in checkpoint.tensors)
+
+
+def layer_prefixes(checkpoint: Checkpoint, family: Family, n: int) -> tuple[str, ...]:
+    """Find how the names of a layer's tensors begin: the family's, and our own."""
+    prefix = family.prefix_of(list(checkpoint.tensors))
+    return family.tensor_name(prefix, n, ""), f"layers.{n}."
 
 
 def with_tied_head(
@@ -207,8 +213,19 @@ def check_shapes(entries: Sequence[Entry], shape_of: Callable[[Any], tuple[int, 
         raise ValueError(_several(wrong))
 
 
-def check_tensors(entries: Sequence[Entry], checkpoint: Checkpoint, family: Family) -> None:
+def check_tensors(
+    entries: Sequence[Entry],
+    checkpoint: Checkpoint,
+    family: Family,
+    spare: Collection[str] = (),
+) -> None:
     """See that a checkpoint has what a model needs, of the right sizes, and nothing else.
+
+    Args:
+      entries: the model's weights.
+      checkpoint: that is read.
+      family: its table.
+      spare: names of tensors that may be there and need not be read.
 
     Raises:
       ValueError: all that is wrong, up to a few.
@@ -235,7 +252,7 @@ def check_tensors(entries: Sequence[Entry], checkpoint: Checkpoint, family: Fami
     unread = [
         name
         for name in checkpoint.tensors
-        if name not in used and not family.ignores(name) and name not in tied
+        if name not in used and not family.ignores(name) and name not in {*tied, *spare}
     ]
     if unread:
         wrong.append(

@@ -10,6 +10,7 @@ Letters: K stages.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +24,11 @@ from flax.nnx.traversals import unflatten_mapping
 
 from pipeline.decoders import DecoderConfig, Parts, build, split_layers
 from pipeline.decoders.config import as_float
-from pipeline.splitting.layouts import Layout, parse_layout
+from pipeline.splitting.layouts import Layout, parse_layout, place_modules
 from pipeline.weights.biases import is_bias
 from pipeline.weights.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
+from pipeline.weights.modules import copies_of, fit_modules, spare_names
 from pipeline.weights.names import (
     EMBED,
     HEAD,
@@ -88,11 +90,7 @@ def import_stages(
     if is_native(checkpoint):
         raise ValueError(f"{folder} is a folder of stages already; export it first")
     config, entries, _ = describe_checkpoint(checkpoint)
-    counts = (
-        parse_layout(layout, config.layers)
-        if layout is not None
-        else split_layers(config.layers, num_stages or 1)
-    )
+    counts, modules = cut_layers(config, num_stages, layout)
     own = native_entries(entries)
     types: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for entry, there in zip(own, entries, strict=True):
@@ -100,7 +98,7 @@ def import_stages(
         types[entry.name] = (stored if dtype is None else as_float(dtype)), entry.plan.shape
     files: dict[str, dict[str, Any]] = {}
     for entry in own:
-        k = _stage_of(entry, counts)
+        k = _stage_of(entry, counts, modules)
         files.setdefault(STAGE.format(k=k, K=len(counts)), {})[entry.name] = types[entry.name]
     _convert(checkpoint, Path(out), files, _weights(checkpoint, entries, types))
     return counts
@@ -124,16 +122,32 @@ def export_stages(
     if not is_native(checkpoint):
         raise ValueError(f"{folder} is no folder of stages: it has no weight called {EMBED}.table")
     _, entries, own = describe_checkpoint(checkpoint)
-    types: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for entry in entries:
+    family = family_of(checkpoint.config)
+    copies = copies_of(entries, family, family.prefixes[0])
+    there = {entry.name: one for entry, one in zip(entries, own, strict=True)}
+
+    def written_of(entry: Entry) -> Any:
         stored = checkpoint.tensors[entry.name].readable()
-        for part in entry.plan.parts:
-            types[part.name] = (stored if dtype is None else as_float(dtype)), part.shape
+        return stored if dtype is None else as_float(dtype)
+
+    types: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for layer, each in itertools.groupby(entries, key=lambda entry: entry.layer):
+        for entry in each:
+            types |= {part.name: (written_of(entry), part.shape) for part in entry.plan.parts}
+        for name, table in copies.get(layer, ()):
+            types[name] = written_of(table), table.plan.parts[0].shape
+
+    def split(entry: Entry) -> dict[str, np.ndarray]:
+        weight = _read(checkpoint, there[entry.name].plan, written_of(entry))
+        return entry.plan.split(weight)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for entry, there in zip(entries, own, strict=True):
-            weight = _read(checkpoint, there.plan, types[entry.plan.parts[0].name][0])
-            yield from entry.plan.split(weight).items()
+        for layer, each in itertools.groupby(entries, key=lambda entry: entry.layer):
+            for entry in each:
+                yield from split(entry).items()
+            for name, table in copies.get(layer, ()):
+                (found,) = split(table).values()
+                yield name, found
 
     _convert(checkpoint, Path(out), grouped(types, shard_bytes), tensors())
 
@@ -152,6 +166,7 @@ def describe_checkpoint(
         raise ValueError(f"{where}: the family {family.name!r} says nothing of its config")
     config = family.config(checkpoint.config)
     check_layers(checkpoint, family, config.layers)
+    config = fit_modules(config, checkpoint, family)
     stages, embed, head = build(config, [config.layers])
     tree = tree_of(stages, embed, head)
     prefix = family.prefix_of(list(checkpoint.tensors))
@@ -159,7 +174,8 @@ def describe_checkpoint(
     entries = list(with_tied_head(entries, checkpoint, family, prefix))
     check_shapes(entries, lambda leaf: tuple(leaf.shape))
     own = native_entries(entries) if is_native(checkpoint) else entries
-    check_tensors(own, checkpoint, NATIVE if is_native(checkpoint) else family)
+    spare = spare_names(entries, checkpoint, family)
+    check_tensors(own, checkpoint, NATIVE if is_native(checkpoint) else family, spare)
     return config, entries, own
 
 
@@ -173,11 +189,34 @@ def tree_of(stages: Sequence[Any], embed: Any, head: Any) -> dict[str, Any]:
     return {**found, "stages": [tree["stages"][k] for k in sorted(tree["stages"])]}
 
 
-def _stage_of(entry: Entry, counts: Sequence[int]) -> int:
+def cut_layers(
+    config: DecoderConfig, num_stages: int | None, layout: Layout | None
+) -> tuple[list[int], list[int]]:
+    """[K] how many layers each stage has, and how many modules for multi-token prediction.
+
+    Args:
+      config: of the decoder.
+      num_stages: K, by default 1.
+      layout: in place of it.
+
+    Raises:
+      ValueError: a layout of another model.
+    """
+    if layout is not None:
+        counts = parse_layout(layout, config.layers, config.mtp_layers)
+        return counts, place_modules(layout)
+    counts = split_layers(config.layers, num_stages or 1)
+    return counts, [0] * (len(counts) - 1) + [config.mtp_layers]
+
+
+def _stage_of(entry: Entry, counts: Sequence[int], modules: Sequence[int]) -> int:
     """In which stage's file a weight lies."""
     if not isinstance(entry.layer, int):
         return 0 if entry.layer == EMBED else len(counts) - 1
-    return next(k for k in range(len(counts)) if entry.layer < sum(counts[: k + 1]))
+    own, layer = (counts, entry.layer)
+    if layer >= sum(counts):
+        own, layer = modules, layer - sum(counts)
+    return next(k for k in range(len(own)) if layer < sum(own[: k + 1]))
 
 
 def _weights(

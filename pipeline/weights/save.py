@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pipeline.weights.biases import StateRef, state_view, with_biases
 from pipeline.weights.checkpoint import CONFIG
 from pipeline.weights.files import SHARD_BYTES, Types, dtype_key, grouped, write_files, written
 from pipeline.weights.load import LoadedFrom, choose_family
+from pipeline.weights.modules import Copies, copies_of
 from pipeline.weights.names import Entry, check_shapes, entries_of
 from pipeline.weights.safetensors import NAMES
 from pipeline.weights.tables.family import Config, Family
@@ -100,7 +102,8 @@ def save(
             dtype = source.dtype(entries[0])
             text = json.dumps({**content, **dtype_key(content, dtype)}, indent=2)
             (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-            files = grouped(_tensors(entries, source), shard_bytes)
+            copies = copies_of(entries, family, family.prefixes[0])
+            files = grouped(_tensors(entries, copies, source), shard_bytes)
             write_files(
                 partial, files, (item for layer in layers for item in layer.tensors.items())
             )
@@ -140,34 +143,33 @@ def _origin(
     return choose_family(family, config, "config"), config
 
 
-def _tensors(entries: Sequence[Entry], source: _Source) -> Types:
+def _tensors(entries: Sequence[Entry], copies: Copies, source: _Source) -> Types:
     """All tensors in layer order."""
     found: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for entry in entries:
-        dtype = source.dtype(entry)
-        if dtype not in NAMES:
-            raise ValueError(
-                f"{entry.name} is {dtype}, and weights are written as {', '.join(NAMES.values())}"
-            )
-        found |= {part.name: (dtype, part.shape) for part in entry.plan.parts}
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        for entry in own:
+            dtype = source.dtype(entry)
+            if dtype not in NAMES:
+                raise ValueError(
+                    f"{entry.name} is {dtype}, and weights are written as "
+                    f"{', '.join(NAMES.values())}"
+                )
+            found |= {part.name: (dtype, part.shape) for part in entry.plan.parts}
+        for name, table in copies.get(layer, ()):
+            found[name] = source.dtype(table), table.plan.parts[0].shape
     return found
 
 
 def _layers(source: _Source, family: Family, config: Config) -> Iterator[Layer]:
-    last: Entry | None = None
-    tensors: dict[str, np.ndarray] = {}
-    for entry in source.entries(family, config):
-        if last is not None and entry.layer != last.layer:
-            yield Layer(_layer_name(last), tensors)
-            tensors = {}
-        tensors |= entry.plan.split(source.fetch(entry))
-        last = entry
-    if last is not None:
-        yield Layer(_layer_name(last), tensors)
-
-
-def _layer_name(entry: Entry) -> str:
-    return f"layers.{entry.layer}" if isinstance(entry.layer, int) else entry.layer
+    entries = source.entries(family, config)
+    copies = copies_of(entries, family, family.prefixes[0])
+    for layer, own in itertools.groupby(entries, key=lambda entry: entry.layer):
+        tensors: dict[str, np.ndarray] = {}
+        for entry in own:
+            tensors |= entry.plan.split(source.fetch(entry))
+        for name, table in copies.get(layer, ()):
+            (tensors[name],) = table.plan.split(source.fetch(table)).values()
+        yield Layer(f"layers.{layer}" if isinstance(layer, int) else layer, tensors)
 
 
 class _Source:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.splitting.layouts import _WANTED as WANTED
+from pipeline.splitting.layouts import place_modules
 from pipeline.weights import parse_layout, read_layout, write_layout
 
 
@@ -32,6 +33,20 @@ def test_layers_of_each_stage():
     assert parse_layout("Et*7|(t*8|)*2t*7L", 30) == [7, 8, 8, 7]
     for counts in ([7, 8, 8, 7], [0, 1, 2], [3], [0, 3, 0]):
         assert parse_layout(write_layout(counts), sum(counts)) == counts
+
+
+def test_multi_token_layers_of_each_stage():
+    text = "Et|t|(m|)*2L"
+    assert parse_layout(text, 2, 2) == [1, 1, 0, 0, 0]
+    assert place_modules(text) == [0, 0, 1, 1, 0]
+    assert write_layout([1, 1, 0, 0, 0], [0, 0, 1, 1, 0]) == "Et|t|m|m|L"
+    assert write_layout([0, 2], [0, 3]) == "E|t*2m*3L"
+    with pytest.raises(ValueError) as caught:
+        parse_layout("EttL", 2, 1)
+    assert str(caught.value) == (
+        "layout='EttL' has 0 m, and the model has 1 modules for multi-token prediction: write an m "
+        "for each behind the last t, as in 'Et|tmL'"
+    )
 
 
 @pytest.mark.parametrize(

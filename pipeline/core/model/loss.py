@@ -298,12 +298,14 @@ def logprobs_of(logits: Tree, targets: Tree) -> jax.Array:
     """[...] float32, the log-probability of each target, 0 where it is `IGNORED`.
 
     Args:
-      logits: [..., N], one array.
+      logits: [..., N], one array; or a dict in which it is called "logits".
       targets: [...] integers, one array.
 
     Raises:
       ValueError: they are not.
     """
+    if isinstance(logits, Mapping) and "logits" in logits:  # beside it others, of tokens further on
+        logits = logits["logits"]
     of_z, of_t = jax.tree.leaves(logits), jax.tree.leaves(targets)
     texts = [", ".join(map(shape_text, leaves)) or "nothing" for leaves in (of_z, of_t)]
     if len(of_z) != 1 or len(of_t) != 1 or of_z[0].shape[:-1] != of_t[0].shape:

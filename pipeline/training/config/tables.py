@@ -45,7 +45,8 @@ class Model:
     Attributes:
       function: "package.module:function", and arguments: by name.
       weights: in place of it, a folder of the Hugging Face layout, for `pipeline.weights.parts`;
-        num_stages (by default the ranks of the pipeline), layout, dtype, activations: as there.
+        num_stages (by default the ranks of the pipeline), layout, dtype, activations, mtp and
+        mtp_weight: as there.
     """
 
     function: str | None = None
@@ -55,10 +56,12 @@ class Model:
     layout: str | None = None
     dtype: str | None = None
     activations: str | None = None
+    mtp: int | None = None
+    mtp_weight: float | None = None
 
     def reading(self) -> Table:
         """Options of `pipeline.weights.load`, for a checkpoint."""
-        names = ("num_stages", "layout", "dtype", "activations")
+        names = ("num_stages", "layout", "dtype", "activations", "mtp", "mtp_weight")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 

@@ -1,14 +1,14 @@
 """Families of checkpoints, each a table: keys of config.json, and which tensor is which weight.
 
 Letters of patterns: d width, v words, k heads of keys and values, g heads of queries for each, h
-all heads of queries, c width of a head, f columns of the MLP, p learned positions.
+all heads of queries, c width of a head, f columns of the MLP, p learned positions, u = 2 d.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.base.files import Kind, faults_of, shown
@@ -127,7 +127,7 @@ _OF_KIND: dict[Kind, str] = {
     "n_positions max_position_embeddings "
     "sliding_window sliding_window_pattern _sliding_window_pattern",
     "count": "max_window_layers shared_expert_intermediate_size first_k_dense_replace "
-    "n_shared_experts",
+    "n_shared_experts num_nextn_predict_layers",
     "positive": "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq "
     "query_pre_attn_scalar swiglu_limit routed_scaling_factor attn_logit_softcapping "
     "final_logit_softcapping partial_rotary_factor",
@@ -523,7 +523,7 @@ _READINGS |= {
         more=functools.partial(_deepseek, version=2),
     ),
     "deepseek_v3": Reading(
-        _KEYS,
+        {**_KEYS, "num_nextn_predict_layers": "mtp_layers"},
         defaults=_SILU,
         only={**_OF_DEEPSEEK, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         more=functools.partial(_deepseek, version=3),
@@ -535,6 +535,15 @@ _DEEPSEEK_ROWS = (
     row("mlp_norm.scale", "d", ("post_attention_layernorm.weight", "d")),
     *_MLP,
     *experts.DEEPSEEK_ROWS,
+)
+# A module for multi-token prediction has a block of its own, and the table's names without a level.
+_DEEPSEEK_MTP = (
+    row("main_norm.scale", "d", ("..norm.weight", "d")),
+    row("embed_norm.scale", "d", ("enorm.weight", "d")),
+    row("hidden_norm.scale", "d", ("hnorm.weight", "d")),
+    row("join", "u d", ("eh_proj.weight", "d u")),
+    *(replace(one, target=f"block.{one.target}") for one in _DEEPSEEK_ROWS),
+    row("norm.scale", "d", ("shared_head.norm.weight", "d")),
 )
 _HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}
 _OLMOE_ROWS = (
@@ -550,8 +559,13 @@ _TABLES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"rows": (*LLAMA_ROWS, *experts.EXPERT_ROWS)},
     "gpt_oss": {"rows": (*LLAMA_ROWS, *experts.GPT_OSS_ROWS)},
     "deepseek_v2": {"rows": _DEEPSEEK_ROWS},
-    # The layer for multi-token prediction, which its definition leaves out too.
-    "deepseek_v3": {"rows": _DEEPSEEK_ROWS, "ignored": (_BUFFERS, r"^model\.layers\.61\.")},
+    "deepseek_v3": {
+        "rows": _DEEPSEEK_ROWS,
+        "mtp": _DEEPSEEK_MTP,
+        "mtp_copies": (("embed_tokens.weight", "embed"), ("shared_head.head.weight", "head")),
+        # The published layer for multi-token prediction, where config.json does not count it.
+        "ignored": (_BUFFERS, r"^model\.layers\.61\."),
+    },
     "gemma2": {"rows": GEMMA2_ROWS},
     "gemma3_text": {"rows": GEMMA2_ROWS},
     "gpt2": {

@@ -18,12 +18,15 @@ class Family:
     """A table of names and transposes.
 
     A layer's tensors are called ``prefix + blocks.format(n=...) + name``; those of embed and head
-    ``prefix + name``, or ``name`` alone if it begins with a dot, which is then left out.
+    ``prefix + name``, or ``name`` alone if it begins with a dot, which is then left out. With two
+    dots, which are left out, a layer's tensor is called ``prefix + name``.
 
     Attributes:
       name: of the family, the ``model_type`` of its config.json.
       rows: of a block; those whose weight a model has not are passed over.
       embed: of the embedding; head: of the head.
+      mtp: of a module for multi-token prediction, which is a layer behind all others.
+      mtp_copies: (name, "embed" or "head") of tensors of such a layer that say a table once more.
       blocks: what precedes the names of layer n, such as ``layers.{n}.``.
       prefixes: that checkpoints put before all this, the first of which exports have.
       ignored: regular expressions of tensors that say nothing, such as buffers.
@@ -35,6 +38,8 @@ class Family:
     rows: tuple[Row, ...]
     embed: tuple[Row, ...]
     head: tuple[Row, ...]
+    mtp: tuple[Row, ...] = ()
+    mtp_copies: tuple[tuple[str, str], ...] = ()
     blocks: str = "layers.{n}."
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = ()
@@ -58,6 +63,8 @@ class Family:
 
     def tensor_name(self, prefix: str, layer: int | None, name: str) -> str:
         """The name of a tensor in a file."""
+        if name.startswith(".."):
+            return prefix + name[2:]
         if name.startswith("."):
             return name[1:]
         return prefix + ("" if layer is None else self.blocks.format(n=layer)) + name
@@ -89,6 +96,7 @@ def decoder_sizes(config: DecoderConfig) -> dict[str, int]:
         "c": config.head_dim,
         "f": config.hidden,
         "p": config.positions,
+        "u": 2 * config.width,
         **_expert_sizes(config),
     }
 
