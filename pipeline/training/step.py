@@ -31,6 +31,8 @@ from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
+from pipeline.training.compiling import Given as CompilerOptions
+from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.experts import balance_of
 
 Tree = Any
@@ -130,6 +132,9 @@ class Step:
         it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
         (integers) are added up, all else is the mean by weights.
       donate: whether arrays of model, optimizer and mean are given away to their new values.
+      compiler_options: options of XLA for the step's programs by name, as
+        `jax.jit(compiler_options=...)` takes them; "default" takes those of
+        `pipeline.training.compiling.DEFAULTS` for the platform, None takes XLA's own.
 
     Attributes:
       ema: the mean, laid out as ``nnx.state(model, optimizer.wrt)``; None without one.
@@ -151,6 +156,7 @@ class Step:
         loss_scale: float | DynamicScale | None = None,
         has_aux: bool = False,
         donate: bool = True,
+        compiler_options: CompilerOptions = "default",
     ) -> None:
         _check_options(clip=clip, ema=ema, accumulate=accumulate, loss_scale=loss_scale)
         _check_model(model, scaled=loss_scale is not None, has_aux=has_aux)
@@ -175,14 +181,17 @@ class Step:
         self._called = self.updates = 0
         self._writing = False
 
+        mine = [d for d in places if d.process_index == jax.process_index()] or [*places]
+        compiler = resolve_compiler_options(compiler_options, min(mine, key=lambda d: d.id))
+
         def given(*numbers: int) -> dict[str, Any]:
-            return {"donate_argnums": numbers if donate else ()}
+            return {"donate_argnums": numbers if donate else (), "compiler_options": compiler}
 
         self._fused = jax.jit(self._train, **given(0, 1, 2))
         self._added = jax.jit(self._add, **given(0, 1))
         self._taken = jax.jit(self._take, **given(0))
         self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3))
-        self._evaluated = jax.jit(self._evaluate, static_argnums=0)
+        self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
 
     # --- what a user calls
 

@@ -190,6 +190,8 @@ class Run:
       tensorboard: whether event files are written too.
       flops_per_token: of the model; by default counted.
       chip: of the planner's table, whose peak is that of MFU; by default the device's own.
+      compiler_options: options of XLA for the step by name; by default those of the platform
+        (`pipeline.training.compiling`), with "none" XLA's own.
     """
 
     steps: int
@@ -202,6 +204,7 @@ class Run:
     tensorboard: bool = False
     flops_per_token: float | None = None
     chip: str | None = None
+    compiler_options: dict[str, Any] | Literal["default", "none"] = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
