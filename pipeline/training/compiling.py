@@ -37,17 +37,18 @@ _LIBRARIES = {"tpu": ("libtpu", "libtpu.so")}
 _COMMON = "jaxlib", "libjax_common.so"
 
 
-def default_compiler_options(device: jax.Device) -> dict[str, Value]:
+def default_compiler_options(device: jax.Device) -> dict[str, str | bool]:
     """The options that a `Step` takes for a device with ``compiler_options="default"``.
 
     An option that the installed compiler does not know is left out.
     """
     kind = getattr(device, "device_kind", "")
     name = next((name for name in DEFAULTS if name in kind), device.platform)
-    return {k: v for k, v in DEFAULTS.get(name, {}).items() if _refusal(k, v, device) is None}
+    given = DEFAULTS.get(name, {})
+    return {k: _text(v) for k, v in given.items() if _refusal(k, _text(v), device) is None}
 
 
-def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, Value] | None:
+def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str | bool] | None:
     """The options of a step as `jax.jit` takes them, checked; None for none.
 
     Args:
@@ -73,13 +74,18 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, Valu
                 f"{what}: a name must be a string such as 'xla_tpu_scoped_vmem_limit_kib', and a "
                 f"value a bool, a number or a string"
             )
-        if (said := _refusal(name, value, device)) is not None:
+        if (said := _refusal(name, _text(value), device)) is not None:
             raise ValueError(f"{what}: {said}")
-    return dict(given) or None
+    return {name: _text(value) for name, value in given.items()} or None
+
+
+def _text(value: Value) -> str | bool:
+    """A value as JAX's types have it; XLA reads numbers from their text."""
+    return value if isinstance(value, bool) else str(value)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _refusal(name: str, value: Value, device: jax.Device) -> str | None:
+def _refusal(name: str, value: str | bool, device: jax.Device) -> str | None:
     """Why a platform's compiler refuses an option, found by compiling an addition; else None."""
     place = SingleDeviceSharding(device)
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
