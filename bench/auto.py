@@ -1,4 +1,4 @@
-"""How often, and by how much, `auto` beats the best family: ``python -m bench.auto``.
+"""Comparison of `auto` with the best family: ``python -m bench.auto``.
 
 A seeded sweep over sizes, costs, clocks and memory limits. Nothing is measured, so every machine
 prints the same table. Letters as in `schedules.core.action`.

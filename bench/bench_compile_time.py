@@ -1,4 +1,4 @@
-"""What compiling a step costs under pytest-benchmark, in CPU seconds: two families, and plain."""
+"""Compile times of a step under pytest-benchmark, in CPU seconds: two families, and plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same steps under pytest-benchmark, for its statistics, history and comparison."""
+"""Steps under pytest-benchmark, for its statistics, history and comparison."""
 
 from __future__ import annotations
 

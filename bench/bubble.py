@@ -105,7 +105,7 @@ class Point:
 
 
 def clocked(wanted: str, ranks: int, microbatches: int, *, partners: bool) -> Point | None:
-    """What the clocks say of a family, ``name`` or ``name:V``; None if it has no such size."""
+    """Bubbles of a family by the clocks, ``name`` or ``name:V``; None if it has no such size."""
     family, _, given = wanted.partition(":")
     chunks = int(given or 1)
     sizes = {"num_ranks": ranks, "num_microbatches": microbatches, "num_stages": chunks * ranks}
@@ -120,7 +120,7 @@ def clocked(wanted: str, ranks: int, microbatches: int, *, partners: bool) -> Po
 
 
 def measure(points: Sequence[Point], rounds: int) -> list[Point]:
-    """The same with the steps of this machine, interleaved."""
+    """Bubbles by steps of this machine, interleaved."""
     timers: dict[Any, Timer] = {}
     work = "one rank, forward and backward"
     with Pinned(step.baselines) as pinned:
@@ -139,7 +139,7 @@ def measure(points: Sequence[Point], rounds: int) -> list[Point]:
 
 
 def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
-    """The same with stages that wait; on as many devices as there are ranks."""
+    """Bubbles with stages that wait; on as many devices as there are ranks."""
     timers: dict[Any, Timer] = {
         chunks: functools.partial(seconds, _waits_alone(chunks))
         for chunks in {point.chunks for point in points}
@@ -167,7 +167,7 @@ def _waiting_stages(chunks: int, ranks: int) -> list[Halves]:
 
 
 def _waits_alone(chunks: int) -> Variant:
-    """What a rank does for a microbatch, unpipelined: waits take longer than they are told to."""
+    """A rank's work for a microbatch, unpipelined: waits take longer than they are told."""
     graphdef, params = nnx.split(_waiting_stages(chunks, ranks=1))
     x = jnp.ones((1, WIDTH))
 
@@ -188,7 +188,7 @@ def _measured(point: Point, each: Sequence[float], times: Sequence[float]) -> Po
 
 
 def _spread(times: Sequence[float]) -> float:
-    """How far times lie from their median, relative."""
+    """Relative distance of times from their median."""
     middle = statistics.median(times)
     return max(abs(time - middle) for time in times) / middle
 
@@ -227,7 +227,7 @@ def see_that_they_make_sense(points: Iterable[Point]) -> None:
 
 
 def conclusion(points: Sequence[Point], *, partners: bool) -> str:
-    """What a reader should know, in two lines."""
+    """The conclusion, in two lines."""
     ranks = max(point.ranks for point in points)
     counts = sorted({point.microbatches for point in points if point.ranks == ranks})
     count = min(counts, key=lambda m: abs(m - 4 * ranks))
@@ -252,7 +252,7 @@ def conclusion(points: Sequence[Point], *, partners: bool) -> str:
 
 
 def _is_behind(point: Point) -> bool:
-    """Whether lockstep waits for more than the event clock."""
+    """True if lockstep waits for more than the event clock."""
     return point.lockstep < point.event - ROUNDED
 
 

@@ -49,7 +49,7 @@ class Calibrating(ExitStack):
         return 0.0
 
     def conclude(self, rounds: int) -> dict[Any, Calibration]:
-        """What follows from the last rounds.
+        """Conclusions from the last rounds.
 
         Raises:
           CalibrationError: the times are noise, or they contradict each other.
@@ -58,7 +58,7 @@ class Calibrating(ExitStack):
         return found
 
     def memory(self) -> dict[Any, MemoryPrediction]:
-        """What the steps hold whose time beside their actions is the overhead."""
+        """Predicted memory of the steps that give the overhead."""
         found: dict[Any, MemoryPrediction] = self._all[0].call("memory")
         return found
 

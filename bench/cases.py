@@ -81,12 +81,12 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a microbatch."""
+        """Shape of a microbatch."""
         inner = (self.context,) if self.kind == "gpt" else ()
         return (self.rows, *inner, self.width)
 
     def small(self) -> Case:
-        """The same at a size for which a smoke test is quick."""
+        """The case at a size for which a smoke test is quick."""
         smaller: dict[str, Any] = {"width": 32, "rows": 2 if self.kind == "gpt" else 4}
         if self.kind == "gpt":
             smaller |= {"context": 8, "heads": 2}
@@ -125,7 +125,7 @@ class Case:
 def calibrated(
     case: Case, stages: int, remat: Any, rounds: int, *, split: bool = True, busy: bool = False
 ) -> Calibration:
-    """What actions of K stages take on one core; I and W only if ``split``.
+    """Durations of actions of K stages on one core; I and W only if ``split``.
 
     If ``busy``, every other core does the same meanwhile, as in a step.
 
@@ -199,7 +199,7 @@ def reference(case: Case) -> tuple[Any, list[Any]]:
 
 
 def gradients_of(pipe: Pipeline, grads: Any) -> list[Any]:
-    """Those of `Pipeline.value_and_grad`, in layer order."""
+    """Gradients of `Pipeline.value_and_grad`, in layer order."""
     found: dict[int, Any] = {}
     for rank, held in enumerate(pipe.schedule.stages_of):
         for chunk, stage in enumerate(held):

@@ -1,4 +1,4 @@
-"""What the lockstep clock says a step takes, and what it takes: ``python -m bench.clock``.
+"""Steps beside the lockstep clock's prediction: ``python -m bench.clock``.
 
 The clock is given F, B, I and W of every stage, calibrated in a process of one core, a round in
 every turn of the steps, and the slots that the kernel runs. To that comes what the same step takes
@@ -122,7 +122,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for a family: its slots, and seconds.
+    """Results for a family: its slots, and seconds.
 
     Attributes:
       of: what was asked.
@@ -149,7 +149,7 @@ class Found:
 
     @property
     def is_near(self) -> bool:
-        """Whether it is what is wanted."""
+        """True if the ratio is near 1."""
         return NEAR[0] <= self.ratio <= NEAR[1]
 
 
@@ -207,7 +207,7 @@ def _calibrators(asked: Asked) -> dict[int, Calibrator]:
 
 
 def conclusion(found: Sequence[Found]) -> str:
-    """What a reader should know."""
+    """The conclusion for a reader."""
     lines = []
     for of in dict.fromkeys(one.of for one in found):
         own = [one for one in found if one.of == of]

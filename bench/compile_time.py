@@ -1,4 +1,4 @@
-"""What compiling a step costs: ``python -m bench.compile_time``.
+"""Costs of compiling a step: ``python -m bench.compile_time``.
 
 Seconds of CPU time to trace and compile it from nothing, which other work on the machine does not
 change. It does not grow with M, since ticks are scanned; hardly with S, since ranks share one
@@ -71,7 +71,7 @@ def gpt_seconds(
 def plain_seconds(
     num_microbatches: int, num_stages: int = RANKS, *, layers: int = SIZES.layers
 ) -> float:
-    """The same GPT as one writes it without a pipeline, on one device."""
+    """The GPT as one writes it without a pipeline, on one device."""
     start = _with_nothing_kept()
     parts = [nnx.split(stage) for stage in _stages(num_stages, layers)]
     params = [params for _, params in parts]

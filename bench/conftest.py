@@ -1,4 +1,4 @@
-"""What `make bench` says before its table: what follows, one line for each question."""
+"""Conclusions of `make bench` before its table, one line for each question."""
 
 from __future__ import annotations
 

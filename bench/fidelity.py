@@ -1,4 +1,4 @@
-"""How near the predicted step is to the step: ``python -m bench.fidelity``.
+"""Predicted steps beside measured ones: ``python -m bench.fidelity``.
 
 Each model is calibrated once for each number of stages and each remat, in a process of one core
 while the other does the same, as in a step, a round of it in every turn of its steps; so is an
@@ -89,7 +89,7 @@ class Config:
 
     @property
     def key(self) -> tuple[str, int, str | None]:
-        """What is calibrated once."""
+        """Key of the model, which is calibrated once."""
         return self.model, self.stages, self.remat
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Step:
-    """Of a configuration: seconds.
+    """Seconds of a configuration.
 
     Attributes:
       config: which.
@@ -132,7 +132,7 @@ class Step:
 
     @property
     def error(self) -> float:
-        """Of what was predicted, relative to what was measured."""
+        """Error of the prediction, relative to the measurement."""
         return (self.clock + self.beside + self.fresh) / self.taken - 1
 
 
@@ -399,7 +399,7 @@ def run(some: Sequence[Config], rounds: int) -> list[Step]:
 
 
 def conclusion(steps: Sequence[Step]) -> str:
-    """What a reader should know."""
+    """The conclusion for a reader."""
     middle = statistics.median(abs(step.error) for step in steps)
     worst = max(steps, key=lambda one: abs(one.error))
     met = middle <= MEDIAN and abs(worst.error) <= WORST

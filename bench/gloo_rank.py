@@ -52,7 +52,7 @@ def pipeline(case: Case, ranks: int, name: str, remat: Any) -> Pipeline:
 
 
 def own_gradients(grads: Any) -> list[Any]:
-    """Those of this process's stage."""
+    """Gradients of this process's stage."""
     return [np.asarray(g.addressable_shards[0].data)[0] for g in jax.tree.leaves(grads["chunks"])]
 
 

@@ -96,7 +96,7 @@ class Ours:
 
     @property
     def name(self) -> str:
-        """What the tables call it."""
+        """Name in the tables."""
         return f"{self.schedule or 'default'}, V={self.chunks}, remat={self.remat}"
 
     def pipeline(self, case: Case, devices: Any, *, of_types: bool = False) -> Pipeline:

@@ -1,4 +1,4 @@
-"""What a compiled program says of its exchanges.
+"""Exchanges of a compiled program.
 
 A scheduled program lists its instructions in the order in which they start. What stands between the
 start of an asynchronous exchange and its end runs while the message travels.

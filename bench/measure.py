@@ -67,7 +67,7 @@ def in_turns(
 
 
 def touch_seconds(size: int = 2**28, rounds: int = 5) -> float:
-    """What a byte of memory takes that a process has not had before: the system clears its page."""
+    """Seconds for a byte of memory that is new to a process: the system clears its page."""
 
     def touch(memory: mmap.mmap) -> float:
         start = time.perf_counter()

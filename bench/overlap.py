@@ -1,4 +1,4 @@
-"""What runs while a message travels, as compiled for TPUs: ``python -m bench.overlap``.
+"""Work during a message, as compiled for TPUs: ``python -m bench.overlap``.
 
 Needs `libtpu`, in an environment of its own, and no TPU: a step is compiled for a topology, and its
 scheduled program is read. For every exchange in the scan over ticks it prints how many of a slot's
@@ -68,7 +68,7 @@ def compiled(schedule: str, *, delayed: bool) -> tuple[Pipeline, jax.stages.Comp
 
 
 def beside(text: str) -> list[int]:
-    """Of every exchange: the loops between its start and its end, in a scheduled program."""
+    """Loops between start and end of every exchange, in a scheduled program."""
     found = []
     for computation in re.split(r"\n(?=%|ENTRY )", text):
         steps = [match.groups() for match in map(STEP.match, computation.splitlines()) if match]

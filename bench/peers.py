@@ -110,7 +110,7 @@ def jax_variants(case: Case, ranks: int) -> Variants:
 
 @contextlib.contextmanager
 def torch_variants(case: Case, ranks: int, python: str | None) -> Iterator[Variants]:
-    """Those of torch, if there is an interpreter that has it."""
+    """Variants of torch, if there is an interpreter that has it."""
     if python is None:
         yield {}
         return

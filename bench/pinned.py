@@ -22,7 +22,7 @@ Builders = Mapping[str, Callable[[], Variant]]
 
 
 def call(function: Callable[..., Result], *arguments: Any, busy: bool = False) -> Result:
-    """What a module-level function returns, or raises, in a process that has one core.
+    """The result or the error of a module-level function in a process that has one core.
 
     Args:
       function: of a module that can be imported.
@@ -74,7 +74,7 @@ class Elsewhere:
         self._here.send((method, arguments))
 
     def end(self) -> Any:
-        """What came of it: its result, or what it raised."""
+        """Outcome of a call: its result, or the error that it raised."""
         found, error = self._here.recv()
         if error is not None:
             raise error
@@ -116,7 +116,7 @@ class _Variants:
 
 
 def cores() -> list[int]:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 

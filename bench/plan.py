@@ -1,4 +1,4 @@
-"""Whether the planner chooses well: ``python -m bench.plan``.
+"""Choices of the planner against measurements: ``python -m bench.plan``.
 
 For each of 22 small problems, a model, a batch and 2 to 8 devices, `pipeline.plan` says how to lay
 it out, from what one block takes on 1, 2, 4 and 8 sequences, calibrated in a process of one core.
@@ -75,7 +75,7 @@ class Patient(nnx.Module):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be laid out.
+    """A model to be laid out.
 
     Attributes:
       kind: "mlp", "gpt" or "waits".
@@ -101,7 +101,7 @@ class Problem:
 
     @property
     def model(self) -> tuple[str, int, int]:
-        """What is calibrated once."""
+        """Key of the model, which is calibrated once."""
         return self.kind, self.width, self.seq
 
     def stage(self, count: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -174,7 +174,7 @@ def _block_costs(problem: Problem, rounds: int) -> dict[int, Costs]:
 
 
 def given_costs(problem: Problem, rounds: int) -> dict[int, Costs]:
-    """What a block takes, measured on one core.
+    """Seconds of a block, measured on one core.
 
     Raises:
       CalibrationError: of which model, and why.
@@ -286,7 +286,7 @@ def _alone(problem: Problem, layout: MeshLayout, devices: Any, x: Any, t: Any) -
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a problem: seconds, predicted and measured.
+    """Seconds of a problem, predicted and measured.
 
     Attributes:
       problem: which.
@@ -376,7 +376,7 @@ def run(some: Sequence[Problem], rounds: int) -> list[Answer]:
 
 
 def conclusion(answers: Sequence[Answer]) -> str:
-    """What a reader should know."""
+    """The conclusion for a reader."""
     good = [one for one in answers if one.ratio <= WANTED]
     piped = [one for one in answers if one.piped <= WANTED]
     worst = max(answers, key=lambda one: one.ratio)

@@ -55,7 +55,7 @@ def run(case: Case, ranks: int, remat: Any, rounds: int) -> tuple[dict[str, floa
 def measured_costs(
     case: Case, ranks: int, remat: Any, rounds: int, comm: float
 ) -> tuple[schedules.Costs, float]:
-    """What F and B of each stage take and a message, and a step beside them."""
+    """Durations of F and B of each stage and of a message, and of a step beside them."""
     if case.kind == "wait":
         each = case.layers / ranks
         f, b = each * waiting.FORWARD, each * waiting.BACKWARD

@@ -39,14 +39,14 @@ FINEST = 1e-4  # of message costs that are tried
 
 
 def gpipe_step(S: int, M: int, message: float) -> float:
-    """How long a step takes, in forward passes of the whole model on the whole batch."""
+    """Length of a step, in forward passes of the whole model on the whole batch."""
     one = build("gpipe", num_ranks=S, num_microbatches=M)
     part = 1 / (S * M)
     return simulate(one, Costs(f=part, b=BACKWARD * part, comm=message)).makespan
 
 
 def gpipe_throughput(message: float) -> dict[Cell, float]:
-    """What table 2 shows, by the simulator."""
+    """Table 2, by the simulator."""
     first = gpipe_step(2, 1, message)
     return {cell: first / gpipe_step(*cell, message) for cell in GPIPE}
 

@@ -87,7 +87,7 @@ class Linked:
 
 
 def job(model: str, chips: int, slices: int = 1) -> PlannedJob:
-    """What is trained."""
+    """A model to train."""
     chip = CHIPS[CHIP]
     return PlannedJob(MODELS[model], chip, chips, BATCH, SEQ, slices, "event", chip.efficiency)
 
@@ -95,7 +95,7 @@ def job(model: str, chips: int, slices: int = 1) -> PlannedJob:
 def layout(
     model: str, chips: int, joined: str, *, interleaved: bool
 ) -> tuple[PlannedJob, MeshLayout]:
-    """How it is spread; M sequences on each data shard, one a microbatch."""
+    """Layout of the model; M sequences on each data shard, one a microbatch."""
     data = chips // (STAGES * TENSOR)
     slices = {"one fabric": 1, "network along data": chips // SLICE, "network along stage": 4}
     count = slices[joined]
@@ -116,7 +116,7 @@ def layout(
 
 
 def linked(model: str, chips: int, joined: str, *, interleaved: bool) -> Linked:
-    """What a step takes."""
+    """Parts of a step's time."""
     what, one = layout(model, chips, joined, interleaved=interleaved)
     found: Estimate = estimate(what, one)
     return Linked(
@@ -151,7 +151,7 @@ def all_linked() -> list[Linked]:
 
 @dataclass(frozen=True)
 class Straggling:
-    """How much longer a step takes, by what is uneven.
+    """Factors by which uneven work makes a step longer.
 
     Attributes:
       family, chunks: of the schedule.
@@ -197,7 +197,7 @@ def slowed(schedule: Schedule, costs: Costs, slower: float, moved: float = 0.0) 
 def jittered(
     schedule: Schedule, costs: Costs, jitter: float, group: int, replicas: int, draws: int
 ) -> tuple[float, float, float]:
-    """What an action of a group, a pipeline, and the slowest of the replicas take, in the even.
+    """Durations of an action of a group, of a pipeline, and of the slowest replica.
 
     Every action's time on every chip is log-normal about its cost, each for itself.
     """
@@ -226,7 +226,7 @@ def jittered(
 
 
 def straggling(model: str, chips: int, *, interleaved: bool, draws: int) -> Straggling:
-    """Of a model on so many chips of one fabric."""
+    """Parts of the step of a model on so many chips of one fabric."""
     what, one = layout(model, chips, "one fabric", interleaved=interleaved)
     name, V, M = str(one.schedule), one.chunks, one.microbatches
     schedule = build(name, num_ranks=STAGES, num_microbatches=M, num_stages=V * STAGES)
@@ -244,7 +244,7 @@ def straggling(model: str, chips: int, *, interleaved: bool, draws: int) -> Stra
 
 
 def layout_data(chips: int) -> int:
-    """How many pipelines there are."""
+    """Number of pipelines."""
     return chips // (STAGES * TENSOR)
 
 
@@ -281,7 +281,7 @@ def best_interval(chips: int, mtbf: float, save: float, restart: float) -> float
 def goodput_of_a_run(
     every: float, chips: int, mtbf: float, save: float, restart: float, *, saves: int
 ) -> float:
-    """The same of a run in which failures are drawn, up to so many saves."""
+    """Useful share of a run in which failures are drawn, up to so many saves."""
     rng, mean = np.random.default_rng(0), mtbf * HOUR / chips
     time, done, left = 0.0, 0, float(rng.exponential(mean))
     needed = every + save
@@ -317,7 +317,7 @@ class Failing:
 
 
 def failing(chips: int, mtbf: float, save: float = SAVE, restart: float = RESTART) -> Failing:
-    """What failures leave."""
+    """The best interval between saves, and the share of time that failures leave."""
     every = best_interval(chips, mtbf, save, restart)
     best, hourly = (goodput(one, chips, mtbf, save, restart) for one in (every, HOUR))
     return Failing(chips, mtbf, mtbf / chips, every, best, hourly)
@@ -417,7 +417,7 @@ def _see_failures_drawn() -> None:
 
 
 def conclusion(found: Found) -> str:
-    """What a reader should know."""
+    """The conclusion for a reader."""
     few, many = COUNTS[0], COUNTS[-1]
     lines = []
     for model in INTERLEAVED:

@@ -1,4 +1,4 @@
-"""How long large timetables take, without jax: ``python -m bench.schedules_speed [family ...]``.
+"""Seconds for large timetables, without jax: ``python -m bench.schedules_speed [family ...]``.
 
 Every row is a process of its own, pinned to one core; seconds are those of its CPU, so that other
 work on the machine disturbs little. The column "per doubling" is the growth of the total from the

@@ -1,4 +1,4 @@
-"""How close a step comes to the ideal: ``python -m bench.step``.
+"""Steps beside the ideal: ``python -m bench.step``.
 
 Ideal is (M + S - 1) / M times the work of one rank: what one stage takes for M microbatches,
 unpipelined, in a process of one core. With ``remat=None`` that is a forward and a backward pass;
@@ -99,7 +99,7 @@ def one_rank(*, gradient: bool) -> Variant:
 
 
 def baselines() -> Builders:
-    """What runs on one core."""
+    """Measurements on one core."""
     return {
         "one rank, forward": functools.partial(one_rank, gradient=False),
         "one rank, forward and backward": functools.partial(one_rank, gradient=True),

@@ -30,7 +30,7 @@ ABSENT = "skipped, since libtpu is not installed: what is compiled for TPUs"
 
 
 def is_here() -> bool:
-    """Whether the compiler can be loaded."""
+    """True if the compiler can be loaded."""
     return importlib.util.find_spec("libtpu") is not None
 
 

@@ -42,7 +42,7 @@ BLOCK = 512  # positions; of those on the diagonal the kernels compute the maske
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a step.
+    """A step as the compiler made it.
 
     Attributes:
       text: the optimised HLO.
@@ -55,7 +55,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes.
+    """Time of a step.
 
     Attributes:
       actions: of one run of each action, or of all of a step that has none.
@@ -72,7 +72,7 @@ class Step:
 
 
 def model_operations(case: Case) -> float:
-    """Of a step: 6 for each weight and token, and attention with half of its scores masked."""
+    """Operations of a step: 6 for each weight and token, and attention, half of it masked."""
     config, tokens = case.config, case.rows * case.length * case.microbatches * case.axes["data"]
     tables = config.vocab_size * config.hidden_size
     weights = config.count() - tables  # a lookup multiplies nothing
@@ -212,7 +212,7 @@ def report(name: str, keep: Path | None, attention: str | None = None) -> tuple[
 
 
 def row(name: str, case: Case, found: Step) -> list[str]:
-    """Of the table of steps."""
+    """A row of the table of steps."""
     hbm = find_slice(case.topology)[0].hbm
     if found.hbm > hbm:
         fits = "does not fit"

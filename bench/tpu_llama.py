@@ -72,7 +72,7 @@ class Case:
 
     @property
     def shares_words(self) -> bool:
-        """Whether all stage ranks share embedding and head."""
+        """True if all stage ranks share embedding and head."""
         return self.options.get("vocabulary") == "stage"
 
     def pipeline(self, devices: Any) -> Pipeline:
@@ -200,7 +200,7 @@ def _beside(compiled: int, predicted: int) -> str:
 
 
 def _exchanges(sent: list[Exchange]) -> dict[str, str]:
-    """What runs beside exchanges between stages."""
+    """Work beside exchanges between stages."""
     stage = [one for one in sent if STAGE in one.axes]
     lines = {"permutes of stage": f"{len(stage)}"}
     lines["asynchronous"] = f"{sum(one.is_async for one in stage)}"

@@ -1,4 +1,4 @@
-"""What a large step holds, by the TPU compiler: ``python -m bench.tpu_memory``.
+"""Bytes of a large step, by the TPU compiler: ``python -m bench.tpu_memory``.
 
 A v5e 2x4 slice, S = 8, M = 32, a stage of 4 residual MLP layers of 4096 x 16384, 2048 rows a
 microbatch, weights and sums of gradients in bfloat16: 1 GiB of either on each rank. Gradients are
@@ -87,7 +87,7 @@ def mean(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def pair(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same as a sum and its weight, which is known only after it."""
+    """The loss as a sum and its weight, which is known only after it."""
     return mean(outputs, targets) * outputs.size, jnp.full((), float(outputs.size))
 
 

@@ -150,7 +150,7 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
 def summed(
     value_and_grad: Callable[..., Any], weights: Any, words: jax.Array, targets: jax.Array
 ) -> Any:
-    """Of [M, rows, T] words: the mean of losses and gradients, one microbatch after the other."""
+    """Mean of losses and gradients over [M, rows, T] words, one microbatch after the other."""
 
     def one(total: Any, batch: Any) -> tuple[Any, None]:
         # As they are: XLA fails to move reductions out of the loop, and these sum by the row.

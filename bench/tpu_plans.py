@@ -1,4 +1,4 @@
-"""Whether plans compile, and hold what the planner says: ``python -m bench.tpu_plans``.
+"""Compiled plans beside the planner's bytes: ``python -m bench.tpu_plans``.
 
 What `pipeline.plan` prints for Llama 3 8B and 70B is compiled by the TPU compiler for a slice that
 is described and not there, loss, gradients and Adam's update, and the compiler's bytes of a chip
@@ -66,7 +66,7 @@ class Compiled:
 
     @property
     def is_near(self) -> bool:
-        """Whether it compiled, to nearly as many."""
+        """True if it compiled, to nearly as many bytes."""
         return self.ratio is not None and abs(self.ratio - 1) <= WITHIN
 
 
@@ -126,7 +126,7 @@ def compile_plan(one: Estimate, job: Mapping[str, Any]) -> Compiled:
 
 
 def conclusion(found: Sequence[Compiled]) -> str:
-    """What a reader should know."""
+    """The conclusion for a reader."""
     near = sum(one.is_near for one in found)
     return f"{near} of {len(found)} plans with a pipeline compile to within 10% of planned bytes."
 

@@ -1,4 +1,4 @@
-"""What the trainer costs beside its devices: ``python -m bench.training``.
+"""Costs of the trainer beside its devices: ``python -m bench.training``.
 
 Host: the loop with all it does (batches, records, hooks), where the compiled step is one that gives
 its arguments back, so that next to nothing runs on the device; processor time, which other
@@ -58,7 +58,7 @@ def make_trainer(pipe: Pipeline, steps: int, folder: Path, **options: Any) -> Tr
 
 
 def host_seconds(stages: int, folder: Path, steps: int = 300) -> tuple[float, int]:
-    """Of a step, median processor seconds; and how many arrays it is given."""
+    """Median processor seconds of a step, and the number of arrays that it is given."""
     times: list[float] = []
     trainer = make_trainer(
         pipeline(stages, 1), steps, folder, hooks=[lambda *_: times.append(time.process_time())]

@@ -1,4 +1,4 @@
-"""What a large head costs on one rank, and on all: ``python -m bench.vocabulary``.
+"""Costs of a large head on one rank, and on all: ``python -m bench.vocabulary``.
 
 Four residual MLP layers a rank and a head worth 2.4 of them, as in an 8B Llama. With
 ``vocabulary="ends"`` the last rank does the head and all others wait for it; with "stage" each does
@@ -104,7 +104,7 @@ def alone(case: Case, kind: str) -> Variant:
 
 
 def baselines(case: Case) -> Builders:
-    """What runs on one core."""
+    """Measurements on one core."""
     return {kind: functools.partial(alone, case, kind) for kind in KINDS}
 
 

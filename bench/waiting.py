@@ -29,7 +29,7 @@ FORWARD, BACKWARD = 0.010, 0.020  # seconds
 
 
 def elsewhere(module: str, given: Sequence[Any], devices: int, rounds: int) -> list[dict[str, Any]]:
-    """What ``python -m MODULE --waiting ROUNDS`` makes of records, in a process of so many devices.
+    """The result of ``python -m MODULE --waiting ROUNDS`` in a process of so many devices.
 
     It reads them as JSON, a list of their fields, and writes what it found likewise.
 
@@ -72,7 +72,7 @@ def parser_of(module: str, about: str | None, rounds: int) -> argparse.ArgumentP
 def is_elsewhere(
     options: argparse.Namespace, kind: type[Any], run: Callable[[list[Any], int], Sequence[Any]]
 ) -> bool:
-    """Whether this is the process that `elsewhere` has started; then all is done.
+    """True in the process that `elsewhere` has started, after all is done.
 
     Args:
       options: as `parser_of` takes them.
@@ -87,7 +87,7 @@ def is_elsewhere(
 
 
 def machine(cores: int) -> str:
-    """What measured, in words."""
+    """Versions and cores of this machine."""
     return f"jax {jax.__version__}, {platform.machine()}, {cores} cores"
 
 

@@ -50,7 +50,7 @@ def standard_promotion():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests that are dear and have several cases, `make test` runs the first and CI the rest.
+    """Mark slow cases: of a dear test `make test` runs the first case, and CI the rest.
 
     Where a test has many slow cases, CI runs every fourth of them; `make test-all` runs all.
     """
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: looking through it for garbage takes a tenth of every trace."""
+    """Freeze imported objects: looking through them for garbage takes a tenth of every trace."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -115,7 +115,7 @@ def make_stages(case: Case) -> list[nnx.Module]:
 
 
 def _compiled(source: str, name: str) -> Any:
-    """What makes the k-th stage of a source."""
+    """Make the k-th stage of a source."""
     rng = np.random.default_rng(7)
     constants = {
         "CD": rng.normal(size=4).astype("f"),
@@ -184,13 +184,13 @@ class Plain:
         return [np.asarray(loss), *map(np.asarray, jax.tree.leaves(grads))]
 
     def spread(self, want: list[Any]) -> float:
-        """How far the results move by themselves, as `distance`."""
+        """Distance of results that differ by rounding alone, as `distance`."""
         shaken = max(distance(self(1e-7, seed), want) for seed in range(3))
         return max(shaken, distance(self(parts=1), want))
 
 
 def measure(case: Case) -> list[Any]:
-    """The same through a pipeline."""
+    """Results of the model through a pipeline."""
     policy = case.remat if case.remat in (None, "stage") else None
     if case.remat in POLICIES:
         policy = getattr(jax.checkpoint_policies, case.remat)
@@ -229,7 +229,7 @@ def distance(found: list[Any], want: list[Any]) -> float:
 
 
 def check(case: Case) -> str:
-    """What became of a case: "ok", or why there is nothing to compare.
+    """Outcome of a case: "ok", or the reason why there is nothing to compare.
 
     Raises:
       AssertionError: the gradients differ.

@@ -22,7 +22,7 @@ START = "import jax; jax.devices()"
 
 
 def known(*flags: str) -> bool:
-    """Whether jaxlib starts with these flags."""
+    """True if jaxlib starts with these flags."""
     place = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", START]
     return not subprocess.run(
@@ -31,7 +31,7 @@ def known(*flags: str) -> bool:
 
 
 def fastest() -> tuple[str, ...]:
-    """Those of the flags that this jaxlib knows."""
+    """Flags that this jaxlib knows."""
     return FLAGS if known(*FLAGS) else tuple(flag for flag in FLAGS if known(flag))
 
 

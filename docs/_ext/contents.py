@@ -1,4 +1,4 @@
-"""What the site makes of our own packages, without Sphinx: drawings, help, entries, links."""
+"""Contents of the site from our own packages, without Sphinx: drawings, help, entries, links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class PageError(Exception):
-    """What a page says cannot be done: what was given, and the rule."""
+    """An error for a directive that cannot be carried out: the value given, and the rule."""
 
 
 # --- timetables ---
@@ -68,7 +68,7 @@ HELP = {"pipeline": "pipeline.cli.main", "schedules": "schedules.cli.main"}
 
 
 def help_of(words: list[str]) -> str:
-    """What ``python -m PACKAGE COMMAND --help`` prints.
+    """The output of ``python -m PACKAGE COMMAND --help``.
 
     Raises:
       PageError: a package or a command that there is not.
@@ -161,7 +161,7 @@ def expanded(text: str) -> str:
 
 
 def named(name: str) -> Any:
-    """What a full name is.
+    """The object of a full name.
 
     Raises:
       PageError: a module has no such name.
@@ -174,7 +174,7 @@ def named(name: str) -> Any:
 
 
 def is_described(found: Any) -> bool:
-    """Whether it is a class or a function: what else there is has no docstring of its own."""
+    """True for a class or a function: other objects have no docstring of their own."""
     return callable(found) and get_origin(found) is None
 
 
@@ -193,7 +193,7 @@ def starred(text: str) -> str:
 
 
 def entry(name: str) -> list[str]:
-    """What autodoc is asked for.
+    """Options for autodoc.
 
     Raises:
       PageError: a module has no such name.

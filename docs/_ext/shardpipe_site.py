@@ -1,4 +1,4 @@
-"""What the site has of its own: timetables in pages, help of commands, entries of the reference.
+"""Directives of the site: timetables in pages, help of commands, entries of the reference.
 
     ```{timetable} 1f1b zb_h1 -S 4 -M 8
     ```
@@ -158,12 +158,12 @@ class NotYet(Filter):
     """Keeps quiet about patterns of the navigation for pages that are still to be written."""
 
     def filter(self, record: Any) -> bool:
-        """Whether it is another warning."""
+        """True for another warning."""
         return "glob pattern" not in str(record.msg)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """What conf.py asks for by this module's name."""
+    """Set up the extension that conf.py names."""
     app.add_node(
         timetable,
         html=(open_frame, close_frame),

@@ -1,4 +1,4 @@
-"""What a pipeline refuses, by the full message: what was given, the rule, and what to do."""
+"""Refusals of a pipeline, by the full message: the value given, the rule, and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What actions take: concluded from times, kept in files, given to pipelines.
+"""Durations of actions: concluded from times, kept in files, given to pipelines.
 
 Nothing here is timed but by injected clocks. Letters: S ranks, K stages, M microbatches.
 """
@@ -212,7 +212,7 @@ def test_calibrate_whole_backwards_alone(clock):
 
 
 def test_ends_that_all_ranks_share_are_no_part_of_a_stage(clock):
-    """Of two stages the last stands a second time in the chain, without head and loss."""
+    """The last of two stages stands twice in the chain, the second time without head and loss."""
     clock |= {(0, "F"): 2.5, (2, "B"): 6.0, (2, "I"): 4.1}
     embed = VocabularyEmbedding(11, WIDTH, rngs=nnx.Rngs(5))
     ends = {"embed": embed, "head": VocabularyHead(11, WIDTH, tied=embed), "vocabulary": "stage"}
@@ -276,7 +276,7 @@ def test_which_stages_are_timed():
 
 
 def test_microbatches_are_in_flight_as_in_the_pipeline(monkeypatch):
-    """Of each stage as many as a rank stashes, four at most; a W as far behind its I."""
+    """Each stage has as many in flight as a rank stashes, four at most; W is as far behind I."""
     found = []
 
     def asked(pipe: Any, make: Any, chain: Any, kinds: str, microbatches: int, in_flight: int):

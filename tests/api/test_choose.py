@@ -1,4 +1,4 @@
-"""How a pipeline chooses schedule and slots for its mesh, and what it says of that.
+"""Choice of schedule and slots for a mesh, and its description.
 
 Letters: S ranks, K stages, V chunks per rank, M microbatches.
 """

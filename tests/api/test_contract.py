@@ -117,7 +117,7 @@ def test_the_gradient_of_a_scaled_loss_is_scaled():
     ("D", "remat"), [(2, "stage"), pytest.param(1, None, marks=pytest.mark.slow)]
 )
 def test_the_gradient_of_outputs(D, remat):
-    """Of any function of what `pipe(x)` returns: for parameters and for float inputs."""
+    """Gradients of any function of `pipe(x)`: for parameters and for float inputs."""
     head = Readout(nnx.Rngs(6))
     pipe = make(D=D, head=head, remat=remat, loss_fn=None)
 
@@ -309,7 +309,7 @@ def test_extras_in_every_call(remat, bubbles):
 
 
 class Plain(nnx.Module):
-    """The same model without a pipeline."""
+    """The model of these tests without a pipeline."""
 
     def __init__(self, stages, head):
         self.layers, self.head = nnx.List(stages), head
@@ -492,7 +492,7 @@ def test_integer_inputs_without_an_embedding():
 
 @pytest.fixture
 def compiled():
-    """What jax compiles, one message each."""
+    """Messages of jax's compiler, one for each compilation."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

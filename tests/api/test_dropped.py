@@ -1,4 +1,4 @@
-"""What a dropped pipeline leaves behind: nothing that was traced or compiled for it."""
+"""A dropped pipeline leaves nothing that was traced or compiled for it."""
 
 from __future__ import annotations
 

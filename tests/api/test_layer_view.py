@@ -257,7 +257,7 @@ def updated(tx: Any, steps: int, **extra: Any) -> Layers:
 
 
 def updated_stacks(pipe: Pipeline, tx: Any, steps: int) -> Layers:
-    """Likewise of a pipeline."""
+    """Layers of a pipeline, trained by `make_optimizer`."""
     optimizer = make_optimizer(pipe, *tx)
     for n in range(steps):
         layers = pipe.to_layers(nnx.state(pipe, nnx.Param))
@@ -275,7 +275,7 @@ FAST = ("adamw(mask)", "lamb")
     "name", [*FAST, *(pytest.param(n, marks=slow) for n in LAYERWISE if n not in FAST)]
 )
 def test_an_update_is_the_plain_models(name):
-    """Of layers that two ranks hold there and back, with a clip before it that sees all of them."""
+    """Layers that two ranks hold there and back, with a clip before it that sees all of them."""
     tx = clip, LAYERWISE[name]()
     pipe = pipeline(2, D=2, schedule="zb_v", data_parallel="zero1")
     assert_equal(updated_stacks(pipe, tx, 3), updated(optax.chain(*tx), 3), atol=1e-5)

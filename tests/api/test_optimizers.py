@@ -306,7 +306,7 @@ def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Ar
 
 @pytest.fixture
 def compiled():
-    """What jax compiles, one message each."""
+    """Messages of jax's compiler, one for each compilation."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -118,7 +118,7 @@ def sharded(microbatches: int, remat: str | None) -> MeshLayout:
     ],
 )
 def test_steps_of_the_tpu_compiler_in_docs_tpu(model, layout, waits, seconds, off):
-    """What FSDP waits for is hidden here, as far as links are quick enough."""
+    """Gathers of FSDP are hidden here, as far as links are quick enough."""
     devices = layout.data * layout.stage
     batch = layout.data * layout.microbatches * layout.rows
     sizes = {"devices": devices, "batch": batch, "seq": 8192, "clock": "lockstep"}

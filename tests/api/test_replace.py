@@ -43,7 +43,7 @@ def uneven() -> list[nnx.Module]:
 
 
 def leaves(pipe: Pipeline) -> dict:
-    """What every leaf of a pipeline's state is, where it lies and what it says of itself."""
+    """Type, place and metadata of every leaf of a pipeline's state."""
     return {
         (path, index): (leaf.shape, leaf.dtype, leaf.sharding, said(variable))
         for path, variable in nnx.to_flat_state(nnx.state(pipe))

@@ -1,4 +1,4 @@
-"""Where a pipeline and its stages may not be: on a device's own program, within each other (38).
+"""Places where no pipeline may stand: a device's own program, another pipeline (38).
 
 Letters: M microbatches.
 """

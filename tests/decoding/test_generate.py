@@ -106,7 +106,7 @@ def make(kind, *, S=2, V=1, D=1, vocabulary="ends", tied=True, **options):
 
 
 def plain(model, new=NEW, *, key=None, temperature=1.0, top_k=0, top_p=None, keys=None):
-    """What the model says without caches, and without a pipeline."""
+    """Tokens of the model without caches, and without a pipeline."""
     stages, embed, head = model
 
     @jax.jit
@@ -331,7 +331,7 @@ def test_the_share_that_may_be_drawn(vocabulary):
 
 
 def test_words_that_may_be_drawn():
-    """Of 0.5, 0.3, 0.15, 0.05: the fewest whose probabilities reach the share."""
+    """Probabilities .5, .3, .15, .05: the fewest tokens that reach the share are kept."""
     logits = jnp.log(jnp.array([0.15, 0.5, 0.05, 0.3]))
     keys = jax.random.split(jax.random.key(0), 200)
     for top_p, temperature, words in (

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = "schedules", "collectives", "pipeline", "examples"
+PACKAGES = "schedules", "collectives", "pipeline", "examples", "tests", "bench", "docs"
 PAGES = "README.md", "docs/*.md", "docs/*/*.md"
 LONGEST = 35
 

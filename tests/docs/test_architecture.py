@@ -58,7 +58,7 @@ def test_every_path_leads_somewhere(page: Path) -> None:
 
 
 def steps() -> list[tuple[list[str], set[str]]]:
-    """Of each step the modules, and what it names of them."""
+    """Modules of each step, with the names that the page gives of them."""
     _, _, section = PAGE.partition("in ten steps\n")
     found = []
     for step in re.split(r"^\d+\. ", section.partition("\n## ")[0], flags=re.MULTILINE)[1:]:
@@ -70,12 +70,12 @@ def steps() -> list[tuple[list[str], set[str]]]:
 
 
 def reach(module: Any, name: str) -> Any:
-    """What a dotted name is in a module, or None."""
+    """The object of a dotted name in a module, or None."""
     return functools.reduce(lambda one, part: getattr(one, part, None), name.split("."), module)
 
 
 def runs(found: Any, ran: set[tuple[str, str]]) -> bool:
-    """Whether a function, or anything of a class, was called."""
+    """True if a function, or any method of a class, was called."""
     found = getattr(found, "func", getattr(found, "__wrapped__", found))  # of what decorates it
     name, file = found.__qualname__, sys.modules[found.__module__].__file__
     if not isinstance(found, type):
@@ -90,7 +90,7 @@ def test_there_are_ten_steps() -> None:
 
 
 def test_every_step_is_taken() -> None:
-    """What the steps name is defined where they say, and a gradient runs all of it."""
+    """Names of the steps are defined where the page says, and a gradient runs all of them."""
     ran = set()
 
     def note(frame, event, _) -> None:

@@ -49,7 +49,7 @@ def table(title: str) -> dict[str, list[str]]:
 
 
 def value(cell: str, letters: dict[str, Any]) -> float:
-    """What a formula of the page comes to."""
+    """The value of a formula of the page."""
     shares = {"ar": lambda n: 2 * (n - 1) / n, "ag": lambda n: (n - 1) / n}
     return float(eval(cell.strip("`"), {"__builtins__": {}}, {**shares, **letters}))
 
@@ -112,12 +112,12 @@ def apart(module: Any) -> list[Any]:
 
 
 def is_shared(weight: Any) -> bool:
-    """Whether all stage ranks share it, where it is one of embed or head."""
+    """True if all stage ranks share the table of embed or head."""
     return "stage" in tuple(weight.sharding.spec)
 
 
 def letters(pipe: Pipeline, width: int, *, layers: int, sequence: bool) -> dict[str, Any]:
-    """Those that do not depend on the rank."""
+    """Letters that do not depend on the rank."""
     D, S, R = (pipe.mesh.shape.get(axis, 1) for axis in ("data", "stage", "tensor"))
     ends = jax.tree.leaves(nnx.state(pipe.ends, nnx.Param))
     of_ends = apart(pipe.ends)

@@ -121,7 +121,7 @@ def test_sixteen_devices_are_not_more() -> None:
 )
 @pytest.mark.slow
 def test_parity_with_tensor_left_to_the_compiler(mesh: str, family: str, options: str) -> None:
-    """The same modules, which then call no collective."""
+    """The modules call no collective: the compiler divides their products."""
     pipe = check(mesh, family, options, auto_axes=("tensor",))
     blocks = pipe.chunks[0].blocks[0]
     fsdp = "data" if options == "fsdp" else None

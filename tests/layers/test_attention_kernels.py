@@ -115,7 +115,7 @@ def test_several_blocks_of_positions():
 
 
 def chosen(devices: Any, *shape: int, dtype: Any = jnp.bfloat16, manual: Any = None) -> str:
-    """What a layer's queries of a shape are given to, on a mesh of devices."""
+    """The kernel that gets a layer's queries of a shape, on a mesh of devices."""
     names = ("stage", "tensor")
     mesh = Mesh(np.array(devices).reshape(-1, 2), names, axis_types=(AxisType.Auto,) * 2)
     found = []

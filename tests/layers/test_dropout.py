@@ -80,7 +80,7 @@ def run(tensor: int, *, sequence_parallel: bool, **options: Any) -> tuple[Pipeli
 
 @functools.cache
 def whole(sequence_parallel: bool) -> Any:
-    """The same on one rank, where the layers are plain ones."""
+    """The layers on one rank, where they are plain ones."""
     pipe, (loss, grads) = run(1, sequence_parallel=sequence_parallel)
     return loss, models.by_stage(pipe, grads), {}
 

@@ -237,7 +237,7 @@ def written_out(operand, output, starts, sizes, places, received, *, axis_name):
 
 
 def kept_by_hand(chosen: np.ndarray, places: int) -> np.ndarray:
-    """Which choices find a place, token by token."""
+    """Choices that find a place, token by token."""
     taken, kept = [0] * E, np.zeros(chosen.shape, bool)
     for n, of_token in enumerate(chosen):
         for j, expert in enumerate(of_token):

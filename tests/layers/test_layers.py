@@ -287,7 +287,7 @@ def test_scaling_of_rotary_positions() -> None:
 
 
 def exchanges(sequence_parallel: bool, *, backward: bool) -> dict[str, int]:
-    """How many collectives a block has, those of one vector apart."""
+    """Number of collectives of a block, without those of one vector."""
     parts, cut = Parts(Block(sequence_parallel), call), P(None, TENSOR)
     where = cut if sequence_parallel else P()
     layout = {"in_specs": (parts.specs, where), "out_specs": where}
@@ -363,7 +363,7 @@ def test_built_without_memory() -> None:
 
 
 def refused(ranks: int, module: nnx.Module, x: Any, *, spec: Any = None) -> str:
-    """What a layer says that is run with its weights cut regardless of what they consist of."""
+    """The error of a layer whose weights are cut regardless of heads and words."""
     parts = Parts(module, call)
     layout = {"in_specs": (parts.specs if spec is None else spec, P()), "out_specs": P()}
     run = jax.shard_map(parts, mesh=mesh(ranks), check_vma=True, **layout)

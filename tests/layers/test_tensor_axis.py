@@ -462,7 +462,7 @@ class Halves(nnx.Module):
 
 
 def test_exchanges_of_the_compiler_stand_in_no_branch():
-    """Where devices meet in each of them, one within a branch would wait for those outside."""
+    """A device within a branch would wait for devices outside it: bubbles are masked."""
     x, t = models.rows(ROWS), models.rows(ROWS, seed=3)
     stages = models.build(Halves, 2)
     want = models.reference(stages, x, t, models.squares)

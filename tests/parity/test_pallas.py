@@ -85,7 +85,7 @@ class Flash(nnx.Module):
 
 
 class Splash(Flash):
-    """The same by `jax.experimental.pallas.ops.tpu.splash_attention`."""
+    """Attention by `jax.experimental.pallas.ops.tpu.splash_attention`."""
 
     def attend(self, q, k, v):
         causal = splash_attention_mask.CausalMask((T, T))

@@ -71,7 +71,7 @@ def cases() -> list:
 
 
 def triples() -> list:
-    """What is the same in all families; one of them in `make test`."""
+    """Results that agree in all families; one family in `make test`."""
     return [
         pytest.param(
             *case,
@@ -96,7 +96,7 @@ def ends() -> dict:
 
 @functools.cache
 def wanted(K: int, kind=Hostile):
-    """What the model computes without a pipeline."""
+    """Results of the model without a pipeline."""
     stages = models.build(kind, K)
     return models.reference(stages, *batch(), models.cross_entropy, **ends())
 

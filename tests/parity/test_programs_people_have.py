@@ -1,4 +1,4 @@
-"""What people put in a stage, unchanged, against the plain model: one test a line.
+"""Programs that people put in a stage, unchanged, against the plain model: one test a line.
 
 What JAX runs under `jax.jit` runs here: kernels of meshes without further manual axes have no
 varying types (`Plan.tracks_varying`), and a backward is taken apart whatever it is made of.
@@ -270,7 +270,7 @@ class Alone(Synchronised):
 @pytest.mark.few
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "stage"), ("zb_h1", None)])
 def test_collectives_over_data_within_a_stage_have_exact_gradients(schedule, remat):
-    """Of a sum over devices, which is what shards of the loss are, psum's transpose is psum."""
+    """Transpose psum of a sum over devices: it is psum, and shards of the loss are such a sum."""
     mesh = jax.make_mesh((2, 2), ("data", "stage"), axis_types=(AxisType.Auto,) * 2)
     x, t = models.rows(8), models.rows(8, seed=1)
     options = {"schedule": schedule, "remat": remat, "loss_fn": models.squares}

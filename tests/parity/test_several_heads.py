@@ -52,7 +52,7 @@ class Tied(nnx.Module):
 
 
 class Heads(nnx.Module):
-    """What the next head needs goes beside the logits of the first."""
+    """The operand of the next head goes beside the logits of the first."""
 
     def __init__(self, embed: Words):
         self.logits = Tied(embed)

@@ -1,4 +1,4 @@
-"""What modules hold beside arrays: configurations without a hash, functions, layer numbers."""
+"""Attributes of modules beside arrays: configurations without a hash, functions, layer numbers."""
 
 from __future__ import annotations
 

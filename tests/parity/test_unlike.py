@@ -1,4 +1,4 @@
-"""What a user sees of stages that are not alike: their state, their modules, training."""
+"""Stages that are not alike, as a user sees them: their state, their modules, training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages differ in, and what neighbours must agree on: the full messages."""
+"""Differences between stages, and agreements between neighbours: the full messages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def times(by):
 @pytest.mark.few
 @pytest.mark.parametrize("second", [1.0, 3.0])
 def test_functions_defined_per_stage_differ_in_what_they_do(second):
-    """Of one code and closing over equal values they are one; the description says which."""
+    """Functions of one code over equal values are equal; the description names others."""
     made = [times(1.0), times(second)]
     pipe = make(*map(Stage, made))
     assert (second != 1.0) == (

@@ -1,4 +1,4 @@
-"""What several processes run in the tests: python many.py WHAT [arguments], under the launcher.
+"""Programs of several processes in the tests: python many.py NAME [arguments], under the launcher.
 
 train FILE D K     30 steps of a residual MLP with Adam; process 0 writes loss and gradients
 wait               collectives until somebody dies; says "going" when all are there
@@ -56,7 +56,7 @@ def train_step(pipe: Pipeline, optimizer: nnx.Optimizer, x: jax.Array, t: jax.Ar
 
 
 def losses(data: int, ranks: int, stages: int) -> list[float]:
-    """Of all steps, on a mesh of D x S devices."""
+    """Losses of all steps, on a mesh of D x S devices."""
     rngs = nnx.Rngs(0)
     mesh = make_mesh(stage=ranks, data=data)
     pipe = Pipeline(
@@ -117,7 +117,7 @@ def count(axis: str = "stage") -> jax.Array:
 
 
 def endings() -> dict[str, Callable[[], object]]:
-    """How a process ends while others go on; each returns if its program then just ends."""
+    """Ways to end while others go on; each returns if its program then just ends."""
 
     def fail() -> None:
         raise ValueError("row 7 is not a number")

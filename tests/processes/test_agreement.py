@@ -1,4 +1,4 @@
-"""What processes compare at their start, and how they say what differs."""
+"""Comparison of processes at their start, and the messages for differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process this is: arguments, then a launcher's environment, then what jax detects."""
+"""The place of a process: arguments, then a launcher's environment, then jax's detection."""
 
 from __future__ import annotations
 

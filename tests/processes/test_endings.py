@@ -28,7 +28,7 @@ Leave = Callable[..., str]
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Leave:
-    """What process 1 of 3 says at its end, as others have ended; "" if it ends quietly."""
+    """Message of process 1 of 3 at its end, as others have ended; "" if it ends quietly."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
 
     def end(

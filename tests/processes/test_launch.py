@@ -110,7 +110,7 @@ def test_what_a_process_starts_ends_with_it(tmp_path: Path) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process ends; it may take a while."""
+    """True if a process ends; it may take a while."""
     for _ in range(6000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()

@@ -1,4 +1,4 @@
-"""What processes bring to `shard_batch`: what is refused, and how unlike batches are found."""
+"""Batches given to `shard_batch`: refusals, and the search for unlike ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `split` cannot cut, and what it is given wrongly: which, the rule, what to do instead."""
+"""Refusals of `split`: the value or the model, the rule, and the remedy."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_other_sizes_than_those_of_the_example(name) -> None:
 
 @pytest.mark.slow
 def test_inputs_of_floats_have_gradients() -> None:
-    """Those that later parts need too, by way of the messages."""
+    """Inputs of floats that later parts need too travel in the messages."""
     model, x, time = models.UNet(), images(2), jnp.arange(N)
     parts = split(model, 2, x, time)
     pipe = Pipeline(**parts, num_microbatches=2, loss_fn=squares, mesh=make_mesh(stage=2))
@@ -158,7 +158,7 @@ def test_inputs_of_floats_have_gradients() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
 def test_weights_go_there_and_back(name) -> None:
-    """What a pipeline has learned the model computes with, and the other way round."""
+    """Weights that a pipeline has learned go into the model, and back."""
     tokens = words()
     if name == "decoder":
         model, other, call, given = (

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Device:
-    """What a layout asks of a device."""
+    """The attributes of a device that a layout reads."""
 
     id: int
     process_index: int = 0

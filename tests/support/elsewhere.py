@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What Python leaves that is given these arguments and variables, and finds what tests do.
+    """Run Python with these arguments and variables, where it finds the modules of the tests.
 
     Warnings are not shown, unless ``PYTHONWARNINGS=""`` is among the variables.
     """

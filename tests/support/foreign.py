@@ -30,7 +30,7 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
-    """What the models do behind their layers."""
+    """The layers after the blocks of these models."""
 
     def __init__(self, model):
         self.norm, self.cap = model.final_norm, getattr(model, "final_logits_softcap", None)

@@ -41,7 +41,7 @@ def covering(grid: Grid, start: Grid = (), elsewhere: Places = ()) -> list[tuple
 
 
 def effort(case: Hashable, fast: Collection, slow: Collection) -> list[pytest.MarkDecorator]:
-    """Where a case of a grid runs: in `make test`, in CI, or in `make test-all` alone."""
+    """Place of a case of a grid: `make test`, CI, or `make test-all` alone."""
     if case in fast:
         return []
     return [pytest.mark.slow, *([] if case in slow else [pytest.mark.exhaustive])]

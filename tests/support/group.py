@@ -27,7 +27,7 @@ def mesh(ranks: int, *, axis: str = TENSOR, **others: int) -> Mesh:
 
 
 def specs(params: Any) -> list[P]:
-    """What the metadata of every parameter says."""
+    """Metadata of every parameter."""
     return [P(*(v.get_metadata("out_sharding", None) or ())) for _, v in nnx.to_flat_state(params)]
 
 
@@ -59,7 +59,7 @@ def whole(parts: Parts, c: Any, x: Any, *arrays: Any) -> tuple[Any, Any]:
 def outside(
     parts: Parts, where: Mesh, c: Any, x: Any, *arrays: Any, x_spec: P = P(), y_spec: P = P()
 ) -> tuple[Any, Any]:
-    """The same with every parameter cut as it says, differentiated around shard_map."""
+    """Results with every parameter cut as its metadata says, differentiated around shard_map."""
     run = jax.shard_map(
         lambda w, x, rest: parts(w, x, *rest),
         mesh=where,
@@ -79,7 +79,7 @@ def outside(
 def within(
     parts: Parts, where: Mesh, c: Any, x: Any, *arrays: Any, x_spec: P = P(), y_spec: P = P()
 ) -> tuple[Any, Any]:
-    """The same, differentiated on each rank into refs, as the kernel does; twice, then halved."""
+    """Results differentiated on each rank into refs, as the kernel does; twice, then halved."""
 
     def body(w: list[Any], x: Any, c: Any, rest: Any) -> Any:
         def f(w: list[Any], xs: list[Any]) -> Any:

@@ -135,7 +135,7 @@ class Sent:
                     self._visit(inner, times)
 
     def _trips(self, line: str, body: str, times: np.ndarray) -> np.ndarray:
-        """How often each device runs the body of a loop."""
+        """Number of times that each device runs the body of a loop."""
         counted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
         if counted:
             return times * int(counted[1])

@@ -1,4 +1,4 @@
-"""Which sizes each family is defined for: stated once, so that a sweep leaves out no legal one.
+"""Sizes that each family is defined for: stated once, so that a sweep leaves out no legal one.
 
 `test_families` proves that `build` accepts these sizes and refuses all others. Letters as in
 `schedules.core.action`.
@@ -23,7 +23,7 @@ LEAST = {"dualpipe_v": lambda S: 2 * S}
 
 
 def is_legal(name: str, S: int, M: int, V: int) -> bool:
-    """Whether `build` accepts the sizes; families named nowhere above take any."""
+    """True if `build` accepts the sizes; families named nowhere above take any."""
     if CHUNKS.get(name, V) != V or (name in LEAST and LEAST[name](S) > M):
         return False
     return name not in ROUNDS or M % max(1, M // S) == 0

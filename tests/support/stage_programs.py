@@ -339,12 +339,12 @@ class _Writer:
         return outs
 
     def _start(self, value: str) -> str:
-        """What a loop starts from: often a fresh array of zeros."""
+        """The start of a loop: often a fresh array of zeros."""
         return f"jnp.zeros_like({value})" if self.rng.random() < 0.2 else value
 
 
 def _stacked(kind: str, *, four: bool) -> tuple[str, str]:
-    """What becomes of the rows that a scan of three or four trips has made."""
+    """Kind and use of the rows that a scan of three or four trips has made."""
     found = {"dd": ("Ldd", "{}"), "d": ("d", "{}.sum(0)"), "bd": ("bkd", "jnp.swapaxes({}, 0, 1)")}
     of_four = {"dd": ("dd", "{}.sum(0)"), "bd": ("bd", "{}.mean(0)")}
     return (found | of_four if four else found)[kind]

@@ -13,7 +13,7 @@ from pipeline.processes import service
 
 
 class Store:
-    """What `service` uses of jax's client, as jax 0.10.2 and 0.12 do it.
+    """The part of jax's client that `service` uses, as in jax 0.10.2 and 0.12.
 
     Attributes:
       texts: all that is kept, by key.
@@ -42,7 +42,7 @@ class Store:
             del self.texts[key]
 
     def each(self, *programs: Callable[[], Any]) -> list[Any]:
-        """What each process returns or raises."""
+        """Results or errors of each process."""
 
         def outcome(index: int) -> Any:
             self.own.index = index

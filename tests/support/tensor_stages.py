@@ -26,7 +26,7 @@ def named(rngs: nnx.Rngs, names: tuple, *shape: int) -> nnx.Param:
 
 
 def is_manual() -> bool:
-    """Whether a module is given its part of the weights."""
+    """True if a module is given its part of the weights."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and bool(manual_axes(TENSOR))
 
 
@@ -74,7 +74,7 @@ class Parallel(nnx.Module):
 
 
 class Sequence(Parallel):
-    """The same; between stages each rank holds its rows only."""
+    """A stage as `Parallel`; between stages each rank holds its rows only."""
 
     def __call__(self, x):
         h = jnp.tanh(gathered(self.norm(x)) @ self.up[...] + self.bias[...])

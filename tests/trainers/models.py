@@ -70,7 +70,7 @@ def cross_entropy(logits: jax.Array, words: jax.Array) -> jax.Array:
 
 
 def pipelined(plain: Plain, *, data: int = 1, stage: int = LAYERS, **options: Any) -> Pipeline:
-    """The same model, cut into a stage for each block."""
+    """The model, cut into a stage for each block."""
     options = {"loss_fn": cross_entropy, "mesh": make_mesh(data=data, stage=stage), **options}
     return Pipeline(list(plain.blocks), 4, embed=plain.embed, head=plain.head, **options)
 

@@ -75,7 +75,7 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 
 
 def compiles() -> int:
-    """How many training programs this process has compiled so far."""
+    """Number of training programs that this process has compiled so far."""
     return sum(name in ("jit(_train)", "jit(_add)") for name in _compiled)
 
 

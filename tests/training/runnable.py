@@ -1,4 +1,4 @@
-"""What the configurations of these tests name: parts of a model over bytes, and its batches."""
+"""Functions that the configurations of these tests name: parts of a model over bytes, batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parts(layers: int = 2) -> dict[str, Any]:
 
 
 def module() -> Chain:
-    """The same without a pipeline, of vectors."""
+    """A plain model of vectors."""
     return Chain(models.build(models.Block, 2), models.Readout(nnx.Rngs(5)), models.cross_entropy)
 
 
@@ -58,7 +58,7 @@ def data(rows: int = ROWS) -> Any:
 
 
 def held_out() -> list:
-    """Of eight rows, and of five."""
+    """Batches of eight rows, and of five."""
     return [batch(10**6 + 1), batch(10**6 + 2, 5)]
 
 

@@ -109,7 +109,7 @@ def layers_of(model: Any) -> dict[str, Any]:
 
 
 def moments(model: Any, optimizer: nnx.Optimizer) -> list[dict[str, Any]]:
-    """Of Adam, by layer."""
+    """Moments of Adam, by layer."""
     adam = optimizer.opt_state[1][0]
     return [_by_layer(model, adam.mu), _by_layer(model, adam.nu)]
 

@@ -140,7 +140,7 @@ class Attention(nnx.Module):
 
 
 class Logits(Readout):
-    """Of each position."""
+    """Logits of each position."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.w = models.normal(rngs, models.WIDTH, WORDS)

@@ -134,7 +134,7 @@ def words() -> list:
 
 
 def endless_words() -> grain.IterDataset:
-    """The same, again and again, with a position."""
+    """Batches in an endless loop, with a position."""
     source = grain.MapDataset.range(10**6).map(lambda n: words()[int(n) % 4])
     return source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 

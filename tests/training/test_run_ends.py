@@ -65,7 +65,7 @@ def test_what_a_hook_raises_leaves_the_update_that_was_reached(error, tmp_path) 
 
 
 def test_data_that_fails_within_an_update_is_gone_back_to() -> None:
-    """Of two calls an update, the first had been taken: it is asked for again."""
+    """The first of two calls of an update had been taken: it is asked for again."""
     saves = Memory()
     trainer = make_trainer(Rows(bad=(6,)), checkpoints=saves, accumulate=2)
     with pytest.raises(OSError, match="the disk of the data is gone"):

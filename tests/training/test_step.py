@@ -191,7 +191,7 @@ def accuracy(y, t):
 
 
 class Measured(nnx.Module):
-    """The same without a pipeline."""
+    """The step without a pipeline."""
 
     def __init__(self):
         self.chain = chain()

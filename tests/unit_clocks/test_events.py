@@ -33,7 +33,7 @@ def moved(draw) -> Schedule:
 
 
 def by_rounds(schedule: Schedule, durations: list[float], lag: list[float]) -> list[list[float]]:
-    """The same without any order of visits: again and again one action of every rank that can go.
+    """Times without any order of visits: again and again one action of every rank that can go.
 
     Of a message that is sent again the first counts.
     """

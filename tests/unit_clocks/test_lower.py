@@ -1,4 +1,4 @@
-"""What a schedule lowers to: ticks, slots, channels, and no more places than the true peak."""
+"""Lowered schedules: ticks, slots, channels, and no more places than the true peak."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_inputs_become_stashes_and_leave_their_buffers():
 
 
 def most_on_device(spans: list[tuple[int, int]], places: int) -> int:
-    """How many of some lives fit into so many places, by trying all sets of them."""
+    """Number of lives that fit into so many places, by trying all sets of them."""
     for count in range(len(spans), -1, -1):
         for chosen in itertools.combinations(spans, count):
             if all(sum(a < t <= b for a, b in chosen) <= places for _, t in chosen):

@@ -19,7 +19,7 @@ def times(schedule: Schedule, pattern: str) -> list[int]:
 
 
 def slot_by_slot(schedule: Schedule, pattern: str, *, delayed: bool) -> list[int]:
-    """The same otherwise: in each slot every rank runs its next action, if it can; -1 for never."""
+    """Slots by brute force: in each every rank runs its next action, if it can; -1 for never."""
     slots, flat, wires = PATTERNS[pattern], flatten(schedule), links(schedule)
     first = flat.first.tolist()
     found, usable, done = [-1] * len(flat.kind), {-1: 0}, [0] * schedule.num_ranks

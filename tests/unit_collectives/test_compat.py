@@ -1,4 +1,4 @@
-"""What is private to JAX or differs between its releases: where it is, and that it is found again.
+"""Private or changing names of JAX: their one place, and a check that they are found.
 
 Errors of JAX that have only a text are provoked here as JAX raises them.
 """
@@ -164,7 +164,7 @@ def test_the_table_knows_primitives_by_the_names_they_have() -> None:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-    """Of the primitives of a jaxpr and of all that its equations hold."""
+    """Names of the primitives of a jaxpr and of all that its equations hold."""
     found = {eqn.primitive.name for eqn in jaxpr.eqns}
     within = [body for eqn in jaxpr.eqns for body in primitives.held(eqn)]
     return found.union(*(names_in(getattr(body, "jaxpr", body)) for body in within))

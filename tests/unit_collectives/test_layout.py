@@ -122,7 +122,7 @@ def test_which_lines_are_closed() -> None:
 
 
 class Client:
-    """Of a slice of 128 chips."""
+    """Client of a slice of 128 chips."""
 
     def devices(self) -> range:
         return range(128)

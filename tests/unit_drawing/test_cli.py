@@ -115,7 +115,7 @@ def test_compare_stages_of_several_sizes(capsys):
 
 
 def test_a_whole_backward_of_its_own_price(capsys):
-    """Of a stage of half the size half of it; and costs read back as they were."""
+    """A stage of half the size costs half; and costs are read back as they were."""
     options = [*SIZES, "--i", "1.2", "--b", "2", "--json"]
     found = json.loads(run(capsys, "table", "gpipe", *options)[1])
     assert found["makespan"] == (8 + 3) * 3
@@ -132,7 +132,7 @@ def test_a_whole_backward_of_its_own_price(capsys):
 
 
 def test_costs_from_a_file(capsys, tmp_path):
-    """What one report says of its costs the next command takes."""
+    """Costs of one report are taken by the next command."""
     stated = ["--f", "1,2,3,4", "--i", "2", "--w", "1", "--b", "2.5", "--comm", "0.5"]
     _, out, _ = run(capsys, "table", "zb_h1", *SIZES, *stated, "--json")
     path = tmp_path / "costs.json"

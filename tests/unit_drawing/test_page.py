@@ -241,7 +241,7 @@ class Page:
         return canvas, x, box["top"] + rank * box["pitch"] + down * box["row"], box["width"]
 
     def place(self, time, rank, panel=0, down=0.5):
-        """The same from its middle, as the driver has it."""
+        """Place of an action from the middle of its canvas, as the driver has it."""
         canvas, x, y, _ = self.where(time, rank, panel, down)
         size = canvas.size
         return canvas, round(x - size["width"] / 2), round(y - size["height"] / 2)
@@ -252,7 +252,7 @@ class Page:
         return ActionChains(self.driver, duration=0)
 
     def point(self, time, rank, panel=0, down=0.5):
-        """What the tooltip says there, line by line."""
+        """The tooltip's text, line by line."""
         self.run("arguments[0].scrollIntoView({block: 'center'})", self.all(".timeline")[panel])
         self.settle()
         canvas, x, y = self.place(time, rank, panel, down)

@@ -1,4 +1,4 @@
-"""What needs more memory than there is gets refused before any of it is allocated."""
+"""Requests for more memory than there is are refused before any is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is illegal, and the whole message that says so."""
+"""Illegal schedules, each with its whole message."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ def test_kinds_and_stages_of_pairs(position, text, marked):
 
 
 def test_a_pair_may_not_wait_for_itself():
-    """Of the second schedule the halves would run one after the other; as one they never start."""
+    """Halves of the second schedule would run one after the other; as a pair they never start."""
     assert refusal(from_orders([["0F0", "1F0", "2F0&1B0", "2B0", "0B0"]])) == message(
         "schedule 'custom' (S=1 ranks, K=3 stages, M=1 microbatches) has 1 fault",
         "- deadlock: rank 0 waits at 1B0 for its own 2B0",

@@ -30,7 +30,7 @@ BASES = {
 
 
 def is_legal(schedule: Schedule) -> bool:
-    """Whether all actions are there, once and at home, and nobody waits forever."""
+    """True if all actions are there, once and at home, and nobody waits forever."""
     K, M, S = schedule.num_stages, schedule.num_microbatches, schedule.num_ranks
     homes = Counter(schedule.placement)
     if set(homes) != set(range(S)) or len(set(homes.values())) != 1:
@@ -67,7 +67,7 @@ def pairs_are_legal(schedule: Schedule) -> bool:
 
 
 def all_run(schedule: Schedule) -> bool:
-    """Whether ranks that start whatever can start get to the end; a pair starts as one."""
+    """True if ranks that start all they can get to the end; a pair starts as one."""
     queues = []
     for rank, order in enumerate(schedule.orders):
         second = {p + 1 for p in schedule.pairs[rank]} if schedule.pairs else set()
@@ -259,7 +259,7 @@ EDITS += [add_stranger, split, split, join, pair, part, shift, forward]
 
 
 def sweep(examples: int) -> Counter[str]:
-    """How many mutants were legal, how many not, and how many were none."""
+    """Numbers of mutants: legal, illegal, and unchanged."""
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))

@@ -104,7 +104,7 @@ def test_1f1b_with_a_whole_backward_of_its_own_price_by_hand():
 
 
 def test_the_slots_that_are_fastest_depend_on_the_whole_backward():
-    """Where B takes an F, every slot may hold either; where it takes longer, F would wait."""
+    """A B as long as an F shares its slots; if it is longer, F would wait."""
     schedule = build("eager_1f1b", num_ranks=4, num_microbatches=8)
     assert lower(schedule, costs=Costs(b=1)).pattern == ("FBIW",)
     assert lower(schedule, costs=Costs(b=1.5)).pattern == ("F", "BIW")

@@ -209,7 +209,7 @@ def test_controlled_memory_as_published(name):
 
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_more_microbatches_repeat_the_steady_state(name, monkeypatch):
-    """What is built from few microbatches is what all of them would have led to."""
+    """A schedule built from few microbatches equals one built from all of them."""
     for S in (1, 2, 3, 4, 6, 8):
         M = 2 * S + 12
         short = made(name, S, M, 2)
@@ -326,7 +326,7 @@ def test_an_unknown_family_names_the_nearest():
 
 
 class Index:
-    """What Python takes for an index, and nothing else."""
+    """An object that Python takes for an index, and nothing else."""
 
     def __init__(self, value):
         self.value = value

@@ -1,4 +1,4 @@
-"""What nobody should give, and what happens then: a ScheduleError in a few words, and no more."""
+"""Hostile arguments: each is a ScheduleError in a few words, and no more."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_many_stages_on_a_rank_take_no_time():
 
 
 def test_the_default_pattern_is_the_fastest_of_all_four():
-    """Where messages take time, partner slots can be, although all ranks meet."""
+    """Partner slots are possible if messages take time, although all ranks meet."""
     away = [[abs(a - b) for b in range(8)] for a in range(8)]
     schedule = build("interleaved_zb", num_ranks=8, num_microbatches=8, num_stages=16)
     mixed = from_orders(

@@ -24,7 +24,7 @@ TOKENS = 1024
 
 
 def weight_memory(heads: int, features: int) -> float:
-    """Of an input's memory, 34 + 5as/h, the 32 that W needs (table 1 of the paper)."""
+    """Share of an input's memory, 34 + 5as/h, the 32 that W needs (table 1 of the paper)."""
     return 32 / (34 + 5 * heads * TOKENS / features)
 
 

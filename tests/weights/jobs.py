@@ -1,4 +1,4 @@
-"""What processes of their own run in the tests: python jobs.py WHAT FOLDER, perhaps launched.
+"""Programs of processes in the tests: python jobs.py NAME FOLDER, perhaps launched.
 
 memory FOLDER    reads a checkpoint in one of two processes; prints how much its host held at most
 layers FOLDER    the same for a small one; prints digests of all layers, and writes it again

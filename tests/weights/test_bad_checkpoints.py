@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said with the file, the tensor and what was expected."""
+"""Errors of a checkpoint name the file, the tensor and the expected value."""
 
 from __future__ import annotations
 

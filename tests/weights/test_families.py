@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 
 
 def same(a: tiny.Tensors, b: tiny.Tensors) -> bool:
-    """Whether names, dtypes and bits are equal."""
+    """True if names, dtypes and bits are equal."""
     return set(a) == set(b) and all(
         a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in a
     )

@@ -23,7 +23,7 @@ from tests.weights.test_families import TOKENS, same
 
 
 def expected_loss(config: dict[str, Any], tensors: tiny.Tensors) -> float:
-    """Of words that follow each other, by the definition."""
+    """Runs of words that follow each other, by the definition."""
     y = tiny.logits(config, tensors, TOKENS)[:, :-1]
     logs = y - np.log(np.exp(y).sum(-1, keepdims=True))
     return -np.take_along_axis(logs, TOKENS[:, 1:, None], -1).mean()
@@ -62,7 +62,7 @@ def test_devices_read_their_slices_of_a_tensor_axis(
 
 
 def launched(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+    """Findings of each of two processes."""
     monkeypatch.setenv("PYTHONPATH", str(Path(jobs.__file__).parents[2]))
     command = [sys.executable, jobs.__file__, what, str(folder)]
     err = io.BytesIO()

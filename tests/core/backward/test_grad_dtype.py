@@ -184,7 +184,7 @@ def row_sums_of_weight_one(outputs, targets):
     [(None, row_sums, 1.0), ("weights", row_sums, 0.5), ("weights", row_sums_of_weight_one, 0.5)],
 )
 def test_bfloat16_stops_adding_at_256_equal_gradients(grad_dtype, loss_fn, sums):
-    """What the documentation says is lost: here the sum of M = 512 ones is 256."""
+    """The documented loss of bfloat16 sums: the sum of M = 512 ones is 256."""
     many = 512
     pipe = Pipeline(
         build(Shift, 2), many, mesh=make_mesh(stage=2), loss_fn=loss_fn, grad_dtype=grad_dtype

@@ -1,4 +1,4 @@
-"""Which gradients a loop adds up: those are added in place, or held whole beside their sum."""
+"""Gradients that a loop adds up: added in place, or held whole beside their sum."""
 
 from __future__ import annotations
 

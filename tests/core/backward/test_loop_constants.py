@@ -24,7 +24,7 @@ def fori(x, w, v):
 
 
 def square(x, w, v):
-    """Where shapes agree, nothing but the numbers would be wrong."""
+    """A mix-up of equal shapes would show in the numbers alone."""
     z = x[:WIDTH]
     return jax.lax.fori_loop(0, 2, lambda _, b: jnp.tanh(z @ w - b @ w), z).mean() + x * v
 

@@ -30,7 +30,7 @@ def small(outputs, targets):
 
 
 def small_sum(outputs, targets):
-    """The same as (sum, weight), over rows of weight 100."""
+    """The loss as (sum, weight), over rows of weight 100."""
     count = jnp.full((), 100.0) * outputs.shape[0]
     return small(outputs, targets) * count, count
 

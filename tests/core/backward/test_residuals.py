@@ -1,4 +1,4 @@
-"""What a forward pass stashes for its backward, looked at from inside.
+"""The stash of a forward pass, looked at from inside.
 
 Letters: b rows of a microbatch, here 5.
 """
@@ -223,7 +223,7 @@ named_exp.defvjp(named_exp_forward, lambda y, ct: (y * ct,))
     ids=["kept", "nothing"],
 )
 def test_a_policy_sees_the_names_of_a_function_apart(policy, times):
-    """What it has named is kept, and then nothing of it is computed again."""
+    """Values with a name are kept, and then nothing of them is computed again."""
     apart = local(jax.jit(named_exp))
     found = []
 

@@ -296,7 +296,7 @@ SAME_SHAPE |= {"float32[3,1,7]": "a scale", "int32[5]": "indices", "int32[5,1]":
 
 
 def starts(case: Case, keep: str) -> tuple[Any, Any]:
-    """How the backward begins, and what the forward left for it."""
+    """The first operations of a backward, and the values that the forward left for it."""
     if keep == "input":
         return lambda *args: stage_pullback(told(case.f), *args), case.x
     residuals = Residuals(told(case.f), case.weights, case.fixed, case.side, case.x)

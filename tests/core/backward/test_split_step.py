@@ -115,7 +115,7 @@ def test_collectives_over_another_axis(f, keep):
 
 
 def collectives(f, arrays) -> collections.Counter:
-    """How many there are of each kind."""
+    """Number of equations of each kind."""
     jaxpr = jax.make_jaxpr(f)(*arrays).jaxpr
     names = ("psum_invariant", "psum", "all_gather", "reduce_scatter")
     return collections.Counter(name for name in names for _ in dots.find(jaxpr, name))

@@ -1,4 +1,4 @@
-"""What is trained: gradients, work and memory of what a filter finds, and of nothing else.
+"""Trained parts: gradients, work and memory of the variables that a filter finds, and no others.
 
 Letters: S ranks, K stages, V chunks per rank, M microbatches, D data shards.
 """
@@ -53,7 +53,7 @@ class Block(nnx.Module):
 
 
 class Plain(nnx.Module):
-    """The same model without a pipeline, under the names in which filters see it."""
+    """The plain model, under the names that filters see."""
 
     def __init__(self, lengths: tuple[int, ...] = (1,) * K):
         self.stages = nnx.List([Block(nnx.Rngs(k), n) for k, n in enumerate(lengths)])
@@ -124,7 +124,7 @@ def plain_gradients(lengths=(1,) * K):
 
 
 def by_path(pipe, grads):
-    """The same of a pipeline's gradients; zeros for what it has none of."""
+    """A pipeline's gradients under these names; zeros where it has none."""
     filled = nnx.clone(pipe)
     nnx.update(filled, jax.tree.map(jnp.zeros_like, nnx.state(filled, nnx.Param)))
     nnx.update(filled, grads)

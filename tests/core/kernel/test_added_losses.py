@@ -38,7 +38,7 @@ def counted(outputs, targets):
 
 
 def by_outputs(outputs, _targets):
-    """The same, with a weight that targets do not tell."""
+    """A loss whose weight does not follow from the targets."""
     counts = jax.lax.stop_gradient(jax.nn.sigmoid(outputs[:, 0]))
     return jnp.sum(counts * outputs[:, 1] ** 2), jnp.sum(counts)
 

@@ -76,7 +76,7 @@ class Router(nnx.Module):
 
 
 def even(stage):
-    """What is done with a router's counts once a step."""
+    """Update a router's counts once a step."""
     counts = stage.counts[...].astype(jnp.float32)
     stage.bias[...] += 0.05 * jnp.sign(counts.mean() - counts)
     stage.counts[...] = jnp.zeros_like(stage.counts[...])

@@ -197,7 +197,7 @@ def inner(jaxpr):
 
 
 def rests_on_work(S: int, **options) -> list[bool]:
-    """Of every exchange in the scan over ticks: whether its operand follows from a slot's work."""
+    """True for every exchange in the scan over ticks whose operand follows from a slot's work."""
     found = []
     for jaxpr in inner(step(S, **options)):
         made = set()

@@ -38,7 +38,7 @@ class Printing(Block):
 
 
 def calls(kinds, *, S=2, **options) -> int:
-    """How often the host is called in a step of training."""
+    """Number of calls to the host in a training step."""
     stages = [kind for n, one in enumerate(kinds) for kind in models.build(one, 1, seed=n)]
     pipe = Pipeline(stages, M, mesh=make_mesh(stage=S), loss_fn=models.squares, **options)
     CALLS.clear()

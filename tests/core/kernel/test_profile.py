@@ -259,7 +259,7 @@ def test_steps_without_actions_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_real_profile(tmp_path: Path) -> None:
-    """What the devices did, in the order of the schedule; and the same in the report."""
+    """The devices' actions stand in the order of the schedule, in the report too."""
     x = jnp.ones((8, models.WIDTH))
     pipe = Pipeline(
         models.build(models.Block, 4),

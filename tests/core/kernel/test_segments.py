@@ -1,4 +1,4 @@
-"""Where a timetable takes a turn the kernel starts a new loop, which exchanges less."""
+"""Loops of the kernel: a new one starts where a timetable needs fewer exchanges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def program(family: str, *, S=4, M=8, V=None, **options):
 
 
 def forward_first(schedule) -> bool:
-    """Whether every rank finishes all forwards before it goes back."""
+    """True if every rank finishes all forwards before it goes back."""
     kinds = ["".join(a.kind for a in order if a.kind in "FBI") for order in schedule.orders]
     return all("F" not in one.lstrip("F") for one in kinds)
 

@@ -1,4 +1,4 @@
-"""What a stage may hold beside `nnx.Param`s, and what it may not do with it."""
+"""Variables of a stage beside `nnx.Param`, and forbidden uses of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def counts(pipe: Pipeline) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_a_call_that_fails_does_not_count():
-    """What is mended and called again draws what it would have; it drew anew."""
+    """A repaired call draws the numbers of the call that failed; it drew new ones."""
     pipe, other = (make(models.build(Noisy, 2), memory_limit=limit) for limit in (1, None))
     before = counts(pipe)
     with warnings.catch_warnings():

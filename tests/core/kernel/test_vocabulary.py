@@ -379,7 +379,7 @@ def test_no_table_is_copied_in_a_tick():
 
 
 def test_a_microbatch_writes_the_rows_of_its_words_alone():
-    """What is added to an embedding's sum is a scatter of rows, or a loop over them, in place."""
+    """Sums of an embedding's gradient are a scatter of rows, or a loop over them, in place."""
     text = compiled("stage")[1].as_text()
     rows = rf"= f32\[{N // S},{WIDTH}\]\S* ([\w-]+)\(.*op_name=\"[^\"]*"
     assert "add" in re.findall(rows + "/head/", text) + re.findall(
@@ -392,7 +392,7 @@ def test_a_microbatch_writes_the_rows_of_its_words_alone():
 
 @pytest.mark.slow
 def test_other_tables_in_the_ends_are_no_matter():
-    """Of a head whose norm looks something up, and of an embedding that holds another."""
+    """A head whose norm looks something up, and an embedding that holds another."""
 
     class Shifted(nnx.Module):
         def __init__(self, rngs):

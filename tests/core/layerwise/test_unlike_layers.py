@@ -16,7 +16,7 @@ X = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
 
 
 class Count(nnx.Variable):
-    """How often a stage was called."""
+    """Number of calls of a stage."""
 
 
 class Adapter(nnx.Param):

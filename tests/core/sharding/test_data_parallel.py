@@ -281,7 +281,7 @@ def test_an_optimizer_inherits_it_by_metadata():
 
 
 class AlsoWide(Wide):
-    """What is not alike to `Wide`, and as large."""
+    """A stage that is unlike `Wide` and as large."""
 
 
 def compiled(option: str, *, kinds=(Wide, Wide), D=2, **options) -> tuple[Pipeline, str]:
@@ -325,7 +325,7 @@ def test_bytes_sent_over_data(D):
     ],
 )
 def test_bytes_sent_where_actions_gather(family, remat, gathers):
-    """Of each action of a rank, M times."""
+    """Gathers of each action of a rank, M times."""
     D = 2
     part = G * (D - 1) / D
     found = sent("action", family=family, remat=remat, D=D)

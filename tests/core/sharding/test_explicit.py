@@ -49,7 +49,7 @@ def numbers(tree):
 
 @jax.numpy_dtype_promotion("standard")  # of optax
 def train(pipe, optimizer, inputs, targets):
-    """What a trainer does with a pipeline, with arrays of its own beside the pipeline's."""
+    """A trainer's step with a pipeline, with arrays of its own beside the pipeline's."""
 
     @nnx.jit
     def step(pipe, optimizer, inputs, targets):

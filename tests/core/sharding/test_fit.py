@@ -1,4 +1,4 @@
-"""What a pipeline says of layers and weights that do not fit its mesh, before anything runs."""
+"""Errors for layers and weights that do not fit a mesh, before anything runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plain(nnx.Module):
 
 
 def types(make: Any) -> Any:
-    """What it makes, of which nothing is allocated."""
+    """Types of a module, of which nothing is allocated."""
     return nnx.eval_shape(make)
 
 

@@ -1,4 +1,4 @@
-"""What each device holds of a model, as text, and warnings of weights that all of them hold."""
+"""Parts of a model on each device, as text, and warnings of weights that all devices hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guide holds: files, commands with what they print, and blocks of other languages."""
+"""Contents of a guide: files, commands with their output, and blocks of other languages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_files(page: str, folder: Path) -> list[str]:
 
 
 def run(line: str, folder: Path, **variables: str) -> str:
-    """What a command prints, on both streams."""
+    """The output of a command, on both streams."""
     return consoles.run(line, folder, LIMIT, **variables)[1]
 
 

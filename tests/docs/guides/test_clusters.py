@@ -77,7 +77,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
 
 
 def _ephemeral() -> bool:
-    """Whether the machine gives ports that jax takes for SLURM jobs."""
+    """True if the machine gives ports that jax takes for SLURM jobs."""
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     return path.exists() and int(path.read_text(encoding="ascii").split()[1]) > BASE + SPAN // 2
 

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def follow(page: Path, folder: Path) -> dict[str, Any]:
-    """What a page's blocks leave; what it shows was printed."""
+    """Names that a page's blocks leave, after a check of the output that it shows."""
     with jax.numpy_dtype_promotion("standard"):  # of optax
         return run(page, folder).names
 

@@ -15,7 +15,7 @@ from tests.docs.guides.pages import GUIDES, blocks, commands, missing, run, writ
 
 
 def program(page: str, mark: str = "", **names: Any) -> dict[str, Any]:
-    """What the blocks of a page leave: those that no file holds, and that need no other package.
+    """Names that the blocks of a page leave, without files and other packages.
 
     Args:
       page: the guide.

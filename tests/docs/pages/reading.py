@@ -1,4 +1,4 @@
-"""What a page holds: its blocks, what is to be done with each, its links and its headings.
+"""Contents of a page: its blocks with their marks, its links and its headings.
 
 What readers do not see is said in HTML comments, in front of a block or once for a page:
 
@@ -56,7 +56,7 @@ def name_of(page: Path) -> str:
 
 
 def marks(page: Path) -> set[str]:
-    """What a page says of itself."""
+    """Marks of a whole page."""
     return {text.strip() for text in MARK.findall(page.read_text(encoding="utf-8"))}
 
 
@@ -113,7 +113,7 @@ def links(page: Path) -> list[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name: its headings, as GitHub and MyST make them, and explicit targets."""
+    """Targets of `#...` links: headings, as GitHub and MyST name them, and explicit targets."""
     text = page.read_text(encoding="utf-8")
     explicit = re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)
     bare = FENCE.sub("", text)

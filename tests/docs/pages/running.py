@@ -79,7 +79,7 @@ class Run:
 
 
 def says(shown: str, printed: str) -> bool:
-    """Whether what a page shows was printed, ``...`` standing for anything."""
+    """True if the output that a page shows was printed; ``...`` stands for anything."""
     pattern = re.escape(shown.strip()).replace(r"\.\.\.", ".*")
     return re.search(pattern, printed, re.DOTALL) is not None
 

@@ -150,7 +150,7 @@ def test_the_users_own_step_takes_the_same_memory(option):
 
 
 def test_three_compiled_steps_train():
-    """What was lowered runs, and gives the plain model's losses."""
+    """A lowered step runs, and gives the plain model's losses."""
     pipe = pipeline("zero1", types=False)
     optimizer = make_optimizer(pipe, adam())
     _, state = nnx.split((pipe, optimizer))
@@ -306,7 +306,7 @@ class Narrow(Wide):
 
 
 def narrow(dtype: Any, remat: Any, *, loops: bool) -> int:
-    """What is cast once, of a pipeline on chips that are not there."""
+    """Casts outside the loop of a pipeline on chips that are not there."""
     stages = nnx.eval_shape(lambda: models.build(Narrow, 2, loops=loops))
     pipe = Pipeline(stages, M, mesh=on_paper(2, stage=2), loss_fn=models.squares, remat=remat)
     x = jax.ShapeDtypeStruct((M * 8, 256), dtype)

@@ -1,4 +1,4 @@
-"""What a compiled step holds, sends and repeats, read off the executable; nothing here is run.
+"""Bytes, messages and repeated work of a compiled step, read off the executable; nothing runs.
 
 Letters: S ranks, K stages, V chunks per rank, M microbatches, D data shards, b rows of a
 microbatch.

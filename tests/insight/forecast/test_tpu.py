@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a step, where it is installed; no TPU is needed."""
+"""Steps compiled by the TPU compiler, where it is installed; no TPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is predicted to send where no formula says it, and how often a rank runs what."""
+"""Predicted messages of a step where no formula gives them, and repetitions on each rank."""
 
 from __future__ import annotations
 
