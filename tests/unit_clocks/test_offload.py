@@ -194,7 +194,7 @@ def test_an_op_says_in_which_memory_it_reads():
 
 
 def durations(costs: Costs, clock: str, name: str = "1f1b", **options) -> dict[str, float]:
-    """How long every action takes, by its name."""
+    """Duration of every action, by its name."""
     report = simulate(of(name, 2, 3), costs, clock, **options)
     rows = zip(report.schedule.orders, report.starts, report.ends, strict=True)
     return {str(a): t - s for row in rows for a, s, t in zip(*row, strict=True)}
