@@ -33,7 +33,7 @@ from pipeline.core.model.model import Model, Weights
 from pipeline.core.model.shared_variables import unshared
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
-from pipeline.core.options.checks import check_scale
+from pipeline.core.options.checks import check_scale, refuse_slices
 from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline
 from pipeline.core.options.options import Arguments, ModelParts, Options
@@ -437,6 +437,7 @@ class Pipeline(nnx.Module):
             too large to say anything; or a compiler that writes no cycles.
         """
         given = inputs, targets, extras
+        refuse_slices("calibrate", self.plan.schedule)
         operands = self._operands(*given, "calibrate")
         if topology is None:
             check_arrays("calibrate", operands)

@@ -21,7 +21,7 @@ from flax import nnx
 from collectives import TENSOR
 from collectives.tensor import join_sequence, split_sequence
 from pipeline import layers
-from pipeline.base.vocabulary import (
+from pipeline.base.agreed.vocabulary import (
     CrossEntropy,
     SplitEmbedding,
     SplitHead,

@@ -14,11 +14,12 @@ from flax import nnx
 
 from collectives.places.sizes import TENSOR
 from collectives.tensor import group_size, is_manual
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attending.formula import read, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import attend
+from pipeline.layers.attention import attend_slice
 from pipeline.layers.weights import check_cut, make_weight
 
 
@@ -107,28 +108,56 @@ class DecoderAttention(nnx.Module):
         Raises:
           ValueError: segments for a decoder that remembers, of which a row is one document.
         """
-        first = self.seen[...] if hasattr(self, "seen") else None
+        if not hasattr(self, "seen"):
+            return self.call_slice(x, None, WHOLE_SEQUENCE, positions, segments)[0]
+        first = self.seen[...]
         check_not_remembered(first, segments)
+        y = self._remember(*self._turned(x, positions, first), first)
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attend from one slice of a sequence, as `pipeline.layers.Attention.call_slice`."""
+        q, k, v = self._turned(x, positions, part.index * x.shape[1])
+        y, own = self._read(q, k, v, segments, earlier, part)
+        return self.out(y.reshape(*y.shape[:2], -1)), own
+
+    def _turned(
+        self, x: jax.Array, positions: jax.Array | None, first: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values; positions begin at ``first`` if they are not given."""
         q, k, v = self.qkv(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = self.context.places(q.shape[1])[None]
-                positions = positions if first is None else positions + first
+                positions = self.context.places(q.shape[1])[None] + first
             turns = rotary(positions, q.shape[-1], theta=self.rope.theta, scaling=self.rope.scaling)
             q, k = rotate(q, *turns), rotate(k, *turns)
-        y = self._read(q, k, v, segments) if first is None else self._remember(q, k, v, first)
-        return self.out(y.reshape(*y.shape[:2], -1))
+        return q, k, v
 
     def _read(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-    ) -> jax.Array:
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        earlier: Any,
+        part: SequenceSlice,
+    ) -> tuple[jax.Array, Any]:
         """Attention over local heads, by the platform's kernel where it takes them."""
-        return attend(
+        return attend_slice(
             q,
             k,
             v,
+            earlier,
+            part,
             segments=segments,
             window=self.window,
             softcap=self.softcap,

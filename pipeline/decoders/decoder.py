@@ -20,6 +20,7 @@ from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.attention import DecoderAttention, check_whole
 from pipeline.decoders.config import ACTIVATIONS, DecoderConfig
 from pipeline.decoders.experts import make_experts
@@ -118,7 +119,23 @@ class Block(nnx.Module):
         segments: jax.Array | None = None,
     ) -> jax.Array:
         """Run it; positions and segments as of `DecoderAttention`."""
-        y = self.attention(self.attention_norm(x), positions, segments)
+        return self._added(x, self.attention(self.attention_norm(x), positions, segments))
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Run it on one slice of a sequence, as `DecoderAttention.call_slice`."""
+        given = self.attention_norm(x), earlier, part, positions, segments
+        y, own = self.attention.call_slice(*given)
+        return self._added(x, y), own
+
+    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The residual stream behind attention, whose result is y, and MLP."""
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -152,18 +169,64 @@ class Stage(nnx.Module):
         Raises:
           ValueError: both segments and segment_ids.
         """
-        if segments is not None and segment_ids is not None:
-            raise ValueError(
-                "a stage was given segments= and segment_ids=, two names of one argument: give one "
-                "of them"
-            )
-        segments = segment_ids if segments is None else segments
+        segments = _one_of(segments, segment_ids)
         for block in self.blocks:
             if isinstance(x, Mapping) and not isinstance(block, MultiTokenBlock):
                 x = {**x, MAIN: block(x[MAIN], positions, segments)}
             else:
                 x = block(x, positions, segments)
         return x
+
+    def call_slice(
+        self,
+        x: Any,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Run all of them on one slice of a sequence (`Pipeline(slices=N)`).
+
+        Args:
+          x: `[b, t, d]` of the slice.
+          earlier: what calls on earlier slices left, `[N, ...]` leaves, or None.
+          part: the place of the slice.
+          positions: as of a call, of the slice.
+          segments: likewise.
+          segment_ids: likewise.
+
+        Returns:
+          The output, and what later slices read: of each block its keys and values.
+
+        Raises:
+          ValueError: both segments and segment_ids; or multi-token prediction.
+        """
+        if isinstance(x, Mapping):
+            raise ValueError(
+                "multi-token prediction with slices of sequences (slices=): its modules read words "
+                "that follow a slice; leave slices out, or build the decoder with mtp_layers=0"
+            )
+        segments, left = _one_of(segments, segment_ids), []
+        for n, block in enumerate(self.blocks):
+            before = None if earlier is None else earlier[n]
+            x, own = block.call_slice(x, before, part, positions, segments)
+            left.append(own)
+        return x, left
+
+
+def _one_of(segments: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
+    """The segments, by either name.
+
+    Raises:
+      ValueError: both are given.
+    """
+    if segments is not None and segment_ids is not None:
+        raise ValueError(
+            "a stage was given segments= and segment_ids=, two names of one argument: give one "
+            "of them"
+        )
+    return segment_ids if segments is None else segments
 
 
 class Embedding(VocabularyEmbedding):
@@ -224,7 +287,18 @@ class Embedding(VocabularyEmbedding):
         Raises:
           ValueError: a sequence longer than the positions that were learned.
         """
+        return self.call_slice(tokens, None, WHOLE_SEQUENCE)[0]
+
+    def call_slice(self, tokens: Any, _: None, part: SequenceSlice) -> tuple[jax.Array, Any]:
+        """Look the words of one slice up, with the positions that it has in its sequence.
+
+        Raises:
+          ValueError: as a call.
+        """
         tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
+        return self._looked_up(tokens, places, part), ()
+
+    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> jax.Array:
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
@@ -233,7 +307,7 @@ class Embedding(VocabularyEmbedding):
         if self.positions is None:
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
-        self._check_length(t * self.context.size, learned.shape[0])
+        self._check_length(t * self.context.size * part.count, learned.shape[0])
         if places is not None:
             return x + learned[places].astype(x.dtype)
         if hasattr(self, "seen"):
@@ -242,6 +316,8 @@ class Embedding(VocabularyEmbedding):
             return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
         if self.context.size > 1:
             return x + learned[self.context.places(t)].astype(x.dtype)[None]
+        if part.count > 1:
+            return x + learned[part.places(t)].astype(x.dtype)[None]
         return x + learned[:t].astype(x.dtype)[None]
 
     def _check_length(self, t: int, learned: int) -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.attention import check_not_remembered, check_whole
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear, rotary, rotate
@@ -93,9 +94,31 @@ class LatentAttention(nnx.Module):
         """Attend; arguments and errors as of `DecoderAttention`."""
         first = self.seen[...] if hasattr(self, "seen") else None
         check_not_remembered(first, segments)
+        return self._attend(x, positions, segments, first, None, WHOLE_SEQUENCE)[0]
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attend from one slice of a sequence, of which the latents are left for later ones."""
+        return self._attend(x, positions, segments, None, earlier, part)
+
+    def _attend(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        first: Any,
+        earlier: Any,
+        part: SequenceSlice,
+    ) -> tuple[jax.Array, Any]:
         n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
         if positions is None:
-            positions = jnp.arange(t)[None]
+            positions = part.places(t)[None]
             positions = positions if first is None else positions + first
         q = self._queries(x).reshape(b, t, -1, n + o)
         both = apply(x, self.kv_down[...].astype(x.dtype))
@@ -113,11 +136,13 @@ class LatentAttention(nnx.Module):
             self.seen[...] = first + t
             both = self.latents[...].astype(x.dtype)
         check_segments(segments, q)
-        places = jnp.arange(t) if first is None else first + jnp.arange(t)
-        own = () if segments is None else (segments, segments)
-        seen = visible(places, jnp.arange(both.shape[1]), None, *own)
-        y = self._read(q, both[..., :-o], both[..., -o:], seen)
-        return self.out(y.reshape(b, t, -1))
+        own = {"latents": both} | ({} if segments is None else {"segments": segments})
+        whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
+        places = part.places(t) if first is None else first + jnp.arange(t)
+        of = () if segments is None else (segments, whole["segments"])
+        seen = visible(places, jnp.arange(whole["latents"].shape[1]), None, *of)
+        y = self._read(q, whole["latents"][..., :-o], whole["latents"][..., -o:], seen)
+        return self.out(y.reshape(b, t, -1)), own
 
     def _queries(self, x: jax.Array) -> jax.Array:
         """`[b, t, h·(n + o)]` of this rank's heads."""

@@ -7,9 +7,10 @@ Where the axis is not manual it is handed the whole, and is the plain layer. Eve
 in the dtype of the input.
 """
 
+from pipeline.base.agreed.slices import SequenceSlice
 from pipeline.layers.attending.order import Context, unzigzag, zigzag
 from pipeline.layers.attending.sent import context_bytes
-from pipeline.layers.attention import Attention, FusedQKV, fuse_qkv
+from pipeline.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
 from pipeline.layers.dropout import Dropout
 from pipeline.layers.experts import (
     ExpertState,
@@ -39,11 +40,13 @@ __all__ = [
     "ReplicatedKV",
     "RopeScaling",
     "RowLinear",
+    "SequenceSlice",
     "SwiGLU",
     "VocabularyEmbedding",
     "VocabularyHead",
     "YarnScaling",
     "advance_experts",
+    "attend_slice",
     "check_axis",
     "context_bytes",
     "fuse_gate_up",

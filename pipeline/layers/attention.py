@@ -17,6 +17,7 @@ from flax import nnx
 from collectives import vary
 from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank, group_size
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
 from pipeline.layers.attending.formula import read, visible
@@ -197,15 +198,43 @@ class Attention(nnx.Module):
         Raises:
           ValueError: segments of another shape, or that are no integers.
         """
+        return self.call_slice(x, None, positions=positions, segments=segments)[0]
+
+    def call_slice(
+        self,
+        x: jax.Array,
+        earlier: Any,
+        part: SequenceSlice = WHOLE_SEQUENCE,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attend from one slice of a sequence to it and to earlier ones.
+
+        Args:
+          x: `[b, t, d]` of the slice.
+          earlier: `[N, ...]` leaves, what calls on earlier slices returned; None without any.
+          part: the place of the slice.
+          positions: as of a call, of the slice.
+          segments: likewise.
+
+        Returns:
+          The output, and the keys and values of the slice.
+
+        Raises:
+          ValueError: as `attend_slice`.
+        """
         q, k, v = self.qkv(x)
         if positions is None:
-            positions = self.context.places(q.shape[1])[None]
+            positions = self.context.places(q.shape[1])[None] + part.index * q.shape[1]
         turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
         q, k = rotate(q, *turns), rotate(k, *turns)
-        y = attend(
+        y, own = attend_slice(
             q,
             k,
             v,
+            earlier,
+            part,
             segments=segments,
             window=self.window,
             softcap=self.softcap,
@@ -213,7 +242,7 @@ class Attention(nnx.Module):
             implementation=self.implementation,
             context=self.context,
         )
-        return self.out(y.reshape(*y.shape[:2], -1))
+        return self.out(y.reshape(*y.shape[:2], -1)), own
 
 
 def attend(
@@ -283,6 +312,71 @@ def attend(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk), sinks)
+
+
+def attend_slice(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    earlier: Any,
+    part: SequenceSlice = WHOLE_SEQUENCE,
+    *,
+    segments: jax.Array | None = None,
+    implementation: kernels.Implementation | None = None,
+    context: Context = WHOLE,
+    **options: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Compute attention of one slice of a sequence to it and to earlier slices.
+
+    Args:
+      q: queries of the slice, `[b, t, k·g, c]`.
+      k: keys of the slice, `[b, t, k, c]`.
+      v: values, the same.
+      earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None for whole
+        sequences.
+      part: the place of the slice.
+      segments: `[b, t]`, as of `attend`.
+      implementation: as of `attend`; slices take the formula.
+      context: as of `attend`; slices take whole ones.
+      options: the others of `attend`.
+
+    Returns:
+      `[b, t, k·g, c]`, and what later slices read: keys, values and segments of this one.
+
+    Raises:
+      ValueError: as `attend`; a kernel asked for by name, or a context axis, with slices.
+    """
+    own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
+    if earlier is None:
+        more: dict[str, Any] = {"implementation": implementation, "context": context}
+        return attend(q, k, v, segments=segments, **more, **options), own
+    if implementation in ("splash", "cudnn"):
+        raise ValueError(
+            f"implementation={implementation!r} with slices of sequences: which keys a query reads "
+            f"depends on the slice, and the kernel's mask is the same for all; take "
+            f"implementation=None, 'chunked' or 'xla'"
+        )
+    check_segments(segments, q)
+    _check_context(context)
+    if context.size > 1:
+        raise ValueError(
+            f"slices of sequences with positions split over {context.axis!r}: attention joins "
+            f"slices that are whole; leave out slices= or the axis"
+        )
+    whole = {name: part.join(own[name], earlier[name]) for name in own}
+    names = "window", "softcap", "scale", "query_chunk"
+    y = _attend(
+        q,
+        whole["keys"],
+        whole["values"],
+        segments,
+        implementation=implementation or "chunked",
+        places=part.places(q.shape[1]),
+        segments_of_keys=whole.get("segments"),
+        **{name: options.get(name) for name in names},
+        sinks=options.get("sinks"),
+    )
+    return y, own
 
 
 def _check_context(context: Context) -> None:

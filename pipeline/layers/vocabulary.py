@@ -17,7 +17,7 @@ from collectives.chunked import linear_cross_entropy
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input, group_rank
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy, vocabulary_embedding
-from pipeline.base.vocabulary import Table, logits
+from pipeline.base.agreed.vocabulary import Table, logits
 from pipeline.layers.weights import Initializer, check_cut, make_weight, read_weight, scaled
 
 

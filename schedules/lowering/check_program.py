@@ -14,6 +14,7 @@ import numpy as np
 
 from schedules.checks.check import check
 from schedules.core.action import Action, Kind, action_of
+from schedules.lowering.check_carries import check_carries
 from schedules.lowering.check_tables import Place, check_tables, fail, stage_of
 from schedules.lowering.check_together import Common
 from schedules.lowering.check_values import CROSSING, GRADIENT, OUTPUT, RESIDUALS, SymbolicValues
@@ -34,8 +35,8 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
 
     Proved: the tables are well formed; every rank runs its actions once, in its order; every
     action reads exactly its operands; a value stays in place until its last reader, in the memory
-    (of the device or of the host) that both its writer and its readers name; and nothing is stored
-    that nobody reads.
+    (of the device or of the host) that both its writer and its readers name; nothing is stored that
+    nobody reads; and slices find the carries of earlier ones and complete gradients of their own.
 
     Args:
       program: any program.
@@ -51,6 +52,7 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     if ascending:
         _check_ascending(program)
     _Machine(program).run()
+    check_carries(program)
     return program
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from schedules.clocks.hosted import Keep
 from schedules.core.action import KINDS, ScheduleError
-from schedules.lowering.program import COMMON, Op, Program
+from schedules.lowering.program import CARRIED, COMMON, Op, Program
 
 Place = tuple[int, int, int]  # tick, slot, rank
 
@@ -46,6 +46,8 @@ def _check_shapes(program: Program) -> None:
     own = ("op", "microbatch", "operand", "gradient", "stash", "crossing")
     expected_of: dict[str, tuple[int, ...]] = dict.fromkeys(own, shape)
     expected_of |= dict.fromkeys(COMMON, shape[:2]) | {"arrival": (*shape, num_channels)}
+    slices = program.schedule.num_slices
+    expected_of |= dict.fromkeys(CARRIED, (*shape, slices) if slices > 1 else (0, 0, 0, 0))
     for name, expected in expected_of.items():
         table = getattr(program, name)
         if table.shape != expected or table.dtype != np.int32:
@@ -114,7 +116,8 @@ def _check_idle(program: Program) -> None:
     """Idle ranks point at nothing; columns beyond a slot's channels are trash."""
     idle = program.op == 0
     nothing = {"microbatch": 0, **program.trash}
-    nothing.pop("arrival")
+    for name in ("arrival", *CARRIED):
+        nothing.pop(name)
     for name, value in nothing.items():
         wrong = np.argwhere(idle & (getattr(program, name) != value))
         if len(wrong):

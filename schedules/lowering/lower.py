@@ -21,6 +21,7 @@ from schedules.core.action import KINDS
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, Mask, flatten
+from schedules.lowering.carries import carried
 from schedules.lowering.offload import move_to_host
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Op, Program, Slot, Table
@@ -115,6 +116,9 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = N
     for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
         table[name] = work.astype(np.int32)
     slots = zip(ticks.kinds, ops, channels, strict=True)
+    tables: dict[str, Any] = {
+        name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()
+    }
     return Program(
         schedule=schedule,
         keep=keep,
@@ -125,7 +129,8 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = N
         delayed=ticks.delayed,
         num_host_stashes=num_host_stashes,
         num_host_crossings=num_host_crossings,
-        **{name: t.reshape(ticks.num_ticks, width, *t.shape[1:]) for name, t in table.items()},
+        **carried(ticks),
+        **tables,
     )
 
 

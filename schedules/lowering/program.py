@@ -21,11 +21,16 @@ Where ranks share an end of the model (`schedules.clocks.shared`), three more ta
 them do together around a slot. The embedding of a microbatch is then in the buffer that the first
 stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
 last stage's output would, along the channel of shift 0.
+
+A schedule with N slices has two pools more. *Carries* hold what a slice leaves for the later slices
+of its microbatch in the same stage (keys and values), from its F to the last action that reads
+them. *Carry gradients* hold their gradients, from the backward of the last slice, which is the
+first to run, to that of their own slice. An action names one place for each of the N slices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +43,7 @@ from schedules.orders.schedule import Schedule
 Table = NDArray[np.int32]
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")  # its tables
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
+CARRIED = ("carry", "carry_gradient")  # tables of what slices leave for later ones
 
 
 class Op(NamedTuple):
@@ -126,11 +132,18 @@ class Program:
       lookup: [T, slots] microbatch that all ranks embed before the slot, -1 for none.
       head: [T, slots] microbatch whose head all ranks do after the slot's actions, -1 for none.
       scatter: [T, slots] microbatch whose embedding's gradient all ranks add up then, likewise.
+      carry: [T, slots, S, N] places of the carries of the microbatch's N slices, those of earlier
+        slices to be read and, in F, that of its own to be written; trash for others. Empty tables
+        without slices.
+      carry_gradient: [T, slots, S, N] places of their gradients, which a backward adds to and,
+        that of its own slice, reads.
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank in device memory, the peak over ranks.
       num_crossings: crossings per rank in device memory, the peak over ranks.
       num_host_stashes: stashes per rank in host memory, the peak over ranks.
       num_host_crossings: crossings per rank in host memory, the peak over ranks.
+      num_carries: carries per rank, the peak over ranks; of slices, each 1/N of a microbatch.
+      num_carry_gradients: gradients of carries per rank, the peak over ranks.
       delayed: whether a message to another rank is held for a slot, travels beside the work of the
         next one and is stored when that ends. Every rank then holds one message more, in no
         buffer: what its last slot has sent. A message that stays on its rank is stored at once.
@@ -155,6 +168,15 @@ class Program:
     delayed: bool = False
     num_host_stashes: int = 0
     num_host_crossings: int = 0
+    carry: Table = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int32))
+    carry_gradient: Table = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int32))
+    num_carries: int = 0
+    num_carry_gradients: int = 0
+
+    @property
+    def rank_tables(self) -> tuple[str, ...]:
+        """Names of the tables that have a column for each rank."""
+        return FIELDS if self.schedule.num_slices == 1 else (*FIELDS, *CARRIED)
 
     @property
     def trash(self) -> dict[str, int]:
@@ -165,6 +187,8 @@ class Program:
             "stash": self.num_stashes + self.num_host_stashes,
             "crossing": self.num_crossings + self.num_host_crossings,
             "arrival": self.num_buffers,
+            "carry": self.num_carries,
+            "carry_gradient": self.num_carry_gradients,
         }
 
     @property

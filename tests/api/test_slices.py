@@ -1,27 +1,209 @@
-"""A pipeline refuses schedules of slices by name."""
+"""Errors of `Pipeline(slices=N)`: options, batches, and parts that mix positions (issue 41)."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from tests.support import models
+
+X = jnp.ones((4, 8, 4))
+WORDS = jnp.zeros((4, 8), jnp.int32)
+SEES = "with slices=2 it sees one slice of a sequence at a time"
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-def test_schedules_of_slices_are_refused(as_object):
+class Pointwise(nnx.Module):
+    """A stage that mixes no positions, though it folds them into rows for a while."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(4, rngs=rngs)
+        self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.up(self.norm(x).reshape(-1, 4)).reshape(*x.shape[:-1], 8)
+        return x + self.down(jax.nn.gelu(y))
+
+
+class Mixing(Pointwise):
+    """A stage that does something else beside."""
+
+    def __init__(self, rngs: nnx.Rngs, mix: Callable[..., Any]) -> None:
+        super().__init__(rngs)
+        self.mix = mix
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x) + self.mix(x)
+
+
+def mean(y: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.square(y - targets).mean()
+
+
+def pipe_of(make: Callable[..., Any] = Pointwise, *given: Any, **options: Any) -> Pipeline:
     mesh = make_mesh(stage=2, devices=jax.devices()[:2])
-    given, text = "seq1f1b", "'seq1f1b'"
-    if as_object:
-        given = schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=4)
-        text = "'seq1f1b' of 4 slices"
-    with pytest.raises(schedules.ScheduleError) as caught:
-        Pipeline(models.build(models.Block, 2), 2, schedule=given, mesh=mesh)
-    assert str(caught.value) == (
-        f"schedule={text}: a pipeline runs whole sequences, and keeps no keys and values from one "
-        f"slice of a sequence for the next; choose one of schedules.names(), or for long sequences "
-        f"the context axis of pipeline.layers.Attention (schedules.simulate times slices)"
+    stages = [make(nnx.Rngs(0), *given) for _ in range(2)]
+    made: dict[str, Any] = {"loss_fn": mean, "slices": 2, "mesh": mesh}
+    return Pipeline(stages, 2, **(made | options))
+
+
+def message(run: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        run(*args, **kwargs)
+    return str(caught.value).partition("\n")[0]
+
+
+def test_options_that_do_not_fit():
+    assert message(pipe_of, slices=0) == (
+        "slices=0: must be an integer >= 1, the number of equal parts into which every sequence is "
+        "cut, or None for whole sequences"
+    )
+    assert message(pipe_of, schedule="gpipe") == (
+        "slices=2 with schedule='gpipe': this schedule runs whole sequences; leave slices out, or "
+        "choose 'seq1f1b' or 'seq1f1b_zb'"
+    )
+    assert message(pipe_of, schedule="seq1f1b", slices=None) == (
+        "schedule='seq1f1b' without slices=: it cuts every sequence into slices; give slices=2 or "
+        "more, or choose '1f1b' for whole sequences"
+    )
+    given = schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=4)
+    assert message(pipe_of, schedule=given) == (
+        "slices=2 with schedule 'seq1f1b' of 4 slices; give slices=4, or leave it out"
+    )
+    assert pipe_of(schedule=given, slices=None).plan.schedule.num_slices == 4
+    assert message(pipe_of, bubbles="masked") == (
+        "slices=2 with bubbles='masked' (the default on virtual CPU devices beside auto_axes=): "
+        "idle slots would write to keys and values: use bubbles='skip', or leave slices out"
+    )
+    assert message(pipe_of, offload="stash") == (
+        "slices=2 with offload='stash': carries of slices stay on the device: leave offload out, "
+        "or leave slices out"
+    )
+
+
+def test_default_schedule_and_one_slice():
+    plan = pipe_of(slices=4).plan
+    assert (plan.schedule.name, plan.schedule.num_slices) == ("seq1f1b", 4)
+    assert plan.why == "the default for slices of sequences"
+    assert pipe_of(slices=1).plan.schedule.num_slices == 1
+    assert pipe_of().replace(slices=None).plan.schedule.num_slices == 1
+
+
+def test_batches_that_cannot_be_cut():
+    pipe = pipe_of(slices=4)
+    assert message(pipe.loss, X[:, :6], X[:, :6]) == (
+        "inputs has 6 positions, which slices=4 cannot share equally; pad sequences to 8, or use "
+        "slices=3 or 2"
+    )
+    assert message(pipe.loss, X, X[:, 0, 0]) == (
+        "targets is float32[4]: slices=4 cuts dim 1 of every leaf, which has 8 positions in inputs "
+        "and no positions here; give one entry for each position, or [rows, 1, ...] for what is "
+        "the same in all, or leave slices out"
+    )
+    assert message(pipe.loss, X, X, extras={"table": X[:, :3]}) == (
+        "extras['table'] is float32[4,3,4]: slices=4 cuts dim 1 of every leaf, which has 8 "
+        "positions in inputs and 3 in dim 1 here; give one entry for each position, or [rows, 1, "
+        "...] for what is the same in all, or leave slices out"
+    )
+    assert message(pipe.loss, X[:, 0, 0], X[:, 0, 0]) == (
+        "slices=4, and no leaf of the batch has positions, a dim of more than 1 behind its rows; "
+        "leave slices out"
+    )
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+    start = jnp.zeros((x.shape[0], x.shape[2]))
+    _, sums = jax.lax.scan(lambda s, a: (s + a, s), start, jnp.moveaxis(x, 1, 0))
+    return jnp.moveaxis(sums, 0, 1)
+
+
+MIXING = {
+    "reduce_sum joins positions": lambda x: x.mean(1, keepdims=True),
+    "dot_general joins positions": lambda x: (x @ x.swapaxes(1, 2)) @ x,
+    "slice joins positions": lambda x: jnp.roll(x, 1, axis=1),
+    "cumsum joins positions": lambda x: jnp.cumsum(x, axis=1),
+    "scan joins positions": running_sum,
+    "add joins positions with numbers that depend on the place": lambda x: (
+        x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_stages_that_mix_positions_without_a_method_for_it(how):
+    assert message(pipe_of(Mixing, MIXING[how]).loss, X, X) == (
+        f"stages[0] mixes positions ({how}), and {SEES}: give it a method call_slice(x, earlier, "
+        f"part, **extras) that returns (y, own), as pipeline.layers.Attention has, or leave slices "
+        f"out"
+    )
+
+
+def test_embed_head_and_loss_that_mix_positions():
+    places = jnp.ones((8, 4))
+    embed: Any = lambda words: jax.nn.one_hot(words, 4) + places[None, : words.shape[1]]  # noqa: E731
+    assert message(pipe_of(embed=embed).loss, WORDS, X) == (
+        f"embed mixes positions (add joins positions with numbers that depend on the place), and "
+        f"{SEES}: give it a method call_slice(inputs, earlier, part) that returns (x, ()) and "
+        f"takes places from part.places(t), or give it positions as a part of inputs, or leave "
+        f"slices out"
+    )
+    head: Any = lambda y: y - y.max(1, keepdims=True)  # noqa: E731
+    assert message(pipe_of(head=head).loss, X, X) == (
+        f"head mixes positions (reduce_max joins positions), and {SEES}: let the last stage do "
+        f"what mixes positions, or leave slices out"
+    )
+
+    def shifts(logits: jax.Array, words: jax.Array) -> jax.Array:
+        xent = optax.softmax_cross_entropy_with_integer_labels
+        return xent(logits[:, :-1], words[:, 1:]).mean()
+
+    assert message(pipe_of(loss_fn=shifts).loss, X, WORDS) == (
+        f"loss_fn mixes positions (slice joins positions), and {SEES}: shift targets before they "
+        f"are cut, as pipeline.training.batches.next_tokens does, and return (sum, weight), or "
+        f"leave slices out"
+    )
+
+
+def test_what_is_not_known_is_warned_of_once():
+    lookup = lambda x: jnp.take_along_axis(x, jnp.zeros(x.shape, jnp.int32), axis=-1)  # noqa: E731
+    pipe = pipe_of(Mixing, lookup)
+    with pytest.warns(UserWarning, match="mixes positions") as caught:
+        pipe.loss(X, X)
+    (one,) = caught
+    assert str(one.message) == (
+        f"whether stages[0] mixes positions cannot be told (it uses the primitive 'gather'), and "
+        f"{SEES}: if it does, give it a method call_slice(x, earlier, part, **extras) that returns "
+        f"(y, own), as pipeline.layers.Attention has, or leave slices out"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.loss(X[:2], X[:2], num_microbatches=1)
+
+
+class Wrong(Pointwise):
+    """A stage whose method returns no pair."""
+
+    def call_slice(self, x: Any, _: Any, __: Any) -> Any:
+        return self(x)
+
+
+def test_call_slice_that_returns_no_pair():
+    assert message(pipe_of(Wrong).loss, X, X) == (
+        "call_slice of Wrong returned a DynamicJaxprTracer: return a pair (y, own), the output of "
+        "this slice and a pytree of arrays that later slices of the sequence read as earlier"
+    )
+
+
+def test_methods_that_run_whole_sequences_say_so():
+    assert message(pipe_of().calibrate, X, X) == (
+        "calibrate() of a pipeline with slices=2: it runs whole sequences; take "
+        "pipe.replace(schedule='1f1b', slices=None), whose stages do the same work"
     )

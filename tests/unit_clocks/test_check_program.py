@@ -22,7 +22,7 @@ from schedules import (
     lower,
     simulate,
 )
-from schedules.lowering.program import COMMON, Channel, Op
+from schedules.lowering.program import CARRIED, COMMON, Channel, Op
 from tests.support.sizes import CHUNKS, is_legal, sizes
 from tests.support.tables import assert_no_entry_can_change
 
@@ -116,6 +116,18 @@ def test_no_entry_of_a_table_can_change(name, keep, pattern):
     """A program has no slack: every other value of every single entry makes it wrong."""
     program = check_program(lower(SMALL[name], keep=keep, pattern=pattern))
     assert_no_entry_can_change(program, TABLES)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "seq1f1b_zb"])
+def test_no_place_of_a_carry_can_change(name):
+    """What slices leave for later ones, and its gradients, lie where they are read (issue 41)."""
+    schedule = build(name, num_ranks=2, num_microbatches=2, num_slices=3)
+    program = check_program(lower(schedule))
+    assert_no_entry_can_change(program, CARRIED)
+    for short in range(3):
+        changed = replace(program, carry=program.carry[..., :short])
+        with pytest.raises(ScheduleError, match=r"table 'carry': expected int32 of shape"):
+            check_program(changed)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

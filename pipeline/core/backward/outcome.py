@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -37,15 +37,31 @@ class Outcome:
         leaves loops and `jax.checkpoint` at no cost.
       state: by the name of the part, the declared variables as the call leaves them.
       sums: by name, scalars to be added up over the calls of a step. They have no gradient.
+      carry: the values that a slice of a sequence leaves for later slices (keys and values);
+        differentiated as the value is.
     """
 
     value: Tree
     added: Leaves = field(default_factory=list)
     state: dict[str, list[Leaves]] = field(default_factory=dict)
     sums: dict[str, Leaves] = field(default_factory=dict)
+    carry: Tree = ()
 
 
 jax.tree_util.register_dataclass(Outcome)
+
+
+class SlicedInput(NamedTuple):
+    """The input of a stage whose sequences come in N slices.
+
+    Attributes:
+      x: the activation of this slice.
+      earlier: [N, ...] leaves, the carries of the microbatch's slices, zeros from this one on; None
+        where there are none.
+    """
+
+    x: Tree
+    earlier: Tree
 
 
 def pulled(
@@ -57,7 +73,9 @@ def pulled(
     adding: MakeAdding | None = None,
     **options: Any,
 ) -> tuple[Outcome, Pullback]:
-    """Call ``f(weights, x)``; returns its outcome, and the pullback of the value's float leaves.
+    """Call ``f(weights, x)``; returns its outcome, and the pullback of its float leaves.
+
+    These are the leaves of the value, then those of the carry.
 
     Args:
       f: the call.
@@ -75,15 +93,17 @@ def pulled(
         nonlocal like
         with _adding(adding, weights[count:]):
             outcome = f(weights[:count], x)
-        like = jax.tree.map(jax.typeof, outcome.value)
-        floats, others = partition(outcome.value)
-        return floats, (others, dataclasses.replace(outcome, value=None))
+        both = outcome.value, outcome.carry
+        like = jax.tree.map(jax.typeof, both)
+        floats, others = partition(both)
+        return floats, (others, dataclasses.replace(outcome, value=None, carry=()))
 
     mask = None if trained is None else (*trained, *(True for _ in probes))
     floats, (others, rest), pullback = differentiate(
         g, [*weights, *probes], x, trained=mask, **options
     )
-    return dataclasses.replace(rest, value=combine(like, floats, others)), pullback
+    value, carry = combine(like, floats, others)
+    return dataclasses.replace(rest, value=value, carry=carry), pullback
 
 
 def _adding(

@@ -2,7 +2,7 @@
 
 `jax.vjp` closes over residuals. Here they are taken apart, so that little of them is stashed:
 
-* an argument (a weight, a mask) is passed to the backward again;
+* an argument (a weight, a mask, the carries of earlier slices) is passed to the backward again;
 * what follows from weights alone (a cast, a transpose) is computed again: stashing it would hold
   a copy of the weights for every microbatch in flight;
 * of the rest, the smallest set of values is stashed from which all follow by cheap arithmetic
@@ -23,7 +23,7 @@ from pipeline.base.precision import GradDtype
 from pipeline.base.tree import Leaves, Tree, combine, partition
 from pipeline.core.backward.accumulate import Pullback
 from pipeline.core.backward.min_cut import smallest_cut
-from pipeline.core.backward.outcome import MakeAdding, Outcome, pulled
+from pipeline.core.backward.outcome import MakeAdding, Outcome, SlicedInput, pulled
 from pipeline.core.jaxpr.evaluate import Var, evaluate, operands, producers
 from pipeline.core.jaxpr.primitives import is_cheap, traits
 
@@ -108,7 +108,10 @@ class Residuals:
         count = len(jax.tree.leaves(outcome))
         self._outcome, self._residuals = jaxpr.outvars[:count], jaxpr.outvars[count:]
         same = jaxpr.invars[: len(jax.tree.leaves((weights, fixed)))]
-        self._again = jaxpr.invars[: len(jax.tree.leaves((weights, fixed, side)))]
+        count = len(jax.tree.leaves((weights, fixed, side)))
+        carried = len(jax.tree.leaves(x.earlier)) if isinstance(x, SlicedInput) else 0
+        behind = jaxpr.invars[len(jaxpr.invars) - carried :]
+        self._again = [*jaxpr.invars[:count], *behind]
         free = _determined(jaxpr, {*same, *self._constants}) | set(self._again)
         wanted = [v for v in self._residuals if not isinstance(v, Literal) and v not in free]
         made_by = producers(jaxpr)
@@ -132,9 +135,11 @@ class Residuals:
         count = len(self._outcome)
         return jax.tree.unflatten(self._outcome_tree, found[:count]), found[count:]
 
-    def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
-        """The stage's pullback."""
-        arguments = jax.tree.leaves((weights, fixed, side))
+    def backward(
+        self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
+    ) -> Pullback:
+        """The stage's pullback; ``earlier`` as of `SlicedInput`, if its input is one."""
+        arguments = jax.tree.leaves((weights, fixed, side, earlier))
         known = self._constants | dict(zip(self._again, arguments, strict=True))
         known |= dict(zip(self._kept, stash, strict=True))
         found = evaluate(self._jaxpr, known, self._residuals)

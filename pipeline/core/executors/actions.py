@@ -86,7 +86,7 @@ class Actions:
             if op.first and local.state.held is not None:
                 self.operand(op, row, now=True)
             return self.no_message()
-        x = self.operand(op, row, now=True)
+        x = self.given(row, self.operand(op, row, now=True))
         arguments = *local.stage_arguments(op.chunk, microbatch, now=True), x
         if memory.residuals is None:
             outcome = local.stage(*arguments)
@@ -94,6 +94,8 @@ class Actions:
             outcome, stash = memory.residuals.forward(*arguments)
             self.stashes(op)[row["stash"]] = stash
         memory.take(outcome, microbatch, op.chunk)
+        if memory.carries is not None:
+            memory.carries.keep(row, outcome.carry)
         if op.last and not self.step.training:
             self._finish(outcome.value, microbatch)
         return self.sent(outcome.value)
@@ -101,6 +103,7 @@ class Actions:
     def _leaves_nothing(self, op: Op) -> bool:
         """Tell whether a forward is not needed: its backward, the next action, runs it again."""
         leaves = self.local.writes or bool(self.local.state.stage_sums)
+        leaves = leaves or self.memory.carries is not None
         # Where all ranks share the head, no op is last: its input is a message.
         return self.step.training and is_last_forward_free(
             recomputes=self.memory.residuals is None, shares_head=not op.last, writes=leaves
@@ -120,6 +123,10 @@ class Actions:
         if now:
             self.memory.take(outcome, microbatch)
         return outcome.value
+
+    def given(self, row: Row, x: Tree) -> Tree:
+        """The input of a stage: the activation; with slices, with the carries of earlier ones."""
+        return x if self.memory.carries is None else self.memory.carries.given(row, x)
 
     def embed(self, microbatch: Any, *, now: bool = False) -> Outcome:
         """The outcome of embed; ``now`` in a forward."""
@@ -146,25 +153,27 @@ class Actions:
     def _backward(self, op: Op, row: Row) -> Tree:
         local, microbatch = self.local, row["microbatch"]
         if self.memory.residuals is None:
-            again, stage = local.stage_pullback(op.chunk, microbatch, self.operand(op, row))
+            x = self.given(row, self.operand(op, row))
+            again, stage = local.stage_pullback(op.chunk, microbatch, x)
             y = again.value
         else:
             arguments = local.stage_arguments(op.chunk, microbatch)
             stash = self.stashes(op)[row["stash"]]
-            stage = self.memory.residuals.backward(*arguments, stash)
+            stage = self.memory.residuals.backward(*arguments, stash, self._earlier(row))
             y = self.own_output(row, stash)
-        dy = self._output_gradient(op, row, y)
+        dy = self._with_cotangent(row, self._output_gradient(op, row, y))
         if not self.goes_on:
             return self.no_message()
-        dx = stage(dy, self.memory.chunk_grads[op.chunk].targets, want_x=self._wants_x(op))
-        return self._upstream(op, row, dx)
+        refs = self.memory.chunk_grads[op.chunk].targets
+        dx = stage(dy, refs, want_x=self._wants_given(op))
+        return self._upstream(op, row, self._added(row, dx))
 
     def _input_half(self, op: Op, row: Row) -> Tree:
         halves, microbatch = self.memory.halves, row["microbatch"]
         arguments = self.local.stage_arguments(op.chunk, microbatch)
         dy: Any
         if self.memory.residuals is None:
-            stash = self.operand(op, row)
+            stash = self.given(row, self.operand(op, row))
         else:
             stash = self.stashes(op)[row["stash"]]
         if not self.goes_on:  # the last stage's, for what the head has to sum
@@ -173,15 +182,18 @@ class Actions:
             self._loss_gradient(y, microbatch)
             return self.no_message()
         if not op.last:
-            dy = self._arrived(row)
+            dy = self._with_cotangent(row, self._arrived(row))
         elif self.memory.residuals is None:
-            dy = functools.partial(self._loss_gradient, microbatch=microbatch)
+            dy = lambda y: self._with_cotangent(row, self._loss_gradient(y, microbatch))  # noqa: E731
         else:
             dy = self._loss_gradient(self.own_output(row, stash), microbatch)
+            dy = self._with_cotangent(row, dy)
+        if self.memory.carries is not None and self.memory.residuals is not None:
+            stash = stash, self._earlier(row)
         refs = self.memory.chunk_grads[op.chunk].targets
-        dx, crossing = halves.input_half(*arguments, stash, dy, refs, want_x=self._wants_x(op))
+        dx, crossing = halves.input_half(*arguments, stash, dy, refs, want_x=self._wants_given(op))
         self.crossings(op)[row["crossing"]] = crossing
-        return self._upstream(op, row, dx)
+        return self._upstream(op, row, self._added(row, dx))
 
     def _weight_half(self, op: Op, row: Row) -> Tree:
         arguments = self.local.stage_arguments(op.chunk, row["microbatch"])
@@ -212,6 +224,30 @@ class Actions:
     def _wants_x(self, op: Op) -> bool:
         """Tell whether the gradient for a stage's input is needed."""
         return self.local.way.x and (not op.first or self.wants_upstream)
+
+    # --- slices ---
+
+    def _earlier(self, row: Row) -> Tree:
+        """The carries of earlier slices, () without slices."""
+        carries = self.memory.carries
+        return () if carries is None else carries.given(row, ()).earlier
+
+    def _with_cotangent(self, row: Row, dy: Leaves) -> Leaves:
+        """The gradients for a stage's output, and with slices for the carry of this one."""
+        carries = self.memory.carries
+        return dy if carries is None else [*dy, *carries.cotangent(row)]
+
+    def _added(self, row: Row, dx: Leaves) -> Leaves:
+        """The gradients for the activation; those for carries of earlier slices are added up."""
+        if self.memory.carries is None:
+            return dx
+        count = len(partition(self.local.activation)[0])
+        self.memory.carries.add(row, dx[count:])
+        return dx[:count]
+
+    def _wants_given(self, op: Op) -> bool:
+        """Tell whether a pullback is to give the gradients for all that a stage was given."""
+        return self.memory.carries is not None or self._wants_x(op)
 
     def _arrived(self, row: Row) -> Leaves:
         """The gradient that the next stage has sent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from collectives import STAGE
 from pipeline.base.masks import chosen
 from pipeline.base.tree import Leaves, Tree
 from pipeline.core.executors.actions import Actions, Row
+from pipeline.core.executors.carries import make_carries
 from pipeline.core.executors.hosted import HostView, with_hosted
 from pipeline.core.executors.masked import run_masked
 from pipeline.core.executors.memory import Memory, PoolView, StepRequest, TotalView, make_memory
@@ -39,8 +40,10 @@ from schedules.lowering.program import Op, Program, Slot
 def make_actions(local: LocalModel, program: Program, step: StepRequest) -> Actions:
     """The actions of a rank, whose stages may be alike or not."""
     memory = with_hosted(make_memory(local, program, step), local, program)
+    carries = make_carries(local, program, training=step.training)
     if isinstance(local, GroupedModel):
-        return GroupedActions(local, program, step, memory)
+        return GroupedActions(local, program, step, memory, carries)
+    memory = dataclasses.replace(memory, carries=carries[0] if carries else None)
     return Actions(local, step, memory)
 
 
@@ -55,9 +58,15 @@ class GroupedActions(Actions):
     """The actions of a rank whose stages belong to groups."""
 
     def __init__(
-        self, local: GroupedModel, program: Program, step: StepRequest, memory: Memory
+        self,
+        local: GroupedModel,
+        program: Program,
+        step: StepRequest,
+        memory: Memory,
+        carries: Sequence[Any],
     ) -> None:
         super().__init__(local, step, memory)
+        self.carries = carries
         self.groups = [
             GroupActions(self, program, n, group) for n, group in enumerate(local.groups)
         ]
@@ -114,6 +123,8 @@ class GroupActions(Actions):
             seen["crossings"] = PoolView(memory.crossings, view, None, own.axes)
             if memory.host_crossings:
                 seen["host_crossings"] = HostView(memory.host_crossings, view, None, own.axes)
+        if whole.carries:
+            seen["carries"] = whole.carries[index]
         seen["keep"] = own.keep
         if whole.step.training:
             seen["chunk_grads"] = _own_totals(memory, group)

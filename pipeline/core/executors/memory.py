@@ -205,12 +205,14 @@ class Memory:
         made of, and those of stages.
       added: the total of losses that stages and ends add, if any does.
       chunk_grads: [V] totals, and ends_grads, totals for embed and head.
-      input_grads: [M, b, ...] gradients for the inputs' float leaves.
+      input_grads: [M, b, ...] gradients for the inputs' float leaves; with slices, here and below,
+        [M N, ...] of units.
       buffers: messages, by place; returned: the same, read as what a stage returns.
       stashes, crossings: from F to B or I, and from I to W, by place.
       host_stashes, host_crossings: likewise, those that lie in host memory.
       hosted: the pools in host memory, which loops around actions carry.
       results: [M, b, ...] outputs of an inference.
+      carries: values that slices of a sequence leave for later ones, if there are slices.
       residuals: a stage's pullback taken apart, if forwards stash its residuals.
       halves: a stage's backward in two, if the program splits any.
     """
@@ -229,6 +231,7 @@ class Memory:
     host_crossings: Any = None
     hosted: Any = None
     results: Any = None
+    carries: Any = None
     residuals: Any = None
     halves: Any = None
 
@@ -277,7 +280,7 @@ def make_sums(local: LocalModel, step: StepRequest, num_microbatches: int) -> Me
 
 def make_memory(local: LocalModel, program: Program, step: StepRequest) -> Memory:
     """All memory of the actions of a program; one without backward is an inference."""
-    num_microbatches = program.schedule.num_microbatches
+    num_microbatches = program.schedule.num_units
     sums, axes = make_sums(local, step, num_microbatches), local.axes
     residuals: Any = None
     if step.training and program.keep == "residuals":

@@ -34,8 +34,8 @@ from collectives.vocabulary import (
     mask_losses,
     sum_up,
 )
+from pipeline.base.agreed.vocabulary import CrossEntropy, logits, spoil
 from pipeline.base.tree import Leaves, Tree, at, times
-from pipeline.base.vocabulary import CrossEntropy, logits, spoil
 from pipeline.core.backward.accumulate import Pullback
 from pipeline.core.backward.outcome import Outcome, pulled
 from pipeline.core.executors.actions import Actions, Row

@@ -22,7 +22,7 @@ from pipeline.core.model.loss import Weighed
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.local_model import LocalModel
-from pipeline.core.rank.outputs import check_positions
+from pipeline.core.rank.outputs import check_positions, check_sliced
 from pipeline.core.sharding.zero import reduce_gradients, total_over, totals_over
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
@@ -30,8 +30,8 @@ Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
 
 
 def calls_of(plan: Plan) -> int:
-    """M times the parts of rows and positions: how often a loss is taken in a step."""
-    return plan.schedule.num_microbatches * plan.axes.num_parts
+    """M times N slices times the parts of rows and positions: calls of the loss in a step."""
+    return plan.schedule.num_units * plan.axes.num_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,8 @@ def loss_and_metrics(
     if local.model.weighed:
         batch = local.batch
         rows = jax.tree.leaves((batch.inputs, batch.targets))[0].shape[1]  # of a microbatch
-        # Each part of the positions has counted the rows.
-        share = rows / plan.axes.num_positions
+        # Each part of the positions has counted the rows, and each slice.
+        share = rows / (plan.axes.num_positions * plan.schedule.num_slices)
         counted = totals.weight * share if is_mean else totals.weight
         loss = Weighed(value, counted)
     if metrics is None:
@@ -126,21 +126,23 @@ def input_gradients(memory: Memory, plan: Plan, specs: Sequence[PartitionSpec]) 
     """
     # Of an input that is whole over a position axis each rank there has an addend.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
-    return list(map(_unsplit, totals_over(memory.input_grads.all(), over)))
+    found = totals_over(memory.input_grads.all(), over)
+    return [_joined(x, plan.schedule.num_slices) for x in found]
 
 
 def outputs_of(memory: Memory, plan: Plan) -> Tree:
     """[M * b, ...] the outputs of an inference, on every rank."""
     # Only the last rank has written results; all others hold zeros. A sum counts flags.
-    found = memory.results.all()
+    found, slices = memory.results.all(), plan.schedule.num_slices
     check_positions(found, plan.axes.output_spec)
+    check_sliced(found, slices)
     total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
-    return jax.tree.map(lambda like, x: _unsplit(numbers_as(like, x)), found, total)
+    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), slices), found, total)
 
 
-def own_logits_of(memory: Memory) -> jax.Array:
+def own_logits_of(memory: Memory, plan: Plan) -> jax.Array:
     """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
-    return jnp.moveaxis(_unsplit(memory.results.all()), -1, 0)
+    return jnp.moveaxis(_joined(memory.results.all(), plan.schedule.num_slices), -1, 0)
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
@@ -155,6 +157,9 @@ def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bo
     return chunks, [ends[n] for n in declared.ends_cells]
 
 
-def _unsplit(x: jax.Array) -> jax.Array:
-    """[M, b, ...] to [M * b, ...]."""
+def _joined(x: jax.Array, num_slices: int) -> jax.Array:
+    """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, N * t, ...]."""
+    if num_slices > 1:
+        x = x.reshape(-1, num_slices, *x.shape[1:])
+        x = jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, *x.shape[4:])
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -47,6 +47,7 @@ from pipeline.core.kernel.results import (
 )
 from pipeline.core.kernel.share import check_outputs_are_final, find_share
 from pipeline.core.model.loss import mean_of
+from pipeline.core.model.microbatch import cut
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
@@ -55,6 +56,7 @@ from pipeline.core.rank.groups import GroupedModel, make_local_model
 from pipeline.core.rank.held import Held, Usage
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.outputs import check_outputs
+from pipeline.core.rank.sliced import check_slices
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import (
@@ -64,7 +66,7 @@ from pipeline.core.sharding.zero import (
     kernel_spec,
 )
 from schedules.lowering.needs import without
-from schedules.lowering.program import COMMON, FIELDS, Program
+from schedules.lowering.program import COMMON, Program
 
 
 @PerPlan
@@ -100,6 +102,8 @@ def train(
       as the step has left it.
     """
     ways = model.trained.ways(want_inputs=want_inputs)
+    if plan.schedule.num_slices > 1:  # gradients of earlier slices come with those of inputs
+        ways = tuple(dataclasses.replace(way, x=True) for way in ways)
     program = without(plan.training, [way.x for way in ways])
     of_inputs = _input_specs(batch) if want_inputs else []
     reaches = want_inputs or model.trained.embed
@@ -183,7 +187,8 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False)
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
-        found, kept = _infer(*given, step, lambda _, memory: own_logits_of(memory), P(STAGE, *lie))
+        own = lambda _, memory: own_logits_of(memory, plan)  # noqa: E731
+        found, kept = _infer(*given, step, own, P(STAGE, *lie))
         return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
     return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
 
@@ -291,6 +296,7 @@ def _prepare(
       ValueError: a head adds losses that all ranks share, or an embed that no gradient reaches.
     """
     state, activations = follow(state)
+    check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)
     if not take_loss:
@@ -343,7 +349,7 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return made
     plan.compiled.writes.add((model.stages, model.ends))
-    count = plan.schedule.num_microbatches
+    count = plan.schedule.num_units
     return made.changed(held=Held(local.state, usages, ends, count, again=training))
 
 
@@ -389,13 +395,13 @@ def run_on_ranks(
     A last operand, if it is not None, is the same on all. ``runs`` are the entries of tables that
     are not idle, if not all.
     """
-    found = {name: jnp.asarray(getattr(program, name)) for name in FIELDS}
+    found = {name: jnp.asarray(getattr(program, name)) for name in program.rank_tables}
     if runs is not None:
         found["op"] = jnp.where(runs, found["op"], 0)
         sent = was_sent(program, runs)
         found["arrival"] = jnp.where(sent, found["arrival"], program.num_buffers)
     tables = {name: jnp.moveaxis(table, 2, 0) for name, table in found.items()}
-    of_tables = dict.fromkeys(FIELDS, P(STAGE))
+    of_tables = dict.fromkeys(program.rank_tables, P(STAGE))
     if program.shared:
         tables |= {name: jnp.asarray(getattr(program, name)) for name in COMMON}
         of_tables |= dict.fromkeys(COMMON, P())
@@ -448,7 +454,10 @@ def _manual(plan: Plan, specs: Tree) -> Tree:
 def rank_state(
     plan: Plan, model: Model, weights: Weights, batch: Batch, num_microbatches: int | None = None
 ) -> RankState:
-    """Make a rank's state from its shard; ``num_microbatches`` if not the schedule's number."""
+    """Make a rank's state from its shard.
+
+    With ``num_microbatches``, of a run beside the schedule, sequences are whole.
+    """
     layout, rests = model.layout, (_squeeze(weights.chunks_rest), weights.ends_rest)
 
     def whole(tree: Tree, spreads: Any, lead: int) -> Tree:
@@ -463,14 +472,17 @@ def rank_state(
     chunks = tuple(map(defer_reduction, chunks, layout.chunks))
     ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
     local = Weights(chunks, ends, *rests)
+    slices = 1 if num_microbatches else plan.schedule.num_slices
     num_microbatches = num_microbatches or plan.schedule.num_microbatches
     axes = plan.axes.varying
 
     def split(x: jax.Array) -> jax.Array:
-        return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+        x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+        return x if slices == 1 else cut(x, slices)
 
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
-    return RankState(model, local, batch, axes, gathers=plan.gather == "action")
+    gathers = plan.gather == "action"
+    return RankState(model, local, batch, axes, gathers=gathers, num_slices=slices)
 
 
 def _squeeze(tree: Tree) -> Tree:

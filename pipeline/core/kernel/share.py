@@ -27,7 +27,7 @@ from pipeline.core.model.model import Model
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.sharding.zero import total_over
-from schedules.lowering.program import COMMON, FIELDS
+from schedules.lowering.program import COMMON
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def of_outputs(local: LocalModel, plan: Plan) -> Share:
     """The share where it follows from outputs: all forward actions run first."""
     program, rank = plan.forward, jax.lax.axis_index(STAGE)
     tables: dict[str, Any] = {}
-    for name in (*FIELDS, *(COMMON if program.shared else ())):
+    for name in (*program.rank_tables, *(COMMON if program.shared else ())):
         table = jnp.asarray(getattr(program, name))
         own = table if name in COMMON else jnp.moveaxis(table, 2, 0)[rank][None]
         tables[name] = own

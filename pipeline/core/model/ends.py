@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pipeline.base.agreed.vocabulary import CrossEntropy, SplitEmbedding, SplitHead, Table, marked
 from pipeline.base.tree import Tree, is_float, shape_text
-from pipeline.base.vocabulary import CrossEntropy, SplitEmbedding, SplitHead, Table, marked
 from pipeline.core.model.stage import Ends
 from schedules.clocks.shared import Shared
 

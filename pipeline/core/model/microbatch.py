@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,13 @@ from pipeline.core.sharding.distribute import distribute
 
 
 def make_batch(
-    inputs: Tree, targets: Tree, extras: Any, *, num_microbatches: int, axes: Axes
+    inputs: Tree,
+    targets: Tree,
+    extras: Any,
+    *,
+    num_microbatches: int,
+    axes: Axes,
+    num_slices: int = 1,
 ) -> Batch:
     """Arrays of a step, [N, ...] on every leaf.
 
@@ -70,6 +76,8 @@ def make_batch(
     _check_rows(rows, num_microbatches, axes)
     for name, leaf, spec in split:
         _check_positions(name, leaf, spec, axes)
+    if num_slices > 1:
+        check_cuts(leaves, num_slices)
     return batch
 
 
@@ -213,6 +221,53 @@ def _check_positions(name: str, leaf: Any, spec: PartitionSpec, axes: Axes) -> N
                 f"whose {parts} devices cannot share {size} entries equally; pad it to "
                 f"{size + -size % parts}, or use another size of {text}"
             )
+
+
+def check_cuts(leaves: Sequence[tuple[str, Any]], num_slices: int) -> None:
+    """Check that the sequences of a batch can be cut into slices.
+
+    Args:
+      leaves: (name, array) of every leaf with a batch axis, inputs first.
+      num_slices: how many.
+
+    Raises:
+      ValueError: a leaf without positions, of another length, or of one that cannot be cut.
+    """
+    long = [(name, leaf) for name, leaf in leaves if leaf.ndim > 1 and leaf.shape[1] > 1]
+    if not long:
+        raise ValueError(
+            f"slices={num_slices}, and no leaf of the batch has positions, a dim of more than 1 "
+            f"behind its rows; leave slices out"
+        )
+    first, length = long[0][0], long[0][1].shape[1]
+    if length % num_slices:
+        fits = [n for n in range(2, length + 1) if length % n == 0]
+        raise ValueError(
+            f"{first} has {length} positions, which slices={num_slices} cannot share equally; pad "
+            f"sequences to {length + -length % num_slices}, or use slices="
+            f"{' or '.join(map(str, sorted(fits, key=lambda n: abs(n - num_slices))[:2]))}"
+        )
+    for name, leaf in leaves:
+        is_cut = leaf.shape[1] in (1, length) if leaf.ndim > 1 else name.startswith("extras")
+        if not is_cut:
+            has = "no positions" if leaf.ndim == 1 else f"{leaf.shape[1]} in dim 1"
+            raise ValueError(
+                f"{name} is {shape_text(leaf)}: slices={num_slices} cuts dim 1 of every leaf, "
+                f"which has {length} positions in {first} and {has} here; give one entry for each "
+                f"position, or [rows, 1, ...] for what is the same in all, or leave slices out"
+            )
+
+
+def cut(x: jax.Array, num_slices: int) -> jax.Array:
+    """[M, b, ...] of microbatches as units: [M * num_slices, b, t, ...].
+
+    What has no positions, or one for all, is the same in every slice.
+    """
+    M, b, *rest = x.shape
+    if not rest or rest[0] == 1:
+        return jnp.repeat(x, num_slices, axis=0)
+    x = jnp.moveaxis(x.reshape(M, b, num_slices, rest[0] // num_slices, *rest[1:]), 2, 1)
+    return x.reshape(M * num_slices, b, *x.shape[3:])
 
 
 def _nearest(rows: int, unit: int) -> str:

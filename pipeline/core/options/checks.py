@@ -34,6 +34,57 @@ def check_microbatches(num_microbatches: Any) -> int:
     return found
 
 
+def check_slices(slices: Any) -> int | None:
+    """N, or None; ValueError for anything else."""
+    found = integer(slices)
+    if slices is not None and (found is None or found < 1):
+        raise ValueError(
+            f"slices={slices!r}: must be an integer >= 1, the number of equal parts into which "
+            f"every sequence is cut, or None for whole sequences"
+        )
+    return found
+
+
+def check_sliced(num_slices: int, *, bubbles: str, offload: Any, positions: Sequence[str]) -> None:
+    """Check the options beside slices.
+
+    Args:
+      num_slices: N of the timetable.
+      bubbles: as of `Options`.
+      offload: as of `Options`.
+      positions: mesh axes over which positions are split.
+
+    Raises:
+      ValueError: one that slices do not run with.
+    """
+    if num_slices == 1:
+        return
+    wrong = None
+    if bubbles == "masked":
+        wrong = (
+            "bubbles='masked' (the default on virtual CPU devices beside auto_axes=)",
+            "idle slots would write to keys and values: use bubbles='skip'",
+        )
+    elif offload:
+        wrong = f"offload={offload!r}", "carries of slices stay on the device: leave offload out"
+    elif positions:
+        wrong = (
+            f"positions split over {' x '.join(map(repr, positions))} (batch=)",
+            "a slice is a contiguous part of the sequence: split rows alone",
+        )
+    if wrong:
+        raise ValueError(f"slices={num_slices} with {wrong[0]}: {wrong[1]}, or leave slices out")
+
+
+def refuse_slices(method: str, schedule: Schedule) -> None:
+    """Raise ValueError where a method runs whole sequences alone."""
+    if schedule.num_slices > 1:
+        raise ValueError(
+            f"{method}() of a pipeline with slices={schedule.num_slices}: it runs whole sequences; "
+            f"take pipe.replace(schedule='1f1b', slices=None), whose stages do the same work"
+        )
+
+
 def check_remat(remat: Any) -> None:
     """Raise ValueError for anything that does not say what a forward keeps for its backward."""
     if not (remat in ("stage", "gathered", None) or callable(remat)):

@@ -133,6 +133,7 @@ def choose_schedule(
     pattern: str | None = None,
     costs: Costs | None = None,
     shared: Shared = (),
+    slices: int | None = None,
     origin: str = "given as a Schedule",
 ) -> tuple[Schedule, str]:
     """The schedule to run, and why.
@@ -147,6 +148,7 @@ def choose_schedule(
       pattern: the slots of a tick, or None for the fastest.
       costs: durations, for the default and for what is made to measure.
       shared: which of embed and head all ranks share.
+      slices: N, or None.
       origin: why, if a timetable is given.
 
     Raises:
@@ -157,10 +159,13 @@ def choose_schedule(
         "num_microbatches": num_microbatches,
         "num_stages": num_stages,
     }
+    if schedule is None and slices is not None and slices > 1:
+        sliced = build("seq1f1b", **sizes, num_slices=slices)
+        return sliced, "the default for slices of sequences"
     if schedule is None and num_ranks == 1:
         alone = accumulation(num_stages, num_microbatches)
         return alone, "the default on one rank: a microbatch goes through all stages and back"
-    _refuse_slices(schedule)
+    _check_slices(schedule, slices)
     clock: dict[str, Any] = {"partners": partners, "delayed": delayed, "pattern": pattern}
     if schedule is None:
         return _default(sizes, costs, clock | {"shared": shared})
@@ -173,6 +178,8 @@ def choose_schedule(
         return replace(found.schedule, name=schedule), f"the fastest found: {found.won}"
     if isinstance(schedule, str):
         measure: dict[str, Any] = {"costs": costs} if "costs" in options(schedule) else {}
+        if takes_slices(schedule):
+            measure = {"num_slices": slices}
         try:
             return build(schedule, **sizes, **measure), "asked for by name"
         except StagesPerRankError as error:
@@ -183,23 +190,28 @@ def choose_schedule(
     )
 
 
-def _refuse_slices(schedule: Any) -> None:
-    """Refuse schedules of slices, which are drawn, timed and lowered, but run in no kernel.
+def _check_slices(schedule: Any, slices: int | None) -> None:
+    """Check that a schedule and a number of slices fit each other.
 
     Raises:
-      ScheduleError: it is one.
+      ScheduleError: they do not.
     """
-    if takes_slices(schedule):
-        given = repr(schedule)
-    elif isinstance(schedule, Schedule) and schedule.num_slices > 1:
-        given = f"{schedule.name!r} of {schedule.num_slices} slices"
-    else:
-        return
-    raise ScheduleError(
-        f"schedule={given}: a pipeline runs whole sequences, and keeps no keys and values from one "
-        f"slice of a sequence for the next; choose one of schedules.names(), or for long sequences "
-        f"the context axis of pipeline.layers.Attention (schedules.simulate times slices)"
-    )
+    if isinstance(schedule, Schedule):
+        if slices is not None and schedule.num_slices != slices:
+            raise ScheduleError(
+                f"slices={slices} with schedule {schedule.name!r} of {schedule.num_slices} slices; "
+                f"give slices={schedule.num_slices}, or leave it out"
+            )
+    elif takes_slices(schedule) and slices is None:
+        raise ScheduleError(
+            f"schedule={schedule!r} without slices=: it cuts every sequence into slices; give "
+            f"slices=2 or more, or choose '1f1b' for whole sequences"
+        )
+    elif isinstance(schedule, str) and not takes_slices(schedule) and (slices or 1) > 1:
+        raise ScheduleError(
+            f"slices={slices} with schedule={schedule!r}: this schedule runs whole sequences; "
+            f"leave slices out, or choose 'seq1f1b' or 'seq1f1b_zb'"
+        )
 
 
 def _other_mesh(num_stages: int, each: int) -> str:

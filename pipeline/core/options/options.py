@@ -32,6 +32,7 @@ from pipeline.core.options.checks import (
     check_limit,
     check_microbatches,
     check_remat,
+    check_slices,
     check_vocabulary,
     check_word,
 )
@@ -63,6 +64,11 @@ class Options:
       schedule: a name out of `schedules.names()`, or "auto" for a search beyond them, for equal
         stages under the lockstep clock of this mesh (`schedules.auto` takes costs); a `Schedule`;
         the path of a CSV timetable; or None to choose one.
+      slices: N, into how many slices every sequence is cut, for the schedules "seq1f1b", the
+        default with slices, and "seq1f1b_zb"; None or 1 for whole sequences. Dim 1 of every leaf of
+        the batch is cut, and a rank holds 1/N of a microbatch where it held a whole one. A stage
+        that mixes positions has a method ``call_slice(x, earlier, part, **extras)``, as those of
+        `pipeline.decoders` and `pipeline.layers.Attention` have.
       wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
         model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
         is frozen has no gradient, and stages before the first that is trained no backward.
@@ -130,6 +136,7 @@ class Options:
     _: KW_ONLY
     # The cut.
     schedule: str | os.PathLike[str] | Schedule | None = None
+    slices: int | None = None
     # The model.
     wrt: Filter = nnx.Param
     state: Filter | None = None
@@ -165,6 +172,7 @@ class Options:
         # Integers of numpy's become Python's: sizes are static.
         object.__setattr__(self, "num_microbatches", check_microbatches(self.num_microbatches))
         object.__setattr__(self, "memory_limit", check_limit(self.memory_limit))
+        object.__setattr__(self, "slices", check_slices(self.slices))
         check_remat(self.remat)
         check_word("bubbles", self.bubbles, ("skip", "masked"))
         if self.pattern is not None:

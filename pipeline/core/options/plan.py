@@ -126,7 +126,9 @@ class Plan(Options):
         """Durations of actions: as given, or of this program in units of a forward pass."""
         if self.costs is not None:
             return self.costs
-        return own_costs(self.schedule.num_stages, self.remat, self.shared, self.state)
+        sliced = self.schedule.num_slices > 1
+        state = self.state if not sliced else True  # keys and values are left as state is
+        return own_costs(self.schedule.num_stages, self.remat, self.shared, state)
 
     @property
     def clock(self) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class Plan(Options):
         gathered again needs one too: in one piece of code the compiler keeps what it likes.
         """
         chosen = self.keep == "residuals" and self.remat != "gathered"
-        return chosen and is_accumulation(self.schedule)
+        return chosen and self.schedule.num_slices == 1 and is_accumulation(self.schedule)
 
     @functools.cached_property
     def training(self) -> Program:

@@ -14,7 +14,7 @@ from pipeline.base.precision import check_dtype
 from pipeline.core.backward.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
-from pipeline.core.options.checks import check_axes_of, check_host
+from pipeline.core.options.checks import check_axes_of, check_host, check_sliced
 from pipeline.core.options.choose import (
     choose_bubbles,
     choose_mesh,
@@ -93,6 +93,12 @@ def make_plan(
         "options": options,
     }
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
+    check_sliced(
+        timetable.num_slices,
+        bubbles=bubbles,
+        offload=options.offload,
+        positions=axes.positions,
+    )
     return Plan(**(options.to_dict() | chosen))
 
 
@@ -136,5 +142,6 @@ def _timetable(
         if costs is None
         else costs,
         shared=shared,
+        slices=options.slices,
         origin=origin,
     )

@@ -21,12 +21,12 @@ from collectives.compat import has_check
 from pipeline.base.added import Adding, adding_losses
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
-from pipeline.core.backward.outcome import Outcome
+from pipeline.core.backward.outcome import Outcome, SlicedInput
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.model.ends import check_activations, check_words
 from pipeline.core.model.model import Batch
 from pipeline.core.rank.ends import embed
-from pipeline.core.rank.forward import Forward
+from pipeline.core.rank.forward import Forward, blank_input
 from pipeline.core.rank.messages import (
     check_constraint_error,
     check_constraints,
@@ -52,12 +52,14 @@ class Activations:
         computation share theirs.
       adding: [K] whether a stage adds losses.
       sums: by name, the types of the sums of a stage's outcome.
+      carries: [K] types of what a slice leaves for later ones; () without slices.
     """
 
     types: list[Tree]
     bodies: list[Any]
     adding: tuple[bool, ...]
     sums: dict[str, list[Any]]
+    carries: tuple[Tree, ...]
 
 
 def follow(state: RankState) -> tuple[RankState, Activations]:
@@ -106,6 +108,7 @@ def _follow(state: RankState, x: Tree) -> Activations:
     """Activations 1..K, and 0, whose type is given."""
     found, bodies, adding, known = [x], [], [], {}
     sums: dict[str, list[Any]] = {}
+    carries = []
     for k, seat in enumerate(state.model.stages):
         key = state.code(seat), signature(x)
         if key not in known:
@@ -115,8 +118,9 @@ def _follow(state: RankState, x: Tree) -> Activations:
         sums |= outcome.sums
         bodies.append(body)
         adding.append(adds)
+        carries.append(outcome.carry)
         found.append(x)
-    return Activations(found, bodies, tuple(adding), sums)
+    return Activations(found, bodies, tuple(adding), sums, tuple(carries))
 
 
 def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Outcome, Any, bool]:
@@ -125,8 +129,16 @@ def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Outcome, Any,
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
+        own: Tree = ()
+        if state.num_slices > 1:
+            first = lambda: stage.stage(  # noqa: E731
+                weights, fixed, side, SlicedInput(blank(x, ()), None)
+            )
+            own = jax.eval_shape(first).carry
         # Made inside: not every release takes a type that says over which axes it varies.
-        call = lambda weights: stage.stage(weights, fixed, side, blank(x, ()))  # noqa: E731
+        call = lambda weights: stage.stage(  # noqa: E731
+            weights, fixed, side, blank_input(state, x, own, ())
+        )
         closed, outcome = jax.make_jaxpr(call, return_shape=True)(weights)
         return outcome, closed.jaxpr
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from collectives import vary
 from collectives.compat import without_refs
 from pipeline.base.added import adding_losses
+from pipeline.base.agreed.slices import SequenceSlice
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
@@ -29,7 +31,7 @@ from pipeline.core.model.loss import (
     take_loss,
 )
 from pipeline.core.rank.held import Usage, Values, state_paths, usage_of, with_values
-from pipeline.core.rank.messages import checked, noted
+from pipeline.core.rank.messages import checked, noted, types_text
 from pipeline.core.rank.state import RankState
 from pipeline.core.side_effects.added_losses import counted
 from pipeline.core.side_effects.randomness import fold, own_axes, split_streams
@@ -58,10 +60,15 @@ def embed(
         return Outcome(state.varied(computed(state, inputs)))
     paths = ends_paths(state) if values is not None or (now and _writes(state)) else []
 
+    method: Any = embedded
+    given = inputs
+    if state.num_slices > 1:
+        method, given = embedded_slice, (inputs, slice_of(state, microbatch))
+
     def run(weights: Leaves) -> tuple[Tree, Values]:
         own = state.embeds_own
         y, after = _call(
-            state, weights, microbatch, embedded, inputs, own, now=now, paths=paths, values=values
+            state, weights, microbatch, method, given, own, now=now, paths=paths, values=values
         )
         return checked("embed", y), after
 
@@ -320,12 +327,40 @@ def with_added(state: RankState, call: Callable[[], Outcome], *, adds: bool) -> 
     return dataclasses.replace(cast("Outcome", outcome), added=[added])
 
 
+def slice_of(state: RankState, unit: Any) -> Any:
+    """The place of a unit in its sequence; () where sequences are whole."""
+    if state.num_slices == 1:
+        return ()
+    return SequenceSlice(jnp.asarray(unit, jnp.int32) % state.num_slices, state.num_slices)
+
+
+CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
+
+
 # Methods as functions with names, so that two calls can be seen to be the same.
 
 
 def embedded(ends: Any, inputs: Tree) -> Tree:
     """The input of stage 0."""
     return ends.embed(inputs)
+
+
+def embedded_slice(ends: Any, given: tuple[Tree, Any]) -> Tree:
+    """The input of stage 0 for one slice.
+
+    Raises:
+      ValueError: embed leaves something for later slices.
+    """
+    inputs, part = given
+    if not hasattr(ends.embed, CALL_SLICE):
+        return ends.embed(inputs)
+    y, own = ends.embed.call_slice(inputs, None, part)
+    if jax.tree.leaves(own):
+        raise ValueError(
+            f"call_slice of embed returned a carry, {types_text(own)}: only stages keep values of "
+            f"earlier slices; return (y, ()), and move what mixes positions into the first stage"
+        )
+    return y
 
 
 def headed(ends: Any, y: Tree) -> Tree:

@@ -16,11 +16,12 @@ import numpy as np
 from flax import nnx
 
 from collectives import STAGE, vary
-from pipeline.base.tree import Index, Leaves, Tree, blank, pick
-from pipeline.core.backward.outcome import Outcome
+from collectives.compat import varying_in
+from pipeline.base.tree import Index, Leaves, Tree, blank, pick, zeros
+from pipeline.core.backward.outcome import Outcome, SlicedInput
 from pipeline.core.model.stage import Seat
 from pipeline.core.rank.checks import naming
-from pipeline.core.rank.ends import computed, pure, with_added
+from pipeline.core.rank.ends import CALL_SLICE, computed, pure, slice_of, with_added
 from pipeline.core.rank.held import Usage, Values, state_paths, usage_of, with_values
 from pipeline.core.rank.messages import checked
 from pipeline.core.rank.state import Lazy, RankState
@@ -35,6 +36,7 @@ class Forward:
       seat: that of a stage of this kind.
       x: a tree of types, such a stage's input; None as long as that is not known.
       y: the type of its output, or None.
+      carry: types of what a slice leaves for later ones.
       adds: whether such a stage adds losses.
 
     Attributes:
@@ -44,16 +46,24 @@ class Forward:
         params_tree: their structure.
       streams, fixed: [V] its random streams, and its other state that is no parameter.
       ends_weights: leaves of embed and head.
-      activation, output: x and y.
+      activation, output, carry: x, y and carry.
     """
 
     def __init__(
-        self, state: RankState, seat: Seat, x: Tree = None, y: Tree = None, *, adds: bool = False
+        self,
+        state: RankState,
+        seat: Seat,
+        x: Tree = None,
+        y: Tree = None,
+        *,
+        carry: Tree = (),
+        adds: bool = False,
     ) -> None:
         self.state, self._seat = state, seat
         self.model, self.batch, self.axes = state.model, state.batch, state.axes
         self.home, self.num_chunks = seat.chunk, state.num_chunks
         self.activation, self.output, self.adds = x, y, adds
+        self.carry = carry
         self.ends_weights = state.ends
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
@@ -89,20 +99,27 @@ class Forward:
         Args:
           weights: its parameters.
           fixed: its state that is neither parameters nor random streams.
-          side: its random streams and extras for one microbatch; with checks also where it is.
-          x: its input.
+          side: its random streams and extras for one microbatch, and the `SequenceSlice` if there
+            are several; with checks also where it is.
+          x: its input; of a slice a `SlicedInput`.
           paths: of the declared variables that the outcome has; those that it writes unless given.
         """
-        streams, extras, *where = side
+        streams, extras, part, *where = side
         if paths is None:
             paths = self.state_paths if self.writes else ()
 
         def run(weights: Leaves, x: Tree) -> Outcome:
             params = jax.tree.unflatten(self.params_tree, computed(self.state, weights))
             rest = nnx.merge_state(streams, fixed)
-            update = self._seat.definition.update
-            y, after = update(called, params, rest, x, extras, paths=paths)
-            return Outcome(checked("a stage", y), state={"stage": after} if paths else {})
+            given: Any = params, rest, x, extras
+            method: Any = called
+            if isinstance(x, SlicedInput):
+                given, method = (params, rest, x, part, extras), called_on_slice
+            y, after = self._seat.definition.update(method, *given, paths=paths)
+            y, carry = y if isinstance(x, SlicedInput) else (y, ())
+            carry = checked("a stage", carry, "the carry of a slice")
+            state = {"stage": after} if paths else {}
+            return Outcome(checked("a stage", y), state=state, carry=carry)
 
         run = naming(run, *where) if where else run
         run = pure(self.state, run)
@@ -112,10 +129,20 @@ class Forward:
         def call() -> Outcome:
             found: Outcome = run(weights, x)
             y, axes = computed(self.state, found.value), self.axes
-            state, sums = vary((found.state, found.sums), axes)
-            return Outcome(self.state.varied(y), state=state, sums=sums)
+            state, sums, carry = vary((found.state, found.sums, found.carry), axes)
+            return Outcome(self.state.varied(y), state=state, sums=sums, carry=carry)
 
         return with_added(self.state, call, adds=self.adds)
+
+    @property
+    def definition(self) -> Any:
+        """The static half of a stage of this kind."""
+        return self._seat.definition
+
+    @property
+    def blank(self) -> Tree:
+        """Zeros of the type of such a stage's input."""
+        return blank_input(self.state, self.activation, self.carry, self.axes)
 
     def stage_arguments(
         self, chunk: Index, microbatch: Any, *, now: bool = False
@@ -123,7 +150,8 @@ class Forward:
         """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
-        side = streams, self.batch.extras_of(microbatch), *self._where(chunk, microbatch)
+        part = slice_of(self.state, microbatch)
+        side = streams, self.batch.extras_of(microbatch), part, *self._where(chunk, microbatch)
         fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
         if not self.state.gathers:
             return pick(self.weights, chunk), fixed, side
@@ -161,7 +189,7 @@ class Forward:
 
         def run(values: Values) -> tuple[Tree, Values]:
             found = with_values(flat, paths, values)
-            x = blank(self.activation, ())
+            x = blank_input(self.state, self.activation, self.carry, ())
             outcome = self.stage(weights, found, side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
 
@@ -187,6 +215,43 @@ class Forward:
         return Lazy(self.num_chunks, others)
 
 
+def blank_input(state: RankState, x: Tree, carry: Tree, axes: tuple[str, ...]) -> Tree:
+    """Zeros of the type of a stage's input; with slices, a `SlicedInput`.
+
+    Args:
+      state: the rank's.
+      x: types of the activation.
+      carry: types of what a slice leaves for later ones.
+      axes: the mesh axes over which the activation varies, beside those that its types say.
+    """
+    if state.num_slices == 1:
+        return blank(x, axes)
+    N = state.num_slices
+    many = [
+        vary(zeros(t, lead=(N,)), varying_in(t, otherwise=state.axes))
+        for t in jax.tree.leaves(carry)
+    ]
+    return SlicedInput(blank(x, axes), jax.tree.unflatten(jax.tree.structure(carry), many))
+
+
 def called(stage: Any, x: Tree, extras: dict[str, Tree]) -> Tree:
     """A stage's output; a function with a name, so that two calls can be seen to be the same."""
     return stage(x, **extras)
+
+
+def called_on_slice(stage: Any, x: SlicedInput, part: Any, extras: dict[str, Tree]) -> Any:
+    """A stage's output on a slice, and the slice's carry; empty where it knows of no slices.
+
+    Raises:
+      ValueError: `call_slice` returned something else.
+    """
+    if not hasattr(stage, CALL_SLICE):
+        return called(stage, x.x, extras), ()
+    found = stage.call_slice(x.x, x.earlier, part, **extras)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ValueError(
+            f"call_slice of {type(stage).__name__} returned a {type(found).__name__}: return a "
+            f"pair (y, own), the output of this slice and a pytree of arrays that later slices of "
+            f"the sequence read as earlier"
+        )
+    return found

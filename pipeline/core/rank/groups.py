@@ -60,7 +60,13 @@ class GroupedModel(LocalModel):
       groups: of all stages.
     """
 
-    def __init__(self, state: RankState, types: Sequence[Tree], ways: Sequence[Way]) -> None:
+    def __init__(
+        self,
+        state: RankState,
+        types: Sequence[Tree],
+        ways: Sequence[Way],
+        carries: Sequence[Tree],
+    ) -> None:
         between = {signature(x): x for x in types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
         super().__init__(state, state.model.stages[0], types[0], types[-1], ways[0], wire)
@@ -71,7 +77,8 @@ class GroupedModel(LocalModel):
             k = stages[0]
             seat = self.model.stages[k]
             adds = state.adding_stages[k]
-            local = LocalModel(state, seat, types[k], types[k + 1], way, wire, adds=adds)
+            of = state, seat, types[k], types[k + 1], way, wire
+            local = LocalModel(*of, carry=carries[k], adds=adds)
             return StageGroup(tuple(stages), seat, local, *map(view_of.get, ends))
 
         self.groups = tuple(
@@ -100,8 +107,9 @@ def make_local_model(state: RankState, activations: Activations, ways: Sequence[
     codes = set(map(state.code, stages))
     if len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1:
         (x, *_), adds = types, any(state.adding_stages)
-        return LocalModel(state, stages[0], x, x, ways[0], x, adds=adds)
-    return GroupedModel(state, types, ways)
+        carry = activations.carries[0]
+        return LocalModel(state, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
+    return GroupedModel(state, types, ways, activations.carries)
 
 
 class WithOutput:
@@ -117,10 +125,12 @@ class WithOutput:
         outcome, stash = self._residuals.forward(*arguments)
         return outcome, [*stash, *jax.tree.leaves(outcome.value)]
 
-    def backward(self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves) -> Pullback:
+    def backward(
+        self, weights: Leaves, fixed: Tree, side: Tree, stash: Leaves, earlier: Tree = ()
+    ) -> Pullback:
         """The stage's pullback."""
         own = stash[: len(self._residuals.stashed)]
-        return self._residuals.backward(weights, fixed, side, own)
+        return self._residuals.backward(weights, fixed, side, own, earlier)
 
     def output(self, stash: Leaves) -> Tree:
         """The stage's output, out of its stash."""

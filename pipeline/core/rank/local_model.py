@@ -40,6 +40,7 @@ class LocalModel(Forward):
       y: the type of its output.
       way: how far its backward goes.
       wire: a tree of types, a message; where all stages are alike, that is x.
+      carry: types of what a slice leaves for later ones.
       adds: whether such a stage adds losses.
 
     Attributes:
@@ -55,9 +56,10 @@ class LocalModel(Forward):
         way: Way,
         wire: Tree,
         *,
+        carry: Tree = (),
         adds: bool = False,
     ) -> None:
-        super().__init__(state, seat, x, y, adds=adds)
+        super().__init__(state, seat, x, y, carry=carry, adds=adds)
         self.trained, self.wire, self.way = way.weights, wire, way
 
     @property
@@ -208,18 +210,22 @@ class LocalModel(Forward):
 
     def residuals(self) -> Any:
         """A stage's pullback taken apart into a forward and a backward function."""
-        arguments = *self.stage_arguments(self.home, 0), blank(self.activation, self.axes)
+        arguments = *self.stage_arguments(self.home, 0), self.blank
         gathers = self.model.gathers_again
         return Residuals(self.stage, *arguments, **self._options, gathers=gathers, part=self._part)
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""
-        x = blank(self.activation, self.axes)
-        y = x if self.output is self.activation else blank(self.output, self.axes)
-        (dy, _), home = partition(y), self.home
+        stash, home = self.blank, self.home
+        (dy, _) = partition((blank(self.output, self.axes), blank(self.carry, self.axes)))
         linearize: Linearize = self._linearize
-        stash = x
-        if residuals is not None:
+        if residuals is not None and self.state.num_slices > 1:
+            linearize = lambda w, fixed, side, both: (  # noqa: E731
+                None,
+                residuals.backward(w, fixed, side, *both),
+            )
+            stash = blank(residuals.stashed, self.axes), stash.earlier
+        elif residuals is not None:
             linearize = lambda *arguments: (None, residuals.backward(*arguments))  # noqa: E731
             stash = blank(residuals.stashed, self.axes)
         arguments = *self.stage_arguments(home, 0), stash, dy

@@ -65,6 +65,26 @@ def check_positions(results: Tree, spec: PartitionSpec) -> None:
             )
 
 
+def check_sliced(results: Tree, num_slices: int) -> None:
+    """Check that the outputs of slices have positions, by which they are joined.
+
+    Args:
+      results: [M N, b, ...] leaves of one rank.
+      num_slices: N.
+
+    Raises:
+      ValueError: one has none.
+    """
+    for leaf in jax.tree.leaves(results):
+        if num_slices > 1 and leaf.ndim < 3:
+            raise ValueError(
+                f"outputs of slices={num_slices} are {shape_text(leaf)} of all slices on one "
+                f"device, without a dim of positions behind their rows: slices are joined along "
+                f"it; return [rows, positions, ...], or take what is reduced over positions as a "
+                f"loss or a metric of loss_fn (has_aux=True)"
+            )
+
+
 def _outputs(last: Forward) -> Tree:
     y = blank(last.output, last.axes)
     given = last.state, last.ends_weights, y, 0

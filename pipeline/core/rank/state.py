@@ -45,7 +45,7 @@ class RankState:
     Attributes:
       model: the static half.
       weights: this rank's state, without the leading axis of chunks.
-      batch: this data shard's microbatches.
+      batch: this data shard's microbatches; with slices, their units.
       axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
         which is sharded over them, and what follows from it.
       gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
@@ -60,6 +60,7 @@ class RankState:
         training their pullbacks do.
       stage_sums: by name, the types of the sums of a stage's outcome.
       mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
+      num_slices: N, into how many slices the sequences of a microbatch are cut.
       held: the declared state while it is written (`pipeline.core.rank.held`), None if nothing is.
     """
 
@@ -79,6 +80,7 @@ class RankState:
     counts: bool = False
     stage_sums: dict[str, Leaves] = field(default_factory=dict)
     mean: Any = None
+    num_slices: int = 1
     held: Any = None
 
     @property

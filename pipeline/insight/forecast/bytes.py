@@ -26,7 +26,7 @@ from pipeline.insight.forecast.fusion import Compiler
 from pipeline.insight.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.insight.forecast.narrower import cast_once, rounded
 
-NAMES = ("messages", "stashes", "crossings", "kept", "totals")
+NAMES = ("messages", "stashes", "crossings", "carries", "kept", "totals")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class MemoryPrediction:
         nobody reads is written there.
       stashes: residuals from F to B.
       crossings: what I leaves for W.
+      carries: what slices of sequences leave for later ones (keys and values), and its gradients.
       kept: gradients for the inputs, where they are not returned as they are kept.
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
@@ -81,6 +82,7 @@ class MemoryPrediction:
     workspace: int
     casts: int = 0
     lent: int = 0
+    carries: int = 0
     host_stashes: Places = Places()
     host_crossings: Places = Places()
 
@@ -98,6 +100,7 @@ class MemoryPrediction:
     def temporaries(self) -> int:
         """Bytes held beside arguments and results."""
         passing = self.messages.size + self.crossings.size + self.kept + self.workspace
+        passing += self.carries
         return self.stashes.size + self.totals + max(0, passing - self.lent) + self.casts
 
     @property
@@ -115,6 +118,7 @@ class MemoryPrediction:
             _text("message", self.messages): self.messages.size,
             _text("residual stash", self.stashes): self.stashes.size,
             _text("stash of what I leaves for W", self.crossings): self.crossings.size,
+            "keys and values of slices": self.carries,
             "the gradients for the inputs": self.kept,
             "the workspace of one action": self.workspace,
             "the weights in the dtype of activations": self.casts,
@@ -173,6 +177,7 @@ def predict(
         messages=found.get("messages", Places()),
         stashes=found.get("stashes", Places()),
         crossings=found.get("crossings", Places()),
+        carries=found.get("carries", Places()).size,
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held),
         casts=cast_once(body) if compiler.rounds else 0,

@@ -1,0 +1,306 @@
+"""Functions that treat every position of a sequence alike and by itself, known by their jaxpr.
+
+Such a function may be run on slices of a sequence one after the other. A value is followed by its
+`Spread`: along which dim positions lie, and along which dims its numbers may differ. A function is
+*mixed* where it joins positions, or joins them with numbers that depend on the place (a table of
+positions, an arange). Where a primitive is not known here, nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from jax.extend.core import Literal
+
+from pipeline.core.jaxpr.primitives import bodies, body_of, traits
+
+Eqn = Any
+
+
+class MixedPositionsError(Exception):
+    """A function joins positions; the message says by which primitive."""
+
+
+class UnknownPositionsError(Exception):
+    """Nothing is known of a primitive that is given positions; the message is its name."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Facts about a value.
+
+    Attributes:
+      varies: the dims along which its numbers may differ.
+      dim: the one along which positions lie, None without any.
+      inner: how many numbers of that dim belong to one position: a dim may be joined of rows,
+        positions and others, in this order.
+    """
+
+    varies: frozenset[int]
+    dim: int | None = None
+    inner: int = 1
+
+    def moved(self, to: Sequence[int | None]) -> Spread:
+        """The value with dim n at to[n]; None for a dim that is gone."""
+        varies = frozenset(d for n in self.varies if (d := to[n]) is not None)
+        dim = None if self.dim is None else to[self.dim]
+        return replace(self, varies=varies, dim=dim)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A question about a function.
+
+    Attributes:
+      t: the number of positions.
+      sums: whether it may sum over positions, as a loss does.
+    """
+
+    t: int
+    sums: bool = False
+
+
+def follow_positions(jaxpr: Any, given: Sequence[Spread], asked: Sequences) -> list[Spread]:
+    """Find the facts about the results of a jaxpr.
+
+    Args:
+      jaxpr: of a function.
+      given: facts about its arguments.
+      asked: the question.
+
+    Raises:
+      MixedPositionsError: it joins positions.
+      UnknownPositionsError: nobody knows.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    known |= {var: _whole(var) for var in jaxpr.constvars}
+
+    def read(atom: Any) -> Spread:
+        return Spread(frozenset()) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        known |= zip(eqn.outvars, _results(eqn, operands, asked), strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]:
+    name, kind = eqn.primitive.name, traits(eqn)
+    rule = _RULES.get(name)
+    if rule is not None:
+        return [rule(eqn, operands, asked)] * len(eqn.outvars)
+    if name == "scan":
+        return _scan(eqn, operands, asked)
+    if kind.calls and (body := body_of(eqn)) is not None:
+        return follow_positions(body.jaxpr, operands, asked)
+    if kind.identity and len(eqn.outvars) == len(operands):
+        return operands
+    if kind.elementwise or name in _ELEMENTWISE:
+        return [_joined(eqn, operands)] * len(eqn.outvars)
+    if any(one.dim is not None for one in operands):
+        raise UnknownPositionsError(name)
+    return list(map(_whole, eqn.outvars))
+
+
+def _whole(var: Any) -> Spread:
+    """A value without positions, of which nothing else is known."""
+    return Spread(frozenset(n for n, size in enumerate(var.aval.shape) if size > 1))
+
+
+def _joined(eqn: Eqn, operands: Sequence[Spread]) -> Spread:
+    """Operands of one shape (or scalars), number by number."""
+    varies = frozenset().union(*(one.varies for one in operands))
+    found = {(one.dim, one.inner) for one in operands if one.dim is not None}
+    if not found:
+        return Spread(varies)
+    if len(found) > 1:
+        _fail(eqn)
+    dim, inner = found.pop()
+    if any(one.dim is None and dim in one.varies for one in operands):
+        raise MixedPositionsError(
+            f"{eqn.primitive.name} joins positions with numbers that depend on the place"
+        )
+    return Spread(varies, dim, inner)
+
+
+def _fail(eqn: Eqn) -> NoReturn:
+    raise MixedPositionsError(f"{eqn.primitive.name} joins positions")
+
+
+def _broadcast(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    to, before, after = eqn.params["broadcast_dimensions"], *_shapes(eqn)
+    found = operands[0].moved(to)
+    same = frozenset(d for n, d in enumerate(to) if before[n] == after[d])
+    return replace(found, varies=found.varies & same)
+
+
+def _shapes(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+
+
+def _reshape(eqn: Eqn, operands: list[Spread], asked: Sequences) -> Spread:
+    one, (before, after) = operands[0], _shapes(eqn)
+    varies = frozenset(n for n, size in enumerate(after) if size > 1) if one.varies else frozenset()
+    if one.dim is None:
+        # Dims that stay, from the left, stay constant where they were.
+        for n, (a, b) in enumerate(zip(before, after, strict=False)):
+            if a != b:
+                break
+            varies -= {n} - one.varies
+        return Spread(varies)
+    behind = one.inner * math.prod(before[one.dim + 1 :])  # numbers of one position
+    for n in range(len(after)):
+        rest = math.prod(after[n + 1 :])
+        if behind % rest == 0 and after[n] % (asked.t * (behind // rest)) == 0:
+            return Spread(varies, n, behind // rest)
+    raise UnknownPositionsError("reshape")
+
+
+def _transpose(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    order = eqn.params["permutation"]
+    return operands[0].moved([order.index(n) for n in range(len(order))])
+
+
+def _squeeze(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    return _without(eqn, operands[0], eqn.params["dimensions"], sums=False)
+
+
+def _without(eqn: Eqn, one: Spread, dims: Sequence[int], *, sums: bool) -> Spread:
+    before = _shapes(eqn)[0]
+    if one.dim in dims and not sums:
+        _fail(eqn)
+    kept = [n for n in range(len(before)) if n not in dims]
+    return one.moved([kept.index(n) if n in kept else None for n in range(len(before))])
+
+
+def _reduce(eqn: Eqn, operands: list[Spread], asked: Sequences) -> Spread:
+    return _without(eqn, operands[0], eqn.params["axes"], sums=asked.sums)
+
+
+def _dot(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    contracted, batched = eqn.params["dimension_numbers"]
+    places: list[int] = []
+    start = len(batched[0])
+    varies: set[int] = set()
+    for one, own, lead, var in zip(operands, contracted, batched, eqn.invars, strict=True):
+        if one.dim in own:
+            _fail(eqn)
+        free = [n for n in range(len(var.aval.shape)) if n not in (*own, *lead)]
+        to = {n: i for i, n in enumerate(lead)} | {n: start + i for i, n in enumerate(free)}
+        start += len(free)
+        varies |= {to[n] for n in one.varies if n in to}
+        if one.dim is not None:
+            places.append(to[one.dim])
+    if not places:
+        return Spread(frozenset(varies))
+    if len(set(places)) > 1:
+        _fail(eqn)
+    for one, lead in zip(operands, batched, strict=True):
+        if one.dim is None and places[0] < len(lead) and lead[places[0]] in one.varies:
+            _fail(eqn)
+    inner = max(one.inner for one in operands if one.dim is not None)
+    return Spread(frozenset(varies), places[0], inner)
+
+
+def _concatenate(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    dim = eqn.params["dimension"]
+    if any(one.dim == dim for one in operands if one.dim is not None):
+        _fail(eqn)
+    found = _joined(eqn, operands)
+    return replace(found, varies=found.varies | {dim})
+
+
+def _slice(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    one, (before, after) = operands[0], _shapes(eqn)
+    if one.dim is not None and before[one.dim] != after[one.dim]:
+        _fail(eqn)
+    return one
+
+
+def _pad(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    one = operands[0]
+    if one.dim is not None and any(eqn.params["padding_config"][one.dim]):
+        _fail(eqn)
+    varies = {n for n, sizes in enumerate(eqn.params["padding_config"]) if any(sizes)}
+    return replace(one, varies=one.varies | varies)
+
+
+def _along(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    """A running sum or a turn along one axis, or several."""
+    params, one = eqn.params, operands[0]
+    axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
+    if one.dim in axes:
+        _fail(eqn)
+    return one
+
+
+def _sort(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    if any(one.dim == eqn.params["dimension"] for one in operands if one.dim is not None):
+        _fail(eqn)
+    return _joined(eqn, operands)
+
+
+def _iota(eqn: Eqn, _: list[Spread], __: Sequences) -> Spread:
+    return Spread(frozenset({eqn.params["dimension"]}))
+
+
+def _scan(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]:
+    """A loop over what is no position, such as layers."""
+    (body,) = bodies(eqn)
+    first = body.num_consts + body.num_carry
+    if any(one.dim == 0 for one in operands[first:]):
+        _fail(eqn)
+    rows = [one.moved([None, *range(6)]) for one in operands[first:]]
+    consts, carry = operands[: body.num_consts], operands[body.num_consts : first]
+    while True:
+        found = follow_positions(body.jaxpr, [*consts, *carry, *rows], asked)
+        joined = [_joined(eqn, pair) for pair in zip(carry, found[: len(carry)], strict=True)]
+        if joined == carry:
+            break
+        carry = joined
+    below = [one.moved(range(1, 7)) for one in found[len(carry) :]]
+    return [*carry, *(replace(one, varies=one.varies | {0}) for one in below)]
+
+
+def _gather(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+    """A look-up in a table without positions, by indices that may have them."""
+    table, indices = operands
+    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]
+    if table.dim is not None:
+        raise UnknownPositionsError("gather")
+    lead = [n for n in range(len(out.aval.shape)) if n not in numbers.offset_dims]
+    found = _whole(out)
+    if indices.dim is None:
+        gone = frozenset(d for n, d in enumerate(lead) if n not in indices.varies)
+        return replace(found, varies=found.varies - gone)
+    return replace(found, dim=lead[indices.dim], inner=indices.inner)
+
+
+_ELEMENTWISE = frozenset(
+    {
+        *("erf_inv", "erfc", "one_minus_square", "lt_to", "population_count", "shift_left"),
+        *("shift_right_arithmetic", "shift_right_logical", "reduce_precision", "polynomial"),
+    }
+)
+_REDUCTIONS = "sum", "max", "min", "prod", "and", "or"
+_RUNNING = "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"
+_RULES: dict[str, Any] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "dot_general": _dot,
+    "concatenate": _concatenate,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "pad": _pad,
+    "sort": _sort,
+    "iota": _iota,
+    "gather": _gather,
+    **dict.fromkeys(_RUNNING, _along),
+    **dict.fromkeys((f"reduce_{name}" for name in _REDUCTIONS), _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+}
