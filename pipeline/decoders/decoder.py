@@ -208,7 +208,8 @@ class Stage(nnx.Module):
                 "that follow a slice; leave slices out, or build the decoder with mtp_layers=0"
             )
         segments, left = _one_of(segments, segment_ids), []
-        for n, block in enumerate(self.blocks):
+        blocks: Any = self.blocks
+        for n, block in enumerate(blocks):
             before = None if earlier is None else earlier[n]
             x, own = block.call_slice(x, before, part, positions, segments)
             left.append(own)
@@ -289,7 +290,7 @@ class Embedding(VocabularyEmbedding):
         """
         return self.call_slice(tokens, None, WHOLE_SEQUENCE)[0]
 
-    def call_slice(self, tokens: Any, _: None, part: SequenceSlice) -> tuple[jax.Array, Any]:
+    def call_slice(self, tokens: Any, _: None, part: SequenceSlice) -> tuple[Any, Any]:
         """Look the words of one slice up, with the positions that it has in its sequence.
 
         Raises:
@@ -298,7 +299,7 @@ class Embedding(VocabularyEmbedding):
         tokens, places = tokens if isinstance(tokens, tuple | list) else (tokens, None)
         return self._looked_up(tokens, places, part), ()
 
-    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> jax.Array:
+    def _looked_up(self, tokens: Any, places: Any, part: SequenceSlice) -> Any:
         x = super().__call__(tokens)
         if self.scale is not None:
             x = x * jnp.asarray(self.scale, x.dtype)
@@ -314,10 +315,8 @@ class Embedding(VocabularyEmbedding):
             first = self.seen[...]
             self.seen[...] = first + t
             return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
-        if self.context.size > 1:
-            return x + learned[self.context.places(t)].astype(x.dtype)[None]
-        if part.count > 1:
-            return x + learned[part.places(t)].astype(x.dtype)[None]
+        if self.context.size > 1 or part.count > 1:
+            return x + learned[self.context.places(t) + part.index * t].astype(x.dtype)[None]
         return x + learned[:t].astype(x.dtype)[None]
 
     def _check_length(self, t: int, learned: int) -> None:
