@@ -25,10 +25,10 @@ def check_carries(program: Program) -> None:
     """
     if program.schedule.num_slices > 1:
         for rank in range(program.schedule.num_ranks):
-            _Rank(program, rank).run()
+            _CarriesOfRank(program, rank).run()
 
 
-class _Rank:
+class _CarriesOfRank:
     """The two pools of one rank, and how many reads of each carry are left."""
 
     def __init__(self, program: Program, rank: int) -> None:
