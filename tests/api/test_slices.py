@@ -72,7 +72,7 @@ def test_options_that_do_not_fit():
     )
     assert message(pipe_of, schedule="seq1f1b", slices=None) == (
         "schedule='seq1f1b' without slices=: it cuts every sequence into slices; give slices=2 or "
-        "more, or choose '1f1b' for whole sequences"
+        "more, or choose one of schedules.names() for whole sequences"
     )
     given = schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=4)
     assert message(pipe_of, schedule=given) == (
@@ -205,5 +205,5 @@ def test_call_slice_that_returns_no_pair():
 def test_methods_that_run_whole_sequences_say_so():
     assert message(pipe_of().calibrate, X, X) == (
         "calibrate() of a pipeline with slices=2: it runs whole sequences; take "
-        "pipe.replace(schedule='1f1b', slices=None), whose stages do the same work"
+        "pipe.replace(schedule=None, slices=None), whose stages do the same work"
     )

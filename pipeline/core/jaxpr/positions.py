@@ -1,7 +1,7 @@
 """Functions that treat every position of a sequence alike and by itself, known by their jaxpr.
 
 Such a function may be run on slices of a sequence one after the other. A value is followed by its
-`Spread`: along which dim positions lie, and along which dims its numbers may differ. A function is
+`Followed`: along which dim positions lie, and along which dims its numbers may differ. A function is
 *mixed* where it joins positions, or joins them with numbers that depend on the place (a table of
 positions, an arange). Where a primitive is not known here, nothing is said.
 """
@@ -29,7 +29,7 @@ class UnknownPositionsError(Exception):
 
 
 @dataclass(frozen=True)
-class Spread:
+class Followed:
     """Facts about a value.
 
     Attributes:
@@ -43,7 +43,7 @@ class Spread:
     dim: int | None = None
     inner: int = 1
 
-    def moved(self, to: Sequence[int | None]) -> Spread:
+    def moved(self, to: Sequence[int | None]) -> Followed:
         """The value with dim n at to[n]; None for a dim that is gone."""
         varies = frozenset(d for n in self.varies if (d := to[n]) is not None)
         dim = None if self.dim is None else to[self.dim]
@@ -63,7 +63,7 @@ class Sequences:
     sums: bool = False
 
 
-def follow_positions(jaxpr: Any, given: Sequence[Spread], asked: Sequences) -> list[Spread]:
+def follow_positions(jaxpr: Any, given: Sequence[Followed], asked: Sequences) -> list[Followed]:
     """Find the facts about the results of a jaxpr.
 
     Args:
@@ -78,8 +78,8 @@ def follow_positions(jaxpr: Any, given: Sequence[Spread], asked: Sequences) -> l
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: _whole(var) for var in jaxpr.constvars}
 
-    def read(atom: Any) -> Spread:
-        return Spread(frozenset()) if isinstance(atom, Literal) else known[atom]
+    def read(atom: Any) -> Followed:
+        return Followed(frozenset()) if isinstance(atom, Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
@@ -87,7 +87,7 @@ def follow_positions(jaxpr: Any, given: Sequence[Spread], asked: Sequences) -> l
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]:
+def _results(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
     if rule is not None:
@@ -105,17 +105,17 @@ def _results(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]
     return list(map(_whole, eqn.outvars))
 
 
-def _whole(var: Any) -> Spread:
+def _whole(var: Any) -> Followed:
     """A value without positions, of which nothing else is known."""
-    return Spread(frozenset(n for n, size in enumerate(var.aval.shape) if size > 1))
+    return Followed(frozenset(n for n, size in enumerate(var.aval.shape) if size > 1))
 
 
-def _joined(eqn: Eqn, operands: Sequence[Spread]) -> Spread:
+def _joined(eqn: Eqn, operands: Sequence[Followed]) -> Followed:
     """Operands of one shape (or scalars), number by number."""
     varies = frozenset().union(*(one.varies for one in operands))
     found = {(one.dim, one.inner) for one in operands if one.dim is not None}
     if not found:
-        return Spread(varies)
+        return Followed(varies)
     if len(found) > 1:
         _fail(eqn)
     dim, inner = found.pop()
@@ -123,14 +123,14 @@ def _joined(eqn: Eqn, operands: Sequence[Spread]) -> Spread:
         raise MixedPositionsError(
             f"{eqn.primitive.name} joins positions with numbers that depend on the place"
         )
-    return Spread(varies, dim, inner)
+    return Followed(varies, dim, inner)
 
 
 def _fail(eqn: Eqn) -> NoReturn:
     raise MixedPositionsError(f"{eqn.primitive.name} joins positions")
 
 
-def _broadcast(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _broadcast(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     to, before, after = eqn.params["broadcast_dimensions"], *_shapes(eqn)
     found = operands[0].moved(to)
     same = frozenset(d for n, d in enumerate(to) if before[n] == after[d])
@@ -141,7 +141,7 @@ def _shapes(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
 
 
-def _reshape(eqn: Eqn, operands: list[Spread], asked: Sequences) -> Spread:
+def _reshape(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
     one, (before, after) = operands[0], _shapes(eqn)
     varies = frozenset(n for n, size in enumerate(after) if size > 1) if one.varies else frozenset()
     if one.dim is None:
@@ -150,25 +150,25 @@ def _reshape(eqn: Eqn, operands: list[Spread], asked: Sequences) -> Spread:
             if a != b:
                 break
             varies -= {n} - one.varies
-        return Spread(varies)
+        return Followed(varies)
     behind = one.inner * math.prod(before[one.dim + 1 :])  # numbers of one position
     for n in range(len(after)):
         rest = math.prod(after[n + 1 :])
         if behind % rest == 0 and after[n] % (asked.t * (behind // rest)) == 0:
-            return Spread(varies, n, behind // rest)
+            return Followed(varies, n, behind // rest)
     raise UnknownPositionsError("reshape")
 
 
-def _transpose(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _transpose(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     order = eqn.params["permutation"]
     return operands[0].moved([order.index(n) for n in range(len(order))])
 
 
-def _squeeze(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _squeeze(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     return _without(eqn, operands[0], eqn.params["dimensions"], sums=False)
 
 
-def _without(eqn: Eqn, one: Spread, dims: Sequence[int], *, sums: bool) -> Spread:
+def _without(eqn: Eqn, one: Followed, dims: Sequence[int], *, sums: bool) -> Followed:
     before = _shapes(eqn)[0]
     if one.dim in dims and not sums:
         _fail(eqn)
@@ -176,11 +176,11 @@ def _without(eqn: Eqn, one: Spread, dims: Sequence[int], *, sums: bool) -> Sprea
     return one.moved([kept.index(n) if n in kept else None for n in range(len(before))])
 
 
-def _reduce(eqn: Eqn, operands: list[Spread], asked: Sequences) -> Spread:
+def _reduce(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
     return _without(eqn, operands[0], eqn.params["axes"], sums=asked.sums)
 
 
-def _dot(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _dot(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     contracted, batched = eqn.params["dimension_numbers"]
     places: list[int] = []
     start = len(batched[0])
@@ -195,17 +195,17 @@ def _dot(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
         if one.dim is not None:
             places.append(to[one.dim])
     if not places:
-        return Spread(frozenset(varies))
+        return Followed(frozenset(varies))
     if len(set(places)) > 1:
         _fail(eqn)
     for one, lead in zip(operands, batched, strict=True):
         if one.dim is None and places[0] < len(lead) and lead[places[0]] in one.varies:
             _fail(eqn)
     inner = max(one.inner for one in operands if one.dim is not None)
-    return Spread(frozenset(varies), places[0], inner)
+    return Followed(frozenset(varies), places[0], inner)
 
 
-def _concatenate(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _concatenate(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     dim = eqn.params["dimension"]
     if any(one.dim == dim for one in operands if one.dim is not None):
         _fail(eqn)
@@ -213,14 +213,14 @@ def _concatenate(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
     return replace(found, varies=found.varies | {dim})
 
 
-def _slice(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _slice(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     one, (before, after) = operands[0], _shapes(eqn)
     if one.dim is not None and before[one.dim] != after[one.dim]:
         _fail(eqn)
     return one
 
 
-def _pad(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _pad(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     one = operands[0]
     if one.dim is not None and any(eqn.params["padding_config"][one.dim]):
         _fail(eqn)
@@ -228,7 +228,7 @@ def _pad(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
     return replace(one, varies=one.varies | varies)
 
 
-def _along(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _along(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     """A running sum or a turn along one axis, or several."""
     params, one = eqn.params, operands[0]
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
@@ -237,17 +237,17 @@ def _along(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
     return one
 
 
-def _sort(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _sort(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     if any(one.dim == eqn.params["dimension"] for one in operands if one.dim is not None):
         _fail(eqn)
     return _joined(eqn, operands)
 
 
-def _iota(eqn: Eqn, _: list[Spread], __: Sequences) -> Spread:
-    return Spread(frozenset({eqn.params["dimension"]}))
+def _iota(eqn: Eqn, _: list[Followed], __: Sequences) -> Followed:
+    return Followed(frozenset({eqn.params["dimension"]}))
 
 
-def _scan(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]:
+def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
     """A loop over what is no position, such as layers."""
     (body,) = bodies(eqn)
     first = body.num_consts + body.num_carry
@@ -265,7 +265,7 @@ def _scan(eqn: Eqn, operands: list[Spread], asked: Sequences) -> list[Spread]:
     return [*carry, *(replace(one, varies=one.varies | {0}) for one in below)]
 
 
-def _gather(eqn: Eqn, operands: list[Spread], _: Sequences) -> Spread:
+def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     """A look-up in a table without positions, by indices that may have them."""
     table, indices = operands
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]

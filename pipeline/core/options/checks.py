@@ -81,7 +81,7 @@ def refuse_slices(method: str, schedule: Schedule) -> None:
     if schedule.num_slices > 1:
         raise ValueError(
             f"{method}() of a pipeline with slices={schedule.num_slices}: it runs whole sequences; "
-            f"take pipe.replace(schedule='1f1b', slices=None), whose stages do the same work"
+            f"take pipe.replace(schedule=None, slices=None), whose stages do the same work"
         )
 
 

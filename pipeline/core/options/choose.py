@@ -20,6 +20,7 @@ from pipeline.core.sharding.fit import outside
 from schedules import Costs, Schedule, ScheduleError, auto, build, check, names, simulate
 from schedules.build import options, stages_per_rank, takes_slices
 from schedules.clocks.shared import Shared
+from schedules.families import SLICED
 from schedules.families.accumulation import accumulation
 from schedules.families.constructions.sizes import StagesPerRankError
 
@@ -160,7 +161,7 @@ def choose_schedule(
         "num_stages": num_stages,
     }
     if schedule is None and slices is not None and slices > 1:
-        sliced = build("seq1f1b", **sizes, num_slices=slices)
+        sliced = build(next(iter(SLICED)), **sizes, num_slices=slices)
         return sliced, "the default for slices of sequences"
     if schedule is None and num_ranks == 1:
         alone = accumulation(num_stages, num_microbatches)
@@ -205,12 +206,12 @@ def _check_slices(schedule: Any, slices: int | None) -> None:
     elif takes_slices(schedule) and slices is None:
         raise ScheduleError(
             f"schedule={schedule!r} without slices=: it cuts every sequence into slices; give "
-            f"slices=2 or more, or choose '1f1b' for whole sequences"
+            f"slices=2 or more, or choose one of schedules.names() for whole sequences"
         )
     elif isinstance(schedule, str) and not takes_slices(schedule) and (slices or 1) > 1:
         raise ScheduleError(
             f"slices={slices} with schedule={schedule!r}: this schedule runs whole sequences; "
-            f"leave slices out, or choose 'seq1f1b' or 'seq1f1b_zb'"
+            f"leave slices out, or choose {' or '.join(map(repr, SLICED))}"
         )
 
 

@@ -16,9 +16,9 @@ from flax import nnx
 
 from pipeline.base.tree import Tree, at, blank
 from pipeline.core.jaxpr.positions import (
+    Followed,
     MixedPositionsError,
     Sequences,
-    Spread,
     UnknownPositionsError,
     follow_positions,
 )
@@ -163,7 +163,7 @@ class _Check:
                 stacklevel=outside(),
             )
 
-    def _spread(self, leaf: Any) -> Spread:
+    def _spread(self, leaf: Any) -> Followed:
         varies = frozenset(n for n, size in enumerate(leaf.shape) if size > 1)
         has = leaf.ndim > 1 and leaf.shape[1] == self._t
-        return Spread(varies | {1}, 1) if has else Spread(varies)
+        return Followed(varies | {1}, 1) if has else Followed(varies)
