@@ -1,8 +1,8 @@
 """Functions that treat every position of a sequence alike and by itself, known by their jaxpr.
 
 Such a function may be run on slices of a sequence one after the other. A value is followed by its
-`Followed`: along which dim positions lie, and along which dims its numbers may differ. A function is
-*mixed* where it joins positions, or joins them with numbers that depend on the place (a table of
+`Followed`: along which dim positions lie, and along which dims its numbers may differ. A function
+is *mixed* where it joins positions, or joins them with numbers that depend on the place (a table of
 positions, an arange). Where a primitive is not known here, nothing is said.
 """
 
