@@ -120,7 +120,7 @@ def test_no_entry_of_a_table_can_change(name, keep, pattern):
 
 @pytest.mark.parametrize("name", ["seq1f1b", "seq1f1b_zb"])
 def test_no_place_of_a_carry_can_change(name):
-    """What slices leave for later ones, and its gradients, lie where they are read (issue 41)."""
+    """Carries of slices and their gradients lie where they are read (issue 41)."""
     schedule = build(name, num_ranks=2, num_microbatches=2, num_slices=3)
     program = check_program(lower(schedule))
     assert_no_entry_can_change(program, CARRIED)
