@@ -52,6 +52,8 @@ Tree = TypeVar("Tree")
 # 3.11, and most of `pipeline.core.backward.in_place` with it.
 REFS_ARE_WHOLE = jax.__version_info__ >= (0, 12)
 
+HOST_MEMORY = "pinned_host"  # jax's name of the memory of a device's host
+
 CheckError = JaxException  # the base class of what a failed check raises
 
 _HARMLESS = NamedAxisEffect, ReadEffect, WriteEffect, AccumEffect
@@ -161,6 +163,22 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
+def put_on_host(x: Any) -> Any:
+    """An array in host memory: a traced one, or one that lies where its sharding says."""
+    if isinstance(x, jax.core.Tracer):
+        return to_host(x)
+    return jax.device_put(x, x.sharding.with_memory_kind(HOST_MEMORY))
+
+
+def on_device(tree: Tree) -> Tree:
+    """The tree with traced arrays in host memory put into device memory."""
+
+    def one(x: Any) -> Any:
+        return to_device(x) if isinstance(x, jax.core.Tracer) and is_on_host(x) else x
+
+    return jax.tree.map(one, tree)
+
+
 def has_host_memory(devices: Iterable[jax.Device]) -> bool:
     """Tell whether programs for these devices can keep arrays in host memory.
 
@@ -168,7 +186,7 @@ def has_host_memory(devices: Iterable[jax.Device]) -> bool:
     """
     for device in devices:
         try:
-            if all(memory.kind != "pinned_host" for memory in device.addressable_memories()):
+            if all(memory.kind != HOST_MEMORY for memory in device.addressable_memories()):
                 return False
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
             if device.platform not in ("tpu", "gpu", "cuda", "rocm"):

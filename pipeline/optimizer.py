@@ -23,7 +23,8 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pipeline.base.tree import Tree, is_abstract
+from collectives.compat import HOST_MEMORY, has_host_memory, on_device, put_on_host
+from pipeline.base.tree import Tree, is_abstract, is_key
 from pipeline.base.variables import metadata
 from pipeline.core.layerwise.layout import Layout, check_layout
 from pipeline.core.layerwise.reroll import Rerolled
@@ -37,7 +38,9 @@ from pipeline.core.trained.filters import leaving_frozen, trained_parts
 from pipeline.pipeline import Pipeline
 
 
-def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.Optimizer[Pipeline]:
+def make_optimizer(
+    pipe: Pipeline, *parts: optax.GradientTransformation, offload: bool = False
+) -> nnx.Optimizer[Pipeline]:
     """An `nnx.Optimizer` whose update is that of the model without a pipeline.
 
     Masks and labels, trees or functions, speak of the layer view: ``{"stages": [K trees], "embed":
@@ -47,11 +50,16 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
       pipe: a pipeline of arrays, or of `jax.ShapeDtypeStruct` (its stages made by
         `nnx.eval_shape`). The optimizer's state is of the same kind.
       parts: an optax transformation, or several, one after another as in `optax.chain`.
+      offload: whether the state of layers (moments, say) lies in host memory between updates. An
+        update copies it to the devices leaf by leaf and back. On CPU results are the same bit by
+        bit.
 
     Raises:
-      ValueError: no transformation, or one that needs the weights of several layers in one place.
+      ValueError: no transformation, or one that needs the weights of several layers in one place;
+        or ``offload`` on devices whose programs can keep nothing in host memory.
     """
     _check_pipeline("make_optimizer", pipe)
+    _check_offload(offload, pipe)
     for n, part in enumerate(parts):
         if not (callable(getattr(part, "init", None)) and callable(getattr(part, "update", None))):
             raise ValueError(
@@ -67,7 +75,7 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
     transformation, wrt = sharded.transformation, pipe.wrt
 
     def make(pipe: Pipeline) -> nnx.Optimizer[Pipeline]:
-        return PipelineOptimizer(pipe, transformation, wrt=wrt, plan=sharded.plan)
+        return PipelineOptimizer(pipe, transformation, wrt=wrt, plan=sharded.plan, offload=offload)
 
     everywhere = NamedSharding(pipe.mesh, PartitionSpec())
     if not is_abstract(nnx.state(pipe)):
@@ -75,13 +83,15 @@ def make_optimizer(pipe: Pipeline, *parts: optax.GradientTransformation) -> nnx.
         optimizer.step.set_value(distribute(optimizer.step.get_value(), everywhere))
         return optimizer
     optimizer = nnx.eval_shape(make, pipe)
-    specs = sharded.plan(nnx.as_pure(nnx.state(pipe, wrt))).specs()
-    flat, _ = jax.tree_util.tree_flatten_with_path(specs)
-    places = {("opt_state", *map(key_name, path)): spec for path, spec in flat}
+    plan = sharded.plan(nnx.as_pure(nnx.state(pipe, wrt)))
+    places, layered = _by_path(plan.specs()), _by_path(plan.layered())
 
     def typed(path: Any, leaf: Any) -> Any:
-        spec = places.get(tuple(map(key_name, path)), PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(pipe.mesh, spec))
+        names = tuple(map(key_name, path))
+        place = NamedSharding(pipe.mesh, places.get(names, PartitionSpec()))
+        if offload and layered.get(names, False):
+            place = place.with_memory_kind(HOST_MEMORY)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     state = nnx.as_pure(nnx.state(optimizer))
     nnx.update(optimizer, jax.tree_util.tree_map_with_path(typed, state))
@@ -126,6 +136,32 @@ def _check_pipeline(what: str, pipe: Any) -> None:
     raise ValueError(f"{what} was given a {type(pipe).__name__}, which is no Pipeline; {remedy}")
 
 
+def _check_offload(offload: Any, pipe: Pipeline) -> None:
+    """Check that an optimizer's state can lie in host memory, if that is asked for.
+
+    Raises:
+      ValueError: no bool, or devices without such memory.
+    """
+    if not isinstance(offload, bool):
+        raise ValueError(
+            f"make_optimizer(offload={offload!r}): must be True (the state of layers lies in host "
+            f"memory between updates) or False"
+        )
+    if offload and not has_host_memory(pipe.mesh.devices.flat):
+        raise ValueError(
+            f"make_optimizer(offload=True): the devices of the pipeline (platform "
+            f"{pipe.mesh.devices.flat[0].platform!r}) have no memory of the kind 'pinned_host'; "
+            f"leave out offload, and to keep less of the state on each device shard it over "
+            f"'data' with data_parallel='zero1'"
+        )
+
+
+def _by_path(tree: Tree) -> dict[tuple[Any, ...], Any]:
+    """The leaves of a tree like an optimizer's state, by their paths in the optimizer."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {("opt_state", *map(key_name, path)): leaf for path, leaf in flat}
+
+
 class PipelineOptimizer(nnx.Optimizer[Pipeline]):
     """The optimizer of `make_optimizer`: an `nnx.Optimizer` that knows the layers of its state."""
 
@@ -136,18 +172,31 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         *,
         wrt: Any,
         plan: Callable[[Tree], StatePlan],
+        offload: bool = False,
     ) -> None:
         super().__init__(model, tx, wrt=wrt)
-        self._plan = nnx.static(plan)
+        self._plan, self._offload = nnx.static(plan), offload
         self._ranks = len(model.schedule.stages_of)
         types = is_abstract(nnx.state(model))
         self.layout = Layout(model.schedule.stages_of, model.mesh, types=types, loop=True)
+        if offload and not types:
+            self._put_away(model)
 
     def update(self, model: Pipeline, grads: Tree, /, **extra: Any) -> Any:
         """Update the pipeline's parameters and this state, as `nnx.Optimizer.update` does.
 
         Raises:
           ValueError: the state is that of a pipeline with another placement or other ranks.
+        """
+        found = self.update_on_device(model, grads, **extra)
+        if self._offload:
+            self._put_away(model)
+        return found
+
+    def update_on_device(self, model: Pipeline, grads: Tree, /, **extra: Any) -> Any:
+        """Update as `update` does, but leave on the devices the state that belongs in host memory.
+
+        For callers that may have the old state back, and put away what they keep.
         """
         _check_pipeline("PipelineOptimizer.update", model)
         if (ranks := len(model.schedule.stages_of)) != self._ranks:
@@ -160,6 +209,14 @@ class PipelineOptimizer(nnx.Optimizer[Pipeline]):
         held = [(path, v) for path, v in flat if LAYERS in metadata(v)]
         check_layout("the optimizer", model.schedule.stages_of, self.layout, held)
         return super().update(model, grads, **extra)
+
+    def _put_away(self, model: Pipeline) -> None:
+        """Put the state of layers into host memory."""
+        layered = _by_path(self.state_plan(model).layered())
+        for path, variable in nnx.to_flat_state(nnx.state(self)):
+            value = variable.get_raw_value()
+            if layered.get(tuple(path), False) and not is_key(value):
+                variable.set_raw_value(put_on_host(value))
 
     def state_plan(self, model: Pipeline) -> StatePlan:
         """Plan the storage of this state's layers for a pipeline's parameters."""
@@ -216,7 +273,7 @@ class _Layered:
                     f"needs values only, such as value=loss"
                 )
         with meshes.entered(self._mesh, self._home):
-            given = meshes.untyped((grads, state, params, extra), self._mesh)
+            given = meshes.untyped((grads, on_device(state), params, extra), self._mesh)
             updates, state = self._jitted[0](*given)
         like = grads if params is None else params
         return (
@@ -265,6 +322,7 @@ class _Layered:
             return self._tx.update(grads, state, params, **extra)
 
         plan, inputs = self.plan(grads if params is None else params), _LayerInputs(self._view)
+        state = on_device(state)  # of arrays that a program is given, where they lie is part of it
         program, (updates, state) = self._run(
             update,
             inputs,

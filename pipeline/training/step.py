@@ -26,6 +26,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from collectives.compat import HOST_MEMORY, is_on_host, to_device, to_host
 from pipeline.base.arguments import is_whole
 from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
@@ -184,13 +185,14 @@ class Step:
         mine = [d for d in places if d.process_index == jax.process_index()] or [*places]
         compiler = resolve_compiler_options(compiler_options, min(mine, key=lambda d: d.id))
 
-        def given(*numbers: int) -> dict[str, Any]:
-            return {"donate_argnums": numbers if donate else (), "compiler_options": compiler}
+        def given(*numbers: int, results: int) -> dict[str, Any]:
+            donated = {"donate_argnums": numbers if donate else (), "compiler_options": compiler}
+            return donated | _places_of_results(self._variables, results)
 
-        self._fused = jax.jit(self._train, **given(0, 1, 2))
-        self._added = jax.jit(self._add, **given(0, 1))
-        self._taken = jax.jit(self._take, **given(0))
-        self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3))
+        self._fused = jax.jit(self._train, **given(0, 1, 2, results=4))
+        self._added = jax.jit(self._add, **given(0, 1, results=2))
+        self._taken = jax.jit(self._take, **given(0, results=4))
+        self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
 
     # --- what a user calls
@@ -546,13 +548,14 @@ class Step:
         if self.clip is not None:
             factor = jnp.where(norm > self.clip, self.clip / norm, 1.0)
             grads = jax.tree.map(lambda g: times(g, factor), grads)
-        optimizer.update(model, grads)
+        # State in host memory stays on the devices until it is known whether it is kept.
+        getattr(optimizer, "update_on_device", optimizer.update)(model, grads)
         if mean is not None:
             weights = nnx.state(model, self.optimizer.wrt)
             found = jax.tree.map(functools.partial(_averaged, self.decay), mean, weights)
             mean = jax.tree.map(functools.partial(jnp.where, finite), found, mean)
         leaves = [
-            jnp.where(finite, new, old) if may and new is not old else new
+            new if new is old else _kept(finite if may else None, new, old)
             for new, old, may in zip(
                 self._split(model, optimizer), before, self._may_change, strict=True
             )
@@ -703,7 +706,30 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
         place = value.sharding
         if meshes and not value.committed and not isinstance(place, NamedSharding):
             place = NamedSharding(meshes[0], PartitionSpec())
-        variable.set_raw_value(jax.device_put(jnp.copy(value) if copied else value, place))
+        if copied and place.memory_kind == HOST_MEMORY:
+            variable.set_raw_value(jax.device_put(value, place, may_alias=False))
+        else:
+            variable.set_raw_value(jax.device_put(jnp.copy(value) if copied else value, place))
+
+
+def _kept(finite: Any, new: Any, old: Any) -> Any:
+    """The new array if all is finite (None: in any case), in the memory in which the old lies."""
+    hosted = is_on_host(old)
+    if finite is not None:
+        new = jnp.where(finite, new, to_device(old) if hosted else old)
+    return to_host(new) if hosted else new
+
+
+def _places_of_results(variables: Sequence[nnx.Variable[Any]], results: int) -> dict[str, Any]:
+    """Options of a jit that returns the variables' arrays first, if some lie in host memory.
+
+    An array that is given away lends its memory to a result of its shape: to one in the same
+    memory, if jax is told where results lie.
+    """
+    places = [variable.get_raw_value().sharding for variable in variables]
+    if all(place.memory_kind != HOST_MEMORY for place in places):
+        return {}
+    return {"out_shardings": (places, *[None] * (results - 1))}
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE
+from collectives.compat import HOST_MEMORY
 from pipeline.base.tree import is_key, nbytes
 from pipeline.core.layerwise.view import Path
 from pipeline.core.model.overlay import Spot
@@ -51,7 +52,8 @@ class LeafCell:
         self.value: Any = numbers if isinstance(numbers, jax.Array) else np.asarray(numbers)
         if isinstance(self._home, NamedSharding):
             mesh: Any = self._home.mesh
-            auto = NamedSharding(without_types(mesh), self._home.spec)
+            kind = self._home.memory_kind
+            auto = NamedSharding(without_types(mesh), self._home.spec, memory_kind=kind)
             self.value = jax.device_put(self.value, auto)  # which copies nothing
 
     @property
@@ -127,23 +129,25 @@ class LayerLeaf:
     def read(self) -> jax.Array:
         """The leaf, as an array of its own."""
         value, out = self.cell.value, self.type.sharding
+        if self.rank is None and self.shape == value.shape:
+            return value
         if self.rank is None:
-            return value if self.shape == value.shape else _cut(value, rows=self.shape[0], out=out)
+            return _cut(_on_device(value), rows=self.shape[0], out=out)
         how: Any = {"spot": self.spot, "impl": self._impl}
         if value.sharding.is_fully_addressable:
             row = _row_of(value, self.rank)
             return row if self.spot is None else _part(row, **how, out=out)
         # One after the other: programs that all devices take part in, many at once, can starve
         # each other of the threads that virtual CPU devices share.
-        return jax.block_until_ready(_sent_row(value, np.int32(self.rank), **how, out=out))
+        rank = np.int32(self.rank)
+        return jax.block_until_ready(_sent_row(_on_device(value), rank, **how, out=out))
 
     def write(self, leaf: jax.Array) -> None:
         """Have the cell hold it."""
         value = self.cell.value
-        out = getattr(value, "sharding", None)
         how: Any = {"spot": self.spot, "impl": self._impl}
         if self.rank is None:
-            same = self.shape == value.shape
+            same, out = self.shape == value.shape, getattr(_on_device(value), "sharding", None)
             self.cell.value = leaf if same else _padded(leaf, shape=value.shape, out=out)
         elif value.sharding.is_fully_addressable:
             if self.spot is not None:
@@ -151,7 +155,9 @@ class LayerLeaf:
                 leaf = _filled(row, leaf, **how, out=row.sharding)
             self.cell.value = _with_row(value, leaf)
         else:
-            value = _with_sent_row(value, leaf, np.int32(self.rank), **how, out=out)
+            value = _on_device(value)
+            rank = np.int32(self.rank)
+            value = _with_sent_row(value, leaf, rank, **how, out=value.sharding)
             self.cell.value = jax.block_until_ready(value)  # as in `read`
 
     @property
@@ -186,7 +192,8 @@ def _with_row(stack: jax.Array, row: jax.Array) -> jax.Array:
     """The stack with another row, that of the devices on which it is; the others stay."""
     held = {shard.device: shard.data for shard in stack.addressable_shards}
     for shard in row.addressable_shards:
-        held[shard.device] = _reshaped(shard.data, (1, *shard.data.shape))
+        place = SingleDeviceSharding(shard.device, memory_kind=stack.sharding.memory_kind)
+        held[shard.device] = jax.device_put(_reshaped(shard.data, (1, *shard.data.shape)), place)
     rows = [held[one] for one in _devices(stack.sharding, stack.shape)]
     return jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, rows)
 
@@ -196,11 +203,19 @@ def _devices(sharding: Any, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array of one device, which keeps it; on a CPU without a program to be compiled."""
+    """An array of one device, in its memory; on a CPU without a program to be compiled."""
     (device,) = array.devices()
     if device.platform == "cpu":
         return jax.device_put(np.asarray(array).reshape(shape), device)
-    return array.reshape(shape)
+    return _on_device(array).reshape(shape)
+
+
+def _on_device(value: Any) -> Any:
+    """The array, out of host memory if it lies there: programs compute on devices."""
+    sharding = getattr(value, "sharding", None)
+    if sharding is None or sharding.memory_kind != HOST_MEMORY:
+        return value
+    return jax.device_put(value, sharding.with_memory_kind("device"))
 
 
 def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:

@@ -152,6 +152,14 @@ class StatePlan:
         ]
         return jax.tree.unflatten(self.treedef, found)
 
+    def layered(self) -> Tree:
+        """Flags in the places of the stored arrays: True for an array that belongs to layers."""
+        found: list[Any] = [
+            part is not None and nnx.State(unflatten_mapping(dict.fromkeys(part.specs(), True)))
+            for part in self.parts
+        ]
+        return jax.tree.unflatten(self.treedef, found)
+
     def specs(self) -> Tree:
         """Specs of the stored state, each in the place of its array."""
         found = [

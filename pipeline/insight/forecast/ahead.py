@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from collectives.compat import HOST_MEMORY
 from pipeline.base.axes import LeafSpecs
 from pipeline.base.tree import Tree
 
@@ -35,7 +36,12 @@ def lower_step(
     check_optimizer(pipe, optimizer)
     graphdef, state = nnx.split((pipe, optimizer))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    hosted = any(place.memory_kind == HOST_MEMORY for place in jax.tree.leaves(places))
+    # State that is given away lends its memory to a result, of the same memory if jax is told.
+    told = {"out_shardings": (places, None)} if hosted else {}
+
+    @functools.partial(jax.jit, donate_argnums=0, **told)
     def step(state: Tree, inputs: Tree, targets: Tree, extras: Any) -> tuple[Tree, jax.Array]:
         pipe, optimizer = nnx.merge(graphdef, state)
         loss, grads = pipe.value_and_grad(inputs, targets, extras=extras)

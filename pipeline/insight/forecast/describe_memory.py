@@ -83,15 +83,22 @@ def memory_lines(found: MemoryPrediction, compiled: Any = None) -> list[str]:
     ]
 
 
-def host_lines(found: MemoryPrediction) -> list[str]:
-    """The bytes that lie in host memory for each rank, if any do."""
+def host_lines(found: MemoryPrediction, optimizer: int = 0) -> list[str]:
+    """The bytes that lie in host memory for each rank, if any do.
+
+    Args:
+      found: of loss and gradients.
+      optimizer: bytes of the optimizer's state there.
+    """
     places = [
+        f"optimizer {optimizer:,}" if optimizer else "",
         _places("stashes", found.host_stashes),
         _places("crossings", found.host_crossings),
     ]
-    if not found.host:
+    if not found.host + optimizer:
         return []
-    return [f"  in host memory {found.host:,}: {', '.join(text for text in places if text)}"]
+    whole = found.host + optimizer
+    return [f"  in host memory {whole:,}: {', '.join(text for text in places if text)}"]
 
 
 def text_of_temporaries(found: MemoryPrediction) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from collectives.compat import HOST_MEMORY
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.sharding.meshes import entered
 from pipeline.core.sharding.placed import placed
@@ -29,13 +30,16 @@ class StepPrediction:
 
     Attributes:
       gradients: of loss and gradients, which are used within the step.
-      optimizer: an argument: the optimizer's state.
-      update: what the update takes: gradients, and the updates that are gathered over ``data``.
+      optimizer: an argument: the optimizer's state on the device.
+      update: what the update takes: gradients, the updates that are gathered over ``data``, and the
+        state that is copied from host memory, of which a compiler that has room fetches all.
+      host_optimizer: the state in host memory, which counts in no sum of device bytes.
     """
 
     gradients: MemoryPrediction
     optimizer: int
     update: int
+    host_optimizer: int = 0
 
     @property
     def arguments(self) -> int:
@@ -76,11 +80,21 @@ def predict_step(
         update += sum(parts.values()) * value.dtype.itemsize
     with entered(pipe.plan.mesh, pipe.plan.home):
         gradients = predict(pipe.plan, model, weights, batch, used=True)
-    return StepPrediction(
-        gradients=gradients,
-        optimizer=sum(one.device_bytes for one in placed(nnx.state(optimizer), mesh)),
-        update=update,
+    state = nnx.state(optimizer)
+    whole, hosted = (
+        sum(one.device_bytes for one in placed(part, mesh)) for part in (state, _on_host(state))
     )
+    return StepPrediction(gradients, whole - hosted, update + hosted, host_optimizer=hosted)
+
+
+def _on_host(state: Any) -> Any:
+    """The part of a state that lies in host memory."""
+
+    def is_hosted(_: Any, variable: Any) -> bool:
+        sharding = getattr(variable.get_raw_value(), "sharding", None)
+        return getattr(sharding, "memory_kind", None) == HOST_MEMORY
+
+    return nnx.filter_state(state, is_hosted)
 
 
 def describe_step(
@@ -128,11 +142,13 @@ def step_lines(step: StepPrediction, compiled: Any = None) -> list[str]:
     text = text_of_temporaries(found)
     if step.update > found.temporaries:
         text = f"gradients and updates {step.update:,}"
+        if step.host_optimizer:
+            text = f"gradients, updates and state from host memory {step.update:,}"
     arguments = f"weights {found.weights:,}, optimizer {step.optimizer:,}, batch {found.batch:,}"
     return [
         f"bytes per rank of gradients and update, predicted: {step.total:,}{said[0]}",
         f"  arguments {step.arguments:,}: {arguments}{said[1]}",
         "  results lie where weights and optimizer did",
         f"  temporaries {step.temporaries:,}: {text}{said[2]}",
-        *host_lines(found),
+        *host_lines(found, step.host_optimizer),
     ]
