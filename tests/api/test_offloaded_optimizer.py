@@ -120,7 +120,7 @@ def test_a_training_step_and_one_that_is_left_out():
 @pytest.mark.few
 @pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_go_between_memories(saved, loaded, tmp_path):
-    """What one memory's state has saved another's goes on with; arrays stay where they belong."""
+    """State saved out of one memory goes on in the other; arrays stay where they belong."""
     pipe, opt = trained(1, True, saved)
     other = pipeline(seed=50)
     new = make_optimizer(other, TX, offload=loaded)
