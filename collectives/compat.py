@@ -139,7 +139,7 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 def typed_as(aval: Any, others: Sequence[Any]) -> Any:
-    """The type of an array, varying as that of others does which varies most."""
+    """The type of an array, varying as the one of `others` that varies over most axes."""
     widest = max(others, key=lambda o: len(o.manual_axis_type.varying))
     spec = PartitionSpec(*(None,) * len(aval.shape))
     where = NamedSharding(widest.sharding.mesh, spec)

@@ -35,7 +35,7 @@ __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "lo
 
 
 class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
-    """Words to vectors: [b] integers -> [b, d]. What is no word, below 0 or from N on, is NaN.
+    """Words to vectors: [b] integers -> [b, d]. An integer below 0 or from N on is no word and gives NaN.
 
     Args:
       words: N.

@@ -70,7 +70,7 @@ class Axes:
 
     @property
     def manual(self) -> frozenset[str]:
-        """The axes that the kernel deals with itself."""
+        """Mesh axes that the kernel handles itself, without the compiler."""
         return frozenset(self.names) - frozenset(self.auto)
 
     @property

@@ -36,7 +36,7 @@ def chosen(items: Sequence[T], mask: Mask | None) -> list[T]:
 
 
 def woven(trained: Sequence[T], others: Sequence[T], mask: Mask | None) -> list[T]:
-    """All items again: those that are trained out of their list, the rest out of ``others``."""
+    """All items in order: trained ones from their list, the others from ``others``."""
     if mask is None:
         return list(trained)
     found = iter(trained)

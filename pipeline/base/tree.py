@@ -40,7 +40,7 @@ def row_of(leaf: Any, index: int) -> Any:
 
 
 def real() -> Any:
-    """The dtype of losses: float32, or float64 where JAX is told to have it (jax_enable_x64)."""
+    """The dtype of losses: float32, or float64 with jax_enable_x64."""
     return jnp.result_type(float)
 
 

@@ -12,8 +12,8 @@ from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, seconds, 
 
 ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
 
-docs/training.md has the keys. Model and data are functions, by import path; run where Python finds
-their modules.
+The page Training of the documentation lists the keys. Model and data are functions, by import path:
+run the command where Python finds their modules.
 """
 EPILOG = """examples:
   python -m pipeline train --config run.toml --set optimizer.learning_rate=1e-3

@@ -14,7 +14,7 @@ from pipeline.planner.makespan import CLOCKS
 ABOUT = """Find how to train a decoder on chips that need not be there, by arithmetic.
 
 Prints the quickest layouts, what limits each and why the others lost; says so where no pipeline is
-best. docs/planner.md has what is counted.
+best. The page on the planner, in the documentation, says what is counted.
 """
 EPILOG = """examples:
   python -m pipeline plan --model llama-70b --devices 512 --chip v5p --batch 1024 --seq 8192

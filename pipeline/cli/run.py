@@ -232,7 +232,7 @@ class Prompt:
 
 
 def continued(config: Config, prompt: Prompt) -> str:
-    """The text that the newest checkpoint makes of a prompt, with it."""
+    """A prompt and the text with which the newest checkpoint continues it."""
     config.check_functions()
     words: Any = Bytes() if prompt.tokenizer is None else load(prompt.tokenizer)()
     tokens = words.encode(prompt.text)

@@ -263,7 +263,7 @@ class Embedding(VocabularyEmbedding):
     prefills = True
 
     def start_decoding(self, _: int, length: int) -> None:
-        """Remember how many positions it has seen, if it has learned positions.
+        """Count the positions seen so far, if positions are learned.
 
         Modules for multi-token prediction get nothing any more: text is made by the main model.
 

@@ -203,7 +203,7 @@ class MultiTokenLoss:
 
 
 def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:
-    """`[b, t]` the words that targets are, and float32 how much each counts.
+    """`[b, t]` target words, and the float32 weight of each.
 
     Args:
       targets: as of `pipeline.decoders.next_token_loss`.

@@ -74,8 +74,7 @@ def may_have_caches(pipe: Any) -> bool:
 
 
 def takes_many(pipe: Any) -> bool:
-    """Tell whether all that has a cache takes several tokens in one call: it says ``prefills =
-    True``.
+    """True if every module with a cache takes several tokens in one call (``prefills = True``).
 
     (flax's `MultiHeadAttention` does not.)
     """

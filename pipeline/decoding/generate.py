@@ -116,7 +116,7 @@ def generate(
     keys = _row_keys(key, rows)
 
     def filled(x: jax.Array) -> jax.Array:
-        """With rows that nobody will see behind the last."""
+        """Pad the batch with rows that the result leaves out."""
         return jnp.concatenate([x, jnp.repeat(x[:1], more, axis=0)])
 
     # All that changes the program is static; a temperature, a share or a key compiles nothing new.

@@ -28,7 +28,7 @@ REMEDY = "or take implementation='chunked', the formula, which takes any"
 
 
 def check_name(implementation: Any) -> None:
-    """Refuse what is no implementation.
+    """Raise ValueError for a name that is no implementation.
 
     Raises:
       ValueError: so.

@@ -49,7 +49,7 @@ def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class MixtureOfExperts(nnx.Module):
-    """`[..., d] -> [..., d]`: the weighted sum of what a token's experts make of it.
+    """`[..., d] -> [..., d]`: the weighted sum of the outputs of a token's experts.
 
     With a manual mesh axis ``axis`` a rank holds e / R of the experts and brings tokens of its own,
     which the dispatch takes to their experts and back. ``axis=None``, or a mesh without that axis,

@@ -155,7 +155,7 @@ def _marked(
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether an object is a part of a model, and no value."""
+    """True if an object is part of a model rather than a value."""
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable, nnx.rnglib.RngStream))
 
 

@@ -200,7 +200,7 @@ def masked(loss_fn: Callable[..., Any]) -> Any:
 
 
 def pad(batch: Batch, rows: int) -> Batch:
-    """A batch with so many rows: copies of its last, which do not count for a `masked` loss.
+    """A batch filled up with copies of its last row, which a `masked` loss ignores.
 
     Raises:
       ValueError: it has more rows, or none.

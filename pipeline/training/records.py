@@ -28,7 +28,7 @@ class Recorder(Protocol):
 
 
 class JsonLines:
-    """A file of one JSON object a line, each written at once; what is there stays.
+    """A file with one JSON object a line, written at once; existing lines stay.
 
     Args:
       path: of the file; its folder must be there.

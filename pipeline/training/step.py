@@ -244,7 +244,7 @@ class Step:
         return ((loss, aux) if self.has_aux else loss), grads
 
     def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
-        """Clip, update, average: what follows `fwd_bwd` in a step. The gradients are given away.
+        """Clip, update and average: the part of a step after `fwd_bwd`. The gradients are donated.
 
         Args:
           grads: as of `fwd_bwd`.

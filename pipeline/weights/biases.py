@@ -80,7 +80,7 @@ def with_biases(tree: Mapping[str, Any], view: LayerView | None) -> Mapping[str,
 
 
 def constants(view: LayerView) -> dict[Ref, Constant]:
-    """Plans of all state that no file holds: loads begin equal, the rest with zeros."""
+    """Plans for state that no file holds: loads begin equal, other arrays with zeros."""
     found = {}
     for stage in view.tree["stages"]:
         for path, ref in _leaves(stage):

@@ -125,7 +125,7 @@ class StatePlan:
         return jax.tree.unflatten(self.treedef, found)
 
     def labelled(self, stored: Tree, variables: Mapping[Path, Any]) -> Tree:
-        """Make variables of what is stored, which say of themselves what the parameters do.
+        """Make variables for stored arrays, with the metadata of the parameters.
 
         Arrays of other shapes than the parameters' say that they lie over ``stage``, if they do.
 

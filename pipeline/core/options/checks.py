@@ -95,7 +95,7 @@ def check_remat(remat: Any) -> None:
 
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
-    """Raise ValueError for an option that is none of its words."""
+    """Raise ValueError for an option whose value is not one of the allowed words."""
     if value not in words:
         raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, words))}")
 

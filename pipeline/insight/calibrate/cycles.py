@@ -96,7 +96,7 @@ class Cycles:
 
     @property
     def total(self) -> float:
-        """All that takes time."""
+        """Cycles of all operations that take time."""
         return self.fusions + self.kernels + self.waits
 
 

@@ -57,7 +57,7 @@ class FusionValue:
     sources: frozenset[FusionValue] = frozenset()
 
     def hold(self) -> None:
-        """Give it memory of its own."""
+        """Give a value memory of its own."""
         self.held, self.sources = True, frozenset((self,))
 
 

@@ -78,7 +78,7 @@ def combine(y: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def count(flat: jax.Array, num_experts: int) -> jax.Array:
-    """`[e]` int32 how often each expert occurs; other numbers are passed over."""
+    """`[e]` int32 number of times that each expert occurs; other numbers are ignored."""
     return jax.nn.one_hot(flat, num_experts, dtype=jnp.int32).sum(0)
 
 

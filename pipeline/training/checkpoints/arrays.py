@@ -43,7 +43,7 @@ class Orbax:
             return self._orbax.save_async(folder, tree)
 
     def load(self, folder: Path, leaves: Mapping[str, LayerLeaf], model: Any) -> None:
-        """Have leaves be as they were saved.
+        """Load saved leaves into their places.
 
         So many are read at once that a process holds a part of the model only.
         """

@@ -292,7 +292,7 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
 
 
 def set_position(data: Any, position: Any) -> None:
-    """Have an iterator go on there."""
+    """Set an iterator to a saved position."""
     data.set_state(position)
 
 
