@@ -35,7 +35,7 @@ __all__ = ["CrossEntropy", "Table", "VocabularyEmbedding", "VocabularyHead", "lo
 
 
 class VocabularyEmbedding(layers.VocabularyEmbedding, SplitEmbedding):
-    """Words to vectors: [b] integers -> [b, d]. An integer below 0 or from N on is no word and gives NaN.
+    """Words to vectors: [b] integers -> [b, d]. Integers below 0 or from N on give NaN.
 
     Args:
       words: N.

@@ -13,7 +13,8 @@ from pipeline.weights.native import export_stages, import_stages
 
 ABOUT = """Look at checkpoints of the Hugging Face layout, and cut them into stages and back.
 
-No device is used, and no more than one weight is in memory. The page Weights in and out has the rest.
+No device is used, and no more than one weight is in memory. The page Weights in and out of the
+documentation has the rest.
 """
 EPILOG = """examples:
   python -m pipeline weights inspect Llama-3.2-1B --stages 4
