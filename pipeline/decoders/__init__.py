@@ -6,9 +6,9 @@ embed and head. What never does is a file format, or the name that another libra
 those are the business of `pipeline.weights`.
 """
 
+from pipeline.decoders.block import Block
 from pipeline.decoders.config import DecoderConfig, Rope
 from pipeline.decoders.decoder import (
-    Block,
     Embedding,
     Head,
     Parts,

@@ -21,10 +21,9 @@ from flax import nnx
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
-from pipeline.decoders.attention import DecoderAttention, check_whole
-from pipeline.decoders.config import ACTIVATIONS, DecoderConfig
-from pipeline.decoders.experts import make_experts
-from pipeline.decoders.latent import LatentAttention
+from pipeline.decoders.attention import check_whole
+from pipeline.decoders.block import Block
+from pipeline.decoders.config import DecoderConfig
 from pipeline.decoders.multi_token import (
     AHEAD,
     EMBEDDED,
@@ -36,9 +35,6 @@ from pipeline.decoders.multi_token import (
 )
 from pipeline.decoders.norms import make_norm
 from pipeline.layers import (
-    ColumnLinear,
-    RowLinear,
-    SwiGLU,
     VocabularyEmbedding,
     VocabularyHead,
 )
@@ -46,99 +42,6 @@ from pipeline.layers.attending.order import WHOLE, Context
 
 Mode = Literal["ends", "stage"]
 SPREAD = 0.02  # of initial tables
-
-
-class PlainMLP(nnx.Module):
-    """`[..., d] -> [..., d]`: down(activation(up(x))).
-
-    Args:
-      config: of the decoder.
-      rngs: has a stream ``params``.
-      dtype: of the parameters.
-    """
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, dtype: Any) -> None:
-        d, f = config.width, config.hidden
-        self.activation = ACTIVATIONS[config.activation]
-        self.up = ColumnLinear(d, f, rngs, bias=config.mlp_bias, dtype=dtype)
-        self.down = RowLinear(f, d, rngs, bias=config.mlp_bias, dtype=dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The whole output."""
-        return self.down(self.activation(self.up(x)))
-
-
-class Block(nnx.Module):
-    """Attention and MLP, each added to the residual stream: `[b, t, d] -> [b, t, d]`.
-
-    Args:
-      config: of the decoder.
-      layer: which of its layers this is.
-      rngs: has a stream ``params``.
-      dtype: of the parameters; activations: of activations, by default that.
-      context: how sequences lie on the ranks of an axis.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        rngs: nnx.Rngs,
-        *,
-        dtype: Any,
-        activations: Any = None,
-        context: Context = WHOLE,
-    ) -> None:
-        self.attention_norm = make_norm(config, dtype)
-        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
-        kind = DecoderAttention if config.latent is None else LatentAttention
-        self.attention: Any = kind(config, layer, rngs, **types)
-        self.mlp_norm = make_norm(config, dtype)
-        experts, activation = config.experts, ACTIVATIONS[config.activation]
-        if experts is not None and layer in experts.layers:
-            self.experts = make_experts(experts, config.width, activation, rngs, dtype=dtype)
-        elif config.gated:
-            self.mlp: Any = SwiGLU(
-                config.width,
-                config.hidden,
-                rngs,
-                bias=config.mlp_bias,
-                activation=activation,
-                dtype=dtype,
-            )
-        else:
-            self.mlp = PlainMLP(config, rngs, dtype=dtype)
-        after = config.post_norms
-        self.attention_post_norm = make_norm(config, dtype) if after else None
-        self.mlp_post_norm = make_norm(config, dtype) if after else None
-
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> jax.Array:
-        """Run it; positions and segments as of `DecoderAttention`."""
-        return self._added(x, self.attention(self.attention_norm(x), positions, segments))
-
-    def call_slice(
-        self,
-        x: jax.Array,
-        earlier: Any,
-        part: SequenceSlice,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Run it on one slice of a sequence, as `DecoderAttention.call_slice`."""
-        given = self.attention_norm(x), earlier, part, positions, segments
-        y, own = self.attention.call_slice(*given)
-        return self._added(x, y), own
-
-    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The residual stream behind attention, whose result is y, and MLP."""
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
 
 class Stage(nnx.Module):
@@ -427,10 +330,8 @@ def build(
             embed = Embedding(config, rngs, **types)
             table = embed.table if config.tied else None
             ends = embed, Head(config, rngs, table=table, dtype=dtype)
-        ahead = []
-        for k in range(1, config.mtp_layers + 1):
-            block = Block(config, config.layers - 1, rngs, **types)
-            ahead.append(MultiTokenBlock(config, k, block, rngs, dtype=dtype))
+        depths = range(1, config.mtp_layers + 1)
+        ahead = [MultiTokenBlock(config, depth, rngs, **types) for depth in depths]
         firsts = [(sum(counts[:k]), sum(modules[:k])) for k in range(len(counts))]
         stages = [
             Stage([*blocks[n : n + c], *ahead[a : a + m]])

@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
+from pipeline.decoders.block import Block
 from pipeline.decoders.config import DecoderConfig
 from pipeline.decoders.norms import make_norm
+from pipeline.layers.attending.order import WHOLE, Context
 from pipeline.layers.weights import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
@@ -41,27 +43,35 @@ LOGITS = "logits"  # of the main model, in the head's output
 WEIGHT = 0.3  # of the losses together, as DeepSeek-V3 has it for most of its training
 
 
-class MultiTokenBlock(nnx.Module):
-    """Module k: joins a representation with an embedding, and runs a block of its own.
+class MultiTokenBlock(Block):
+    """Module k: joins a representation with an embedding; then TRM_k, like the model's last layer.
 
     Args:
       config: of the decoder.
       depth: k, from 1.
-      block: TRM_k, a layer like the main model's last.
       rngs: has a stream ``params``.
-      dtype: of the parameters.
+      dtype: of the parameters; activations: of activations, by default that.
+      context: how sequences lie on the ranks of an axis.
     """
 
     def __init__(
-        self, config: DecoderConfig, depth: int, block: nnx.Module, rngs: nnx.Rngs, *, dtype: Any
+        self,
+        config: DecoderConfig,
+        depth: int,
+        rngs: nnx.Rngs,
+        *,
+        dtype: Any,
+        activations: Any = None,
+        context: Context = WHOLE,
     ) -> None:
         d = config.width
+        types: dict[str, Any] = {"dtype": dtype, "activations": activations, "context": context}
+        super().__init__(config, config.layers - 1, rngs, **types)
         self.depth, self.is_last = depth, depth == config.mtp_layers
         # The main model's final norm, without which h_0 is not known.
         self.main_norm = make_norm(config, dtype) if depth == 1 else None
         self.embed_norm, self.hidden_norm = make_norm(config, dtype), make_norm(config, dtype)
         self.join = nnx.Param(scaled(2 * d)(rngs.params(), (2 * d, d), dtype))
-        self.block: Any = block
         self.norm = make_norm(config, dtype)
 
     def __call__(
@@ -86,7 +96,7 @@ class MultiTokenBlock(nnx.Module):
         both = [self.embed_norm(following), self.hidden_norm(before)]
         joined = jnp.concatenate(both, axis=-1)
         joined = apply(joined, self.join[...].astype(joined.dtype))
-        hidden = self.norm(self.block(joined, positions, segments))
+        hidden = self.norm(super().__call__(joined, positions, segments))
         inside = within(joined, segments, self.depth)
         found = {
             MAIN: x[MAIN],

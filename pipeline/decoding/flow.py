@@ -298,7 +298,7 @@ class Flow:
         logits = outcome.value[:, -1]
         axes = tuple(sorted(varying_axes(logits) - set(local.axes)))
         words = logits.shape[-1] * math.prod(map(jax.lax.axis_size, axes))
-        if axes:
+        if words > logits.shape[-1]:  # of axes of one rank, a rank has all
             _check_parts(axes, logits.shape[-1], words, self.rows.choice.words)
         return self.rows.choose(logits, microbatch, position, words, axes)
 

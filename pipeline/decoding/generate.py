@@ -39,6 +39,7 @@ from pipeline.decoding.caches import (
     with_types_of_writes,
 )
 from pipeline.decoding.flow import Choice, Flow, Kind, Rows
+from pipeline.decoding.positions import check_embed
 from pipeline.decoding.recompute import evaluating, recompute
 from schedules.core.timetable import loop_placement
 
@@ -106,6 +107,8 @@ def generate(
     tokens, lengths = _check_prompts(prompts, lengths)
     rows, width = tokens.shape
     _check_numbers(max_new_tokens=max_new_tokens)
+    if has_caches and start is None:
+        check_embed(pipe, tokens, max_new_tokens)
     prefilled = _prefilled(prefill, lengths, width, able=start is None and takes_many(pipe))
     # By default a microbatch for each rank, so that none waits; more would only make them smaller.
     if num_microbatches is None:

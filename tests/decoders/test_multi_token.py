@@ -96,7 +96,7 @@ def oracle(params, documents, weights):
             n = len(tokens) - 1 - k  # the positions that have a label
             e = rms(embedded[k:], w["embed_norm"]["scale"])
             joined = jnp.concatenate([e, rms(h[:n], w["hidden_norm"]["scale"])], -1) @ w["join"]
-            h = rms(layer(w["block"], joined), w["norm"]["scale"])
+            h = rms(layer(w, joined), w["norm"]["scale"])
             found.append(entropy(h @ out.T, tokens[k + 1 :]))
         return found
 
@@ -218,6 +218,18 @@ def test_loss_and_every_gradient_of_the_report(case):
     assert_close(loss, value)
     assert_close([metrics[name] for name in ["main", "mtp_1", "mtp_2"][: 1 + D]], losses)
     assert_close(as_oracle(pipe.to_layers(grads), modules=D, tied=tied), want)
+
+
+@pytest.mark.slow
+def test_a_model_over_tensor_has_the_gradients_of_the_report():
+    (stages, embed, head), _ = made("Ett|mL", 1, tied=True)
+    inputs, targets, extras = batch("packed")
+    ends = {"embed": embed, "head": head, "loss_fn": MultiTokenLoss()}
+    pipe = Pipeline(stages, 2, **ends, mesh=make_mesh(stage=2, tensor=2))
+    loss, grads = pipe.value_and_grad(inputs, targets, extras=extras)
+    value, _, want = wanted(1, tied=True, kind="packed")
+    assert_close(loss, value)
+    assert_close(as_oracle(pipe.to_layers(grads), modules=1, tied=True), want)
 
 
 @pytest.mark.slow

@@ -413,6 +413,45 @@ def test_models_that_cannot_decode():
     )
 
 
+class Forgetful(nnx.Module):
+    """Words and positions, of which it remembers none."""
+
+    def __init__(self, rngs: nnx.Rngs, scale: float = 1.0):
+        self.words = nnx.Param(jnp.ones((WORDS, WIDTH)))
+        self.places = nnx.Param(scale * jnp.arange(8.0)[:, None] * jnp.ones((1, WIDTH)))
+
+    def __call__(self, tokens):
+        return self.words[...][tokens] + self.places[...][: tokens.shape[1]][None]
+
+
+@pytest.mark.parametrize("width", [5, 1])
+def test_positions_that_nobody_remembers(width):
+    """Every token after the first would get position 0."""
+    mesh = collectives.make_mesh(stage=2)
+    stages = [Own(nnx.Rngs(k)) for k in range(2)]
+    pipe = Pipeline(stages, 2, embed=Forgetful(nnx.Rngs(2)), mesh=mesh)
+    at, by = (4, 0.8) if width == 5 else (1, 0.5)
+    assert refusal(pipe, PROMPTS[:, :width], 2) == (
+        f"generate() of a model with caches gives embed one token at a time, and embed= of type "
+        f"Forgetful makes something else of a token alone than of the same token at position {at} "
+        f"(they differ by {by} of the largest): it adds positions and remembers none; give it a "
+        f"method start_decoding(rows, length) that makes an nnx.Cache of the position it is at, or "
+        f"pass start="
+    )
+
+
+@pytest.mark.slow
+def test_an_embed_without_positions_needs_no_cache():
+    for embed in (Forgetful(nnx.Rngs(2), 0.0), lambda tokens: jax.nn.one_hot(tokens, WIDTH)):
+        stages = [Own(nnx.Rngs(k)) for k in range(2)]
+        pipe = Pipeline(stages, 2, embed=embed, mesh=collectives.make_mesh(stage=2, data=2))
+        text = np.asarray(PROMPTS)
+        for _ in range(2):
+            following = np.asarray(pipe(np.pad(text, ((0, 3), (0, 0)))))[:5, -1].argmax(-1)
+            text = np.concatenate([text, following[:, None]], axis=1)
+        np.testing.assert_array_equal(generate(pipe, PROMPTS, 2), text[:, 5:])
+
+
 def test_prompts_that_are_none():
     pipe, *_ = make(Own)
     assert refusal(pipe, PROMPTS.astype(jnp.float32), 2) == (

@@ -195,6 +195,20 @@ def test_uneven_numbers_of_layers_in_one_array(family):
     models.assert_matches(pipe, pipe.value_and_grad(*batch()), want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["replicated", "fsdp"])
+def test_an_axis_of_one_rank_is_no_obstacle_to_stages_of_another_kind(data_parallel):
+    """Weights of unlike shapes are packed: a run's mesh has ``tensor`` whatever its size is."""
+    stages = [Parallel(nnx.Rngs(0)), Parallel(nnx.Rngs(1), hidden=3 * WIDTH)]
+    ends = tensor_stages.ends(Parallel)
+    want = models.reference(stages, *batch(), models.cross_entropy, **ends)
+    given = {"mesh": mesh(2, 2, 1), "loss_fn": models.cross_entropy}
+    pipe = Pipeline(stages, M, **given, **ends, data_parallel=data_parallel)
+    models.assert_matches(pipe, pipe.value_and_grad(*batch()), want)
+    for stage, was in zip(pipe.stages(), stages, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(stage), nnx.state(was))
+
+
 # --- weights that each rank uses on activations of its own ---
 
 

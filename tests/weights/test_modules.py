@@ -6,15 +6,18 @@ tables.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import generate, make_optimizer, weights
+from pipeline.cli import main as cli
 from pipeline.decoders import MultiTokenLoss
 from tests.support.close import assert_close
 from tests.weights import tiny
@@ -85,6 +88,73 @@ def test_a_checkpoint_trains_and_goes_out_and_in_again(tmp_path: Path):
     again = weights.load(tmp_path / "out", 1, num_stages=1, loss_fn=MultiTokenLoss())
     assert_close(again(TOKENS), pipe(TOKENS))
     assert not np.allclose(words, pipe(TOKENS)["logits"])
+
+
+@pytest.mark.slow
+def test_experts_of_modules_lie_on_the_ranks_of_expert(tmp_path: Path):
+    """Loss and every gradient are those of one device: stage 2 x expert 2 x data 2."""
+    folder = written(tmp_path / "given")
+    tokens = np.random.default_rng(1).integers(0, tiny.WORDS, (8, 7))
+    found = []
+    one, eight = {"stage": 1}, {"stage": 2, "expert": 2, "data": 2}
+    for layout, mesh in (("EtttmL", one), ("Et|ttmL", eight)):
+        options: dict[str, Any] = {"mesh": make_mesh(**mesh), "loss_fn": MultiTokenLoss()}
+        if "expert" in mesh:
+            options["batch"] = P(("data", "expert"))
+        pipe = weights.load(folder, 2, layout=layout, **options)
+        loss, grads = pipe.value_and_grad(tokens[:, :-1], tokens[:, 1:])
+        tree = pipe.to_layers(grads)
+        blocks = [stage["blocks"][n] for stage in tree["stages"] for n in sorted(stage["blocks"])]
+        found.append((loss, blocks, tree["embed"], tree["head"]))
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_configured_run_reports_the_losses_of_modules(tmp_path: Path, monkeypatch, capsys):
+    """From a checkpoint, with --set of its keys; then it is evaluated, and makes text."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "given", vocab_size=tiny.WORDS)
+    (tmp_path / "run.toml").write_text(RUN)
+    own = ["--config", "run.toml", "--set", "model.mtp_weight=0.5"]
+    assert cli.main(["train", *own]) == 0
+    lines = (tmp_path / "out/log.jsonl").read_text().splitlines()
+    records = [one for one in map(json.loads, lines) if "loss" in one]
+    assert len(records) == 2
+    for one in records:
+        metrics = one["metrics"]
+        assert_close(one["loss"], metrics["main"] + 0.5 * metrics["mtp_1"])
+    held = capsys.readouterr().out
+    assert held.startswith("held-out loss ")
+    assert cli.main(["eval", *own]) == 0
+    assert capsys.readouterr().out == held
+    prompt = ["generate", "--prompt", "\n\t", "--length", "3", "--temperature", "0"]
+    assert cli.main([*prompt, *own]) == 0
+
+
+RUN = """
+[model]
+weights = "given"
+layout = "Et|ttmL"
+[data]
+function = "tests.weights.test_modules:data"
+[evaluation]
+function = "tests.weights.test_modules:data"
+[parallel]
+stage = 2
+num_microbatches = 2
+[optimizer]
+name = "sgd"
+learning_rate = 0.01
+[run]
+steps = 2
+"""
+
+
+def data() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two batches."""
+    tokens = np.random.default_rng(2).integers(0, tiny.WORDS, (2, 4, 8))
+    return [(one[:, :-1], one[:, 1:]) for one in tokens]
 
 
 @pytest.mark.slow

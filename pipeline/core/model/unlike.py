@@ -88,10 +88,10 @@ class Overlaid(nnx.Module):
             for k, flat in zip(numbers, flats, strict=True)
         ]
         cells, spots = overlay(lists)
-        if _unplaced(lists, cells, spots):
+        if _unplaced(lists, cells, spots, placement):
             # Layers of one kind then share places whatever their number in a stage is.
             cells, spots = overlay([_by_kind(leaves) for leaves in lists])
-        _check_sharded(lists, cells, spots, why)
+        _check_sharded(_unplaced(lists, cells, spots, placement), why)
         held: list[list[list[Held]]] = [[[] for _ in stages] for _ in cells]
         for rank, (flat, found) in enumerate(zip(flats, spots, strict=True)):
             for variable, spot in zip(flat.values(), found, strict=True):
@@ -155,27 +155,29 @@ def _by_kind(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _unplaced(
-    lists: Sequence[Sequence[Leaf]], cells: Sequence[Cell], spots: Sequence[Sequence[Spot]]
+    lists: Sequence[Sequence[Leaf]],
+    cells: Sequence[Cell],
+    spots: Sequence[Sequence[Spot]],
+    placement: Placement,
 ) -> list[Leaf]:
-    """Leaves that are sharded over further axes and lie in cells that cannot be."""
+    """Leaves that are sharded over further axes and lie in cells that cannot be.
+
+    An axis of one rank cuts nothing, so it is no obstacle.
+    """
     found = []
     for leaves, places in zip(lists, spots, strict=True):
         for leaf, spot in zip(leaves, places, strict=True):
             group: Any = leaf.group
             axes = group[-1]
-            if axes and (cells[spot.cell].name is None or (spot.part and axes[0])):
+            fits = cells[spot.cell].name is not None and not (spot.part and axes and axes[0])
+            if placement.cuts(axes) and not fits:
                 found.append(leaf)
     return found
 
 
-def _check_sharded(
-    lists: Sequence[Sequence[Leaf]],
-    cells: Sequence[Cell],
-    spots: Sequence[Sequence[Spot]],
-    why: str,
-) -> None:
-    """Check that what is sharded over further axes lies in cells that can be."""
-    for leaf in _unplaced(lists, cells, spots)[:1]:
+def _check_sharded(unplaced: Sequence[Leaf], why: str) -> None:
+    """Refuse leaves that are sharded over further axes and lie in cells that cannot be."""
+    for leaf in unplaced[:1]:
         group: Any = leaf.group
         over = dict.fromkeys(axis for entry in group[-1] for axis in axes_in(entry))
         raise ValueError(
@@ -231,7 +233,10 @@ def _cell_variable(cell: Cell, ranks: list[list[Held]], placement: Placement) ->
         like = nnx.Variable(first)
     shape = len(ranks), *cell.shape
     types = unnamed(like.replace(jax.ShapeDtypeStruct(cell.shape, first.dtype)))
-    spread = placement.spread_as(cell.group[-1], types, (STAGE,))
+    names = cell.group[-1]
+    if cell.name is None and names:  # axes of one rank each, over which the leaves still vary
+        names = (tuple(axis for entry in names for axis in axes_in(entry)),)
+    spread = placement.spread_as(names, types, (STAGE,))
     label = functools.partial(placement.label, types, spread=spread, lead=(STAGE,))
     sharding = NamedSharding(placement.mesh, spread.stored)
     if isinstance(first, jax.ShapeDtypeStruct):

@@ -134,6 +134,10 @@ class Placement:
         names = self._names(path, variable, _shape(variable), 0)
         return names if any(map(axes_in, names)) else ()
 
+    def cuts(self, names: Names) -> bool:
+        """Tell whether an array whose dims have these names is cut: some axis has several ranks."""
+        return self._size([axis for entry in names for axis in axes_in(entry)]) > 1
+
     def spread_as(self, names: Names, variable: Any, lead: tuple[str, ...]) -> Spread:
         """Lay out a variable whose dims have these names."""
         sharded, zero = names, tuple[str, ...]()

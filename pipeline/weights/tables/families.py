@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.base.files import Kind, faults_of, shown
@@ -536,13 +536,11 @@ _DEEPSEEK_ROWS = (
     *_MLP,
     *experts.DEEPSEEK_ROWS,
 )
-# A module for multi-token prediction has a block of its own, and the table's names without a level.
 _DEEPSEEK_MTP = (
     row("main_norm.scale", "d", ("..norm.weight", "d")),
     row("embed_norm.scale", "d", ("enorm.weight", "d")),
     row("hidden_norm.scale", "d", ("hnorm.weight", "d")),
     row("join", "u d", ("eh_proj.weight", "d u")),
-    *(replace(one, target=f"block.{one.target}") for one in _DEEPSEEK_ROWS),
     row("norm.scale", "d", ("shared_head.norm.weight", "d")),
 )
 _HEAD_NORMS = {"attention.q_norm.scale", "attention.k_norm.scale"}

@@ -25,7 +25,7 @@ class Family:
       name: of the family, the ``model_type`` of its config.json.
       rows: of a block; those whose weight a model has not are passed over.
       embed: of the embedding; head: of the head.
-      mtp: of a module for multi-token prediction, which is a layer behind all others.
+      mtp: rows that a layer for multi-token prediction has beside those of a block.
       mtp_copies: (name, "embed" or "head") of tensors of such a layer that say a table once more.
       blocks: what precedes the names of layer n, such as ``layers.{n}.``.
       prefixes: that checkpoints put before all this, the first of which exports have.
