@@ -155,11 +155,11 @@ class SplitPart(nnx.Module):
         self.paths = tuple(variables)
         for name in modes:
             setattr(self, name, None)  # as the model had it; train() and eval() set it
-        self.held = hold(variables)
+        self.of_model = hold(variables)  # checkpoints know this name
 
     def __call__(self, given: Any, **extras: Tree) -> Any:
         """Embed takes inputs, others a message; the head returns what the model does."""
-        recipe, held = self.cut.recipe, held_by(self.held, self.paths)
+        recipe, held = self.cut.recipe, held_by(self.of_model, self.paths)
         modes = tuple(
             (name, getattr(self, name)) for name in MODES if getattr(self, name, None) is not None
         )

@@ -4,6 +4,9 @@ Names are paths in the model without a pipeline: ``model.layers.3.up``, ``model.
 ``optimizer.opt_state.0.mu.layers.3.up``, ``shaped.ema.layers.3.up``. Layers are counted through all
 stages: a stage whose parameters all lie in one list of modules, as those of a stage of several
 blocks do, is as many layers, so that names do not depend on how many stages share the layers.
+
+A part that `pipeline.split` made of equations keeps variables by their paths in the whole model.
+Their names are these paths, ``model.of_model.blocks.3.up``, whichever part has them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 import importlib.metadata
 import math
 import pathlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -37,6 +41,7 @@ from pipeline.training.checkpoints.together import everyone
 
 Part = Literal["optimizer", "shaped", "plain", "data"]
 SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
+OF_MODEL = "of_model"  # attribute of a part that `split` made
 
 
 class Contents:
@@ -71,13 +76,29 @@ class Contents:
             self._add(f"shaped.{name}", found)
 
     def _add(self, prefix: str, leaves: Iterator[LayerLeaf]) -> None:
-        for leaf in leaves:
-            name = ".".join(map(str, (prefix, *self._layers.path(leaf.path))))
+        found = list(leaves)
+        # A variable of several parts, such as a random stream, is a leaf of each.
+        parts = Counter(map(_in_model, (leaf.path for leaf in found)))
+        for leaf in found:
+            own = _in_model(leaf.path)
+            path = own if own and parts[own] == 1 else self._layers.path(leaf.path)
+            name = ".".join(map(str, (prefix, *path)))
             if name in self.leaves:
                 raise ValueError(
                     f"two leaves have the name {name}; give attributes and keys names without dots"
                 )
             self.leaves[name] = leaf
+
+
+def _in_model(path: Path) -> Path:
+    """The path of a variable in the model that `split` cut; () for variables of other parts."""
+    if OF_MODEL not in path:
+        return ()
+    at = path.index(OF_MODEL)
+    first = at - 1 if path[at - 1] in SEVERAL[1:] else at - 2
+    if first < 0 or path[first] not in SEVERAL:
+        return ()
+    return (*path[:first], *path[at:])
 
 
 class _Layers:
