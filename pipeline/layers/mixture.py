@@ -198,15 +198,19 @@ class MixtureOfExperts(nnx.Module):
         return logits
 
     def advance_experts(self) -> None:
-        """Turn the counts of a step into loads, move the bias, and begin to count again."""
+        """Turn the counts of a step into loads, move the bias, and begin to count again.
+
+        Of one layer, or of all that a pipeline holds in the rows of its arrays.
+        """
         if not self.is_counting:
             return
         counts = self.counts[...]
         if self.bias is not None and self.bias_rate:
             number = counts.astype(jnp.float32)
             # Behind a step in which nothing was counted, such as one that is skipped, it stays.
-            self.bias[...] += self.bias_rate * jnp.sign(number.mean() - number)
-        total = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+            mean = number.mean(-1, keepdims=True)
+            self.bias[...] += self.bias_rate * jnp.sign(mean - number)
+        total = jnp.maximum(counts.sum(-1), 1).astype(jnp.float32)
         self.load[...] = loads(counts)
         self.dropped[...] = self.drops[...].astype(jnp.float32) / total
         self.counts[...] = jnp.zeros_like(counts)

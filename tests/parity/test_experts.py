@@ -61,7 +61,7 @@ CASES: list[tuple[int, int, tuple[int, int, int], str, dict[str, Any], dict[str,
     (4, 4, (4, 2, 1), "gpipe", {}, {"bias": True}),
     (2, 3, (2, 2, 2), "zb_h1", {"remat": None}, {"z_weight": 0.1, "balance_weight": 0.2}),
     (4, 6, (4, 2, 1), "eager_1f1b", {}, {"balance_weight": 0.2}),
-    (4, 3, (2, 2, 2), "dualpipe_v", {}, {}),
+    (4, 6, (2, 2, 2), "dualpipe_v", {}, {}),
     (2, 3, (1, 4, 2), "1f1b", {}, {"balance_weight": 0.2}),
 ]
 

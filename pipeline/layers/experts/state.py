@@ -20,14 +20,27 @@ def advance_experts(module: nnx.Module) -> None:
     """Turn the counts of a step into loads, move biases, and begin to count again.
 
     The ``after_step=`` of a pipeline with `MixtureOfExperts` in its stages. A model without a
-    pipeline calls it after each update.
+    pipeline calls it after each update; so does a loop in which one update takes several calls of
+    a pipeline without ``after_step=``.
 
     Args:
-      module: a stage, or any module with such layers in it.
+      module: a stage, a `Pipeline`, or any module with such layers in it.
+
+    Raises:
+      ValueError: the state of experts lies in no layer that can be found: stages of a pipeline are
+        not alike.
     """
+    found = False
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module) and hasattr(node, "advance_experts"):
             node.advance_experts()
+            found = True
+    if not found and nnx.to_flat_state(nnx.state(module, ExpertState)):
+        raise ValueError(
+            f"advance_experts was given a {type(module).__name__} that packs the state of experts, "
+            f"as a pipeline of unlike stages does: give the pipeline "
+            f"after_step=advance_experts instead"
+        )
 
 
 def settle_experts(module: nnx.Module) -> None:
