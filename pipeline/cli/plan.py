@@ -62,6 +62,8 @@ def add(sub: Any, name: str) -> Parser:
         metavar="X",
         help="load of the busiest expert over the mean (1.25)",
     )
+    about = "auto: stashes in host memory are tried where memory is short (not tried)"
+    add("--offload", choices=["auto"], help=about)
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
 
@@ -69,7 +71,7 @@ def add(sub: Any, name: str) -> Parser:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
-    wanted += ["dispatch", "imbalance"]
+    wanted += ["dispatch", "imbalance", "offload"]
     try:
         plans = plan(**{name: getattr(options, name) for name in wanted})
         if options.out is not None:

@@ -16,7 +16,14 @@ GIB = 2**30
 # 70B on v5p (docs/planner.md). GPUs: all of the plain step of docs/gpu.md, 249 ms for 1.19e14
 # operations on an H100, is .48 of peak.
 TPU_EFFICIENCY, TPU_PASSES = 0.93, 10.0
-_GPU: dict[str, Any] = {"efficiency": 0.5, "passes": 0.0, "keeps_attention": False}
+_GPU: dict[str, Any] = {
+    "efficiency": 0.5,
+    "passes": 0.0,
+    "keeps_attention": False,
+    "host_overlap": 0.0,
+}
+# PCIe of a TPU: jax-ml.github.io/scaling-book/tpus counts with 1.5e10 bytes a second.
+TPU_HOST = 15e9
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class Chip:
         is computed again: splash attention names it.
       clock: cycles a second, None where nobody knows them.
       devices: of JAX, that are one chip.
+      host: bytes a second between a chip and its host's memory, one way.
+      host_overlap: share of an action's work beside which a copy over that link travels: 1 where
+        compilers make asynchronous pairs around products, 0 where they start and wait at once
+        (docs/offload.md).
       closes: from how many chips on an axis of the torus is a ring, and not a line.
     """
 
@@ -56,6 +67,8 @@ class Chip:
     closes: int = 4
     passes: float = TPU_PASSES
     keeps_attention: bool = True
+    host: float = TPU_HOST
+    host_overlap: float = 1.0
 
     def ring(self, axes: int = 1) -> float:
         """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
@@ -83,9 +96,10 @@ _TABLE = (
     # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
     Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9, clock=2.2e9, devices=2),
     # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
-    # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU).
-    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, **_GPU),
-    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, **_GPU),
+    # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU). Hosts: PCIe Gen5 and Gen4, 128 and 64
+    # GB/s both ways.
+    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, host=64e9, **_GPU),
+    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, host=32e9, **_GPU),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 

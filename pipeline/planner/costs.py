@@ -25,9 +25,10 @@ from pipeline.planner.layout import (
     parameters_of,
 )
 from pipeline.planner.makespan import makespan
-from pipeline.planner.memory import alone_bytes, pipeline_bytes
+from pipeline.planner.memory import alone_bytes, pipeline_bytes, stash_bytes
 from pipeline.planner.models import COMPUTE_BYTES
 from schedules import Costs
+from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
 
 # Of peak, in attention kernels: assumed in docs/tpu.md too, and measured nowhere.
@@ -304,6 +305,8 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
         comm=_messages(job, layout, activation),
         head=stages[-1].head,
         embed=stages[0].embed,
+        host=stash_bytes(job, layout) / job.chip.host if layout.offload else 0.0,
+        host_overlap=job.chip.host_overlap,
     )
 
 
@@ -336,7 +339,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
     else:
         shared = ("embed", "head") if layout.vocabulary == "stage" else ()
         costs = stage_costs(job, layout)
-        whole = makespan(layout.schedule, S, V, M, costs, shared, job.clock)
+        whole = makespan(layout.schedule, S, V, M, replace(costs, host=0.0), shared, job.clock)
     compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
     tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
     again = 2 if layout.remat == GATHERED else passes
@@ -352,6 +355,10 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         "data": gathers + _reduce(job, layout, links),
         "update": _update(job, layout),
     }
+    if layout.offload and not bound:
+        keep: Keep = "input" if layout.remat == "stage" else "residuals"
+        moved = makespan(layout.schedule, S, V, M, costs, shared, job.clock, layout.offload, keep)
+        seconds["host"] = moved - whole
     return Estimate(layout, seconds, {} if bound else pipeline_bytes(job, layout), bound)
 
 

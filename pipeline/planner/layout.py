@@ -73,6 +73,7 @@ class MeshLayout:
         "hsdp": weights over the data shards of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and how tokens get there.
+      offload: share of the stashes that lie in host memory, of a pipeline; None for none.
     """
 
     data: int
@@ -88,6 +89,7 @@ class MeshLayout:
     data_parallel: str = "replicated"
     vocabulary: str = "ends"
     experts: Dispatched = ALL_HERE
+    offload: float | None = None
 
     @property
     def rows_ranks(self) -> int:

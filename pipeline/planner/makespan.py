@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from schedules import Costs, Schedule, build, simulate
+from schedules.clocks.hosted import Keep
 from schedules.core.flat import crossings_held, flatten, inputs_held
 
 # The kernel's, with exchanges that only partners wait for; the same where all ranks meet, as on
@@ -29,20 +30,29 @@ def built(name: str, S: int, V: int, M: int) -> Schedule:
 
 @functools.lru_cache(maxsize=8192)
 def makespan(
-    name: str, S: int, V: int, M: int, costs: Costs, shared: tuple[str, ...], clock: str
+    name: str,
+    S: int,
+    V: int,
+    M: int,
+    costs: Costs,
+    shared: tuple[str, ...],
+    clock: str,
+    offload: float | None = None,
+    keep: Keep = "residuals",
 ) -> float:
-    """Seconds, without optimizer.
+    """Seconds, without optimizer; with ``offload`` and ``keep`` of `schedules.simulate`.
 
     In a long pipeline S more microbatches always take as long: then three short ones, S apart, say
     what it takes. Where they do not agree, it is timed in full, up to `MOST` actions.
     """
+    moved: dict[str, Any] = {"offload": offload, "keep": keep}
 
     def timed(m: int) -> float:
         one = built(name, S, V, m)
         if clock == "event":
-            return simulate(one, costs, shared=shared).makespan
+            return simulate(one, costs, shared=shared, **moved).makespan
         sends: dict[str, Any] = {"partners": True, "delayed": None} if clock == "lockstep" else {}
-        return simulate(one, costs, "lockstep", shared=shared, **sends).makespan
+        return simulate(one, costs, "lockstep", shared=shared, **sends, **moved).makespan
 
     if M <= SHORT * S:
         return timed(M)

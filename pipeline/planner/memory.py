@@ -9,6 +9,8 @@ float32, all else bfloat16.
 
 from __future__ import annotations
 
+import math
+
 from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
@@ -28,6 +30,10 @@ USABLE = 0.95
 # What autodiff alone leaves of a block for its backward, over the smallest set: 8B on v5p by its
 # compiler (`8B-fsdp-kept`, docs/tpu.md).
 UNTRIMMED = 2.25
+
+# Places on a chip from which stashes are copied to the host, or to which they come back, beside
+# those that stay (docs/offload.md, by the TPU compiler).
+COPIES = 2
 
 
 def usable(job: PlannedJob) -> float:
@@ -86,17 +92,27 @@ def _logits(job: PlannedJob, layout: MeshLayout) -> float:
     return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
 
 
+def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that a forward of a stage leaves for its backward."""
+    given, _, _ = _block_bytes(job, layout)
+    if layout.remat == "stage":
+        return given
+    n = -(-job.model.layers // (layout.stage * layout.chunks))
+    kept = job.model.residuals(layout.experts) * layout.rows * job.seq / layout.tensor
+    return n * _left(job, layout, given, kept)
+
+
 def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
-    """Bytes of a chip, as the kernel holds them."""
+    """Bytes of a chip, as the kernel holds them; of stashes those that are not in host memory."""
     S, V, M = layout.stage, layout.chunks, layout.microbatches
     held_here = parameters_of(job, layout)
     parts = held_here.shards(layout.data, layout.experts.ranks)
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
-    kept = job.model.residuals(layout.experts) * layout.rows * job.seq / layout.tensor
-    stash = given if layout.remat == "stage" else n * _left(job, layout, given, kept)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
     stashes, crossings = places(layout.schedule or "", S, V, M)
+    if layout.offload is not None:
+        stashes += COPIES - math.floor(layout.offload * stashes + 1e-9)
     if crossings:
         workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
     weights = WEIGHT * held_here.all
@@ -105,7 +121,7 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         "weights": weights,
         "optimizer": 2 * WEIGHT * moments,
         "gradients": weights,
-        "stashes": stashes * stash + crossings * n * _crossing(job, layout),
+        "stashes": stashes * stash_bytes(job, layout) + crossings * n * _crossing(job, layout),
         # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
         "weights cast": COMPUTE_BYTES * held_here.blocks,
         "messages": 2 * V * given,
@@ -137,3 +153,11 @@ def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         "messages": 0.0,
         "workspace": max(beside, _logits(job, layout)),
     }
+
+
+def host_bytes(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes of host memory for a chip; 0 without `MeshLayout.offload`."""
+    if layout.offload is None or layout.schedule is None:
+        return 0.0
+    most, _ = places(layout.schedule, layout.stage, layout.chunks, layout.microbatches)
+    return math.floor(layout.offload * most + 1e-9) * stash_bytes(job, layout)

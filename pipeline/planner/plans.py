@@ -19,7 +19,8 @@ GB = 10**9
 # pipeline, which asks more of who runs it, has to be quicker by more.
 NEAR = 0.10
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
-SHARES = {"recompute": "recomputed"} | {n: n for n in ("bubble", "tensor", "expert", "data")}
+SHARES = {"recompute": "recomputed", "host": "host link"}
+SHARES |= {n: n for n in ("bubble", "tensor", "expert", "data")}
 
 
 class DoesNotFitError(ValueError):
@@ -49,6 +50,8 @@ class Plans:
       pipeline: the best with one; None if none fits or none is quicker than all that were found.
       lost: a line on each mesh and schedule that is not the best.
       tried: how many layouts there were.
+      offload: with ``offload="auto"``, a sentence that says whether stashes in host memory beat
+        computing again, and why; else empty.
     """
 
     job: PlannedJob
@@ -57,6 +60,7 @@ class Plans:
     pipeline: Estimate | None
     lost: tuple[str, ...] = field(repr=False)
     tried: int
+    offload: str = ""
 
     @property
     def best(self) -> Estimate:
@@ -90,6 +94,7 @@ class Plans:
                 f"{_parameters(job)}; {self.tried} layouts"
             ),
             self.verdict,
+            *([self.offload] if self.offload else []),
             "",
             *_table(job, self.ranked),
             "",
@@ -155,10 +160,10 @@ def _value(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
-def _options(layout: MeshLayout) -> Mapping[str, int | str]:
+def _options(layout: MeshLayout) -> Mapping[str, Any]:
     """Options for `Pipeline` beside the mesh."""
     is_known = layout.data_parallel in get_args(DataParallel)
-    options = {"data_parallel": layout.data_parallel} if is_known else {}
+    options: dict[str, Any] = {"data_parallel": layout.data_parallel} if is_known else {}
     if layout.data_parallel == "fsdp":
         options["gather"] = "action"
     if layout.schedule is None:
@@ -167,6 +172,7 @@ def _options(layout: MeshLayout) -> Mapping[str, int | str]:
         "schedule": layout.schedule,
         "remat": layout.stage_remat or "none",
         "vocabulary": layout.vocabulary,
+        **({"offload": layout.offload} if layout.offload else {}),
     }
 
 
@@ -248,7 +254,7 @@ def _dispatch(at: Dispatched) -> str:
 
 def limits(job: PlannedJob, one: Estimate) -> str:
     """Explain a step's time beyond the model's own operations, the largest part first."""
-    shares = {name: one.seconds[name] / one.step for name in SHARES}
+    shares = {name: one.seconds.get(name, 0.0) / one.step for name in SHARES}
     said = [
         f"{SHARES[name]} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
@@ -273,7 +279,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
                 str(at.chunks),
                 str(at.microbatches),
                 str(at.rows),
-                at.remat or "-",
+                (at.remat or "-") + (f", {at.offload:.0%} on host" if at.offload else ""),
                 at.data_parallel,
                 at.vocabulary if at.schedule else "-",
                 f"{one.step:.4g}",
@@ -294,7 +300,7 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
             f"does not fit: {one.hbm / GB:.0f} of {usable(job) / GB:.0f} GB, {largest} "
             f"{one.bytes[largest] / GB:.0f}"
         )
-    more = {name: one.seconds[name] - best.seconds[name] for name in one.seconds}
+    more = {name: one.seconds[name] - best.seconds.get(name, 0.0) for name in one.seconds}
     worst = max(more, key=lambda name: more[name])
     least = "at least " if one.bound else ""
     return f"{least}{one.step:.4g} s: {more[worst]:.3g} s more of {SHARES.get(worst, worst)}"

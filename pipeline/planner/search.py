@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
 from pipeline.planner.experts import DISPATCHES
+from pipeline.planner.hosted import Comparison, with_offload
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
@@ -45,6 +46,7 @@ def plan(
     costs: Costs | Mapping[int, Costs] | None = None,
     dispatch: Sequence[str] = DISPATCHES,
     imbalance: float = 1.25,
+    offload: Literal["auto"] | None = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be there.
 
@@ -69,6 +71,9 @@ def plan(
       dispatch: of a mixture of experts, ways of taking tokens to experts on other chips that are
         tried; "capacity" with the factor that leaves the busiest expert next to nothing to drop.
       imbalance: load of the busiest expert over the mean, as a run's records have it.
+      offload: "auto" to try stashes in host memory too, for pipelines that do not fit without: of
+        each the smallest share that fits, against what computes again. `Plans.offload` says
+        which wins, and why.
 
     Raises:
       DoesNotFitError: a ValueError that names what is nearest.
@@ -91,8 +96,15 @@ def plan(
                 f"remat has {BUT_ATTENTION!r} alone, and nothing that attention of {job.chip.name} "
                 f"gives can be kept by name: give 'block', None or 'stage' too"
             )
+    if offload not in (None, "auto"):
+        raise ValueError(
+            f"offload={offload!r}: must be 'auto' (stashes in host memory are tried where memory "
+            f"is short) or None"
+        )
     faults: dict[str, list[int]] = {}
     layouts = list(layouts_of(job, schedules, remat, faults))
+    if offload == "auto":
+        layouts += with_offload(job, layouts)
     if not layouts:
         axes = " x ".join(axes_of(job))
         raise ValueError(
@@ -105,7 +117,18 @@ def plan(
         raise _refusal(job, layouts, schedules, remat)
     ranked, alone, piped = found
     lost = _lost(job, layouts, ranked[0], piped, _said(faults))
-    return Plans(job, ranked, alone, piped, lost, len(layouts))
+    said = str(_compared(job, layouts)) if offload == "auto" else ""
+    return Plans(job, ranked, alone, piped, lost, len(layouts), said)
+
+
+def _compared(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Comparison:
+    """Compare the best pipelines with and without stashes in host memory."""
+    bounds = [one for one in _bounds(job, layouts) if one.layout.schedule is not None]
+    best = [
+        _best(job, (one for one in bounds if (one.layout.offload is not None) is hosted))
+        for hosted in (True, False)
+    ]
+    return Comparison(*(found[0] if found else None for found in best))
 
 
 def _job(
