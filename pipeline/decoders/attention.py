@@ -124,7 +124,9 @@ class DecoderAttention(nnx.Module):
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Attend from one slice of a sequence, as `pipeline.layers.Attention.call_slice`."""
-        q, k, v = self._turned(x, positions, part.index * x.shape[1])
+        if positions is None and self.rope is not None:
+            positions = self.context.places_in(part, x.shape[1])[None]
+        q, k, v = self._turned(x, positions, 0)
         y, own = self._read(q, k, v, segments, earlier, part)
         return self.out(y.reshape(*y.shape[:2], -1)), own
 

@@ -219,7 +219,7 @@ class Embedding(VocabularyEmbedding):
             self.seen[...] = first + t
             return x + learned[first + jnp.arange(t)].astype(x.dtype)[None]
         if self.context.size > 1 or part.count > 1:
-            return x + learned[self.context.places(t) + part.index * t].astype(x.dtype)[None]
+            return x + learned[self.context.places_in(part, t)].astype(x.dtype)[None]
         return x + learned[:t].astype(x.dtype)[None]
 
     def _check_length(self, t: int, learned: int) -> None:

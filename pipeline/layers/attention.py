@@ -226,7 +226,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self.qkv(x)
         if positions is None:
-            positions = self.context.places(q.shape[1])[None] + part.index * q.shape[1]
+            positions = self.context.places_in(part, q.shape[1])[None]
         turns = rotary(positions, q.shape[-1], theta=self.theta, scaling=self.scaling)
         q, k = rotate(q, *turns), rotate(k, *turns)
         y, own = attend_slice(
@@ -325,7 +325,7 @@ def attend_slice(
     implementation: kernels.Implementation | None = None,
     context: Context = WHOLE,
     **options: Any,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Any]:
     """Compute attention of one slice of a sequence to it and to earlier slices.
 
     Args:
@@ -337,19 +337,20 @@ def attend_slice(
       part: the place of the slice.
       segments: `[b, t]`, as of `attend`.
       implementation: as of `attend`; slices take the formula.
-      context: as of `attend`; slices take whole ones.
+      context: as of `attend`: how a slice lies on ranks, whose keys and values are kept whole
+        ("allgather") or of a part of the heads ("ulysses").
       options: the others of `attend`.
 
     Returns:
-      `[b, t, k·g, c]`, and what later slices read: keys, values and segments of this one.
+      `[b, t, k·g, c]`, and what later slices read: keys, values and segments of this one; nothing
+      of a whole sequence.
 
     Raises:
-      ValueError: as `attend`; a kernel asked for by name, or a context axis, with slices.
+      ValueError: as `attend`; a kernel asked for by name, a ring or a zig-zag, with slices.
     """
-    own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
-    if earlier is None:
+    if part.count == 1:
         more: dict[str, Any] = {"implementation": implementation, "context": context}
-        return attend(q, k, v, segments=segments, **more, **options), own
+        return attend(q, k, v, segments=segments, **more, **options), ()
     if implementation in ("splash", "cudnn"):
         raise ValueError(
             f"implementation={implementation!r} with slices of sequences: which keys a query reads "
@@ -358,25 +359,48 @@ def attend_slice(
         )
     check_segments(segments, q)
     _check_context(context)
-    if context.size > 1:
+    if context.size > 1 and (context.way == "ring" or context.order != "contiguous"):
         raise ValueError(
-            f"slices of sequences with positions split over {context.axis!r}: attention joins "
-            f"slices that are whole; leave out slices= or the axis"
+            f"slices of sequences with {context!r}: a slice is split over ranks in its own order, "
+            f"and its keys are kept, not sent around; take context='allgather' or 'ulysses' in "
+            f"contiguous order"
         )
-    whole = {name: part.join(own[name], earlier[name]) for name in own}
-    names = "window", "softcap", "scale", "query_chunk"
+    own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
+    places, sinks = context.places_in(part, q.shape[1]), options.get("sinks")
+    exchanges = context.size > 1 and context.way == "ulysses"
+    if exchanges:
+        q, own["keys"], own["values"], sinks = _with_own_heads(q, k, v, sinks, context)
+        places = part.places(q.shape[1])
+    elif context.size > 1:
+        own["keys"], own["values"] = (_gather(x, context.axis) for x in (k, v))
+    if segments is not None and context.size > 1:
+        own["segments"] = _gather(segments, context.axis)
+        segments = own["segments"] if exchanges else segments
+    whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
+    chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
+    chosen["query_chunk"] = chosen["query_chunk"] or _chunk(q.shape[1], whole["keys"].shape[1])
     y = _attend(
         q,
         whole["keys"],
         whole["values"],
         segments,
         implementation=implementation or "chunked",
-        places=part.places(q.shape[1]),
+        places=places,
         segments_of_keys=whole.get("segments"),
-        **{name: options.get(name) for name in names},
-        sinks=options.get("sinks"),
+        sinks=sinks,
+        **chosen,
     )
-    return y, own
+    return (_exchange(y, context.axis, split=1, join=2) if exchanges else y), own
+
+
+MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
+
+
+def _chunk(t: int, length: int) -> int | None:
+    """Choose the number of queries to score at a time, the most that `MOST_PAIRS` allows."""
+    if t * length <= MOST_PAIRS:
+        return None
+    return max(n for n in range(1, t + 1) if t % n == 0 and (n == 1 or n * length <= MOST_PAIRS))
 
 
 def _check_context(context: Context) -> None:
@@ -403,6 +427,23 @@ def _with_whole_sequences(
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Exchange positions for heads, attend, and exchange back (arXiv:2309.14509)."""
+    context.check_length(q.shape[1])
+    q, k, v, sinks = _with_own_heads(q, k, v, sinks, context)
+    q, k, v = map(context.natural, (q, k, v))
+    if segments is not None:
+        segments = context.natural(_gather(segments, context.axis))
+    y = run(q, k, v, segments, sinks=sinks)
+    return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
+
+
+def _with_own_heads(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, context: Context
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Exchange positions for heads: all positions, rank by rank, of this rank's heads.
+
+    Raises:
+      ValueError: heads that the ranks cannot share.
+    """
     ranks, heads, kv_heads = context.size, q.shape[2], k.shape[2]
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise ValueError(
@@ -411,21 +452,14 @@ def _with_whole_sequences(
             f"and the heads that they read; choose an axis that divides {heads}, and that divides "
             f"{kv_heads} or is a multiple of it, or take context='allgather' or 'ring'"
         )
-    context.check_length(q.shape[1])
     if kv_heads < ranks:  # several ranks read one head
         k, v = (jnp.repeat(x, ranks // kv_heads, axis=2) for x in (k, v))
-
-    def whole(x: jax.Array) -> jax.Array:
-        return context.natural(_exchange(x, context.axis, split=2, join=1))
-
-    if segments is not None:
-        segments = context.natural(_gather(segments, context.axis))
     if sinks is not None:  # those of the heads that this rank reads with
         own = heads // ranks
         first = group_rank(context.axis) * own
         sinks = jax.lax.dynamic_slice_in_dim(vary(sinks, str(context.axis)), first, own)
-    y = run(whole(q), whole(k), whole(v), segments, sinks=sinks)
-    return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
+    q, k, v = (_exchange(x, context.axis, split=2, join=1) for x in (q, k, v))
+    return q, k, v, sinks
 
 
 def _exchange(x: jax.Array, axis: str | None, *, split: int, join: int) -> jax.Array:

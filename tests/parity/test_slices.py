@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, LatentConfig, build, next_token_loss
+from pipeline.layers import Context
 from pipeline.training.batches import Batch, packed
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
@@ -43,11 +45,12 @@ def data(masked: bool = False) -> Batch:
     return batch
 
 
-def decoder(stages: int, **options: Any) -> Any:
+def decoder(stages: int, *, context: Context | None = None, **options: Any) -> Any:
     """Stages, embed and head of four blocks, every second of which has a window."""
     windows = options.pop("windows", (None, 6) * 2)
     config = DecoderConfig(vocabulary=24, layers=LAYERS, windows=windows, **(SIZES | options))
-    parts = build(config, [LAYERS // stages] * stages, nnx.Rngs(0))
+    counts = [LAYERS // stages] * stages
+    parts = build(config, counts, nnx.Rngs(0), context=context or Context())
     number = 0
     for part in (*parts[0], *parts[1:]):
         for _, leaf in nnx.to_flat_state(nnx.state(part, nnx.Param)):
@@ -119,6 +122,26 @@ def test_loss_and_gradients(mesh, schedule, slices, remat):
 def test_slices_and_microbatches_without_a_token(slices):
     pipe = pipe_of(decoder(2), {"stage": 2}, slices=slices)
     check(pipe, data(masked=True), wanted(2, masked=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "sizes", "schedule", "remat"),
+    [
+        ("ulysses", {"stage": 2, "context": 2, "data": 2}, "seq1f1b_zb", None),
+        ("ulysses", {"stage": 2, "context": 4, "data": 1}, "seq1f1b", "stage"),
+        ("allgather", {"stage": 2, "context": 2, "data": 1}, "seq1f1b", None),
+    ],
+)
+def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, remat):
+    parts = decoder(2, context=Context("context", way))
+    options: dict[str, Any] = {"batch": P("data", "context"), "schedule": schedule, "remat": remat}
+    pipe = pipe_of(parts, sizes, slices=2, **options)
+    check(pipe, data(), wanted(2))
+    batch = data()
+    given: dict[str, Any] = {"extras": batch.extras}
+    whole = pipe_of(decoder(2), {"stage": 2})
+    assert_close(pipe(batch.inputs, **given), whole(batch.inputs, **given))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from collectives import STAGE, vary
+from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, is_float, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
@@ -47,7 +48,7 @@ from pipeline.core.kernel.results import (
 )
 from pipeline.core.kernel.share import check_outputs_are_final, find_share
 from pipeline.core.model.loss import mean_of
-from pipeline.core.model.microbatch import cut
+from pipeline.core.model.microbatch import cut, dealt
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.activations import Activations, follow
@@ -156,6 +157,8 @@ def train(
     out_specs = P(), _manual(plan, specs), of_inputs, _manual(plan, model.state_specs)
     run = run_on_ranks(plan, model, program, body, out_specs, runs)
     loss, grads, inputs, kept = run(weights, batch, scale)
+    pairs = zip(inputs, of_inputs, strict=True)
+    inputs = [_in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs, kept
@@ -189,8 +192,10 @@ def outputs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[T
     if "head" in plan.shared:  # of each row, every rank has the logits of its words
         own = lambda _, memory: own_logits_of(memory, plan)  # noqa: E731
         found, kept = _infer(*given, step, own, P(STAGE, *lie))
-        return jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words], kept
-    return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+        found = jnp.moveaxis(found, 0, -1)[..., : model.tables.head_words]
+        return _in_order(plan, found, lie, back=True), kept
+    found = _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+    return _ordered_outputs(found, plan)
 
 
 @PerPlan
@@ -198,7 +203,15 @@ def logprobs(plan: Plan, model: Model, weights: Weights, batch: Batch) -> tuple[
     """Run forward actions: [N, ...] float32 log-probabilities of targets, and declared state."""
     given, lie = (plan, model, weights, batch), plan.axes.output_spec
     step = StepRequest(training=False, take_loss=False, logprobs=True)
-    return _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+    found = _infer(*given, step, lambda _, memory: outputs_of(memory, plan), lie)
+    return _ordered_outputs(found, plan)
+
+
+def _ordered_outputs(results: tuple[Tree, Kept], plan: Plan) -> tuple[Tree, Kept]:
+    """Outputs with their positions in order."""
+    found, kept = results
+    spec = plan.axes.output_spec
+    return jax.tree.map(lambda x: _in_order(plan, x, spec, back=True), found), kept
 
 
 def _infer(
@@ -407,7 +420,7 @@ def run_on_ranks(
         of_tables |= dict.fromkeys(COMMON, P())
 
     def run(weights: Weights, batch: Batch, same: Tree = None) -> Any:
-        layout = model.layout
+        layout, batch = model.layout, _dealt(plan, batch)
         params = _state_specs(weights.chunks, weights.ends, layout.chunks, layout.ends)
         rests = weights.chunks_rest, weights.ends_rest
         others = _state_specs(*rests, layout.chunks_rest, layout.ends_rest)
@@ -423,6 +436,24 @@ def run_on_ranks(
         return sharded(tables, weights, batch, same)
 
     return run
+
+
+def _dealt(plan: Plan, batch: Batch) -> Batch:
+    """The batch with its positions in the order in which a position axis is to split slices."""
+    if plan.schedule.num_slices == 1 or not plan.axes.positions:
+        return batch
+    specs = [spec for of in batch.specs for spec in of]
+    leaves, treedef = jax.tree.flatten(batch)
+    found = [_in_order(plan, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    return jax.tree.unflatten(treedef, found)
+
+
+def _in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> Any:
+    """A leaf whose dim 1 is split by a spec, in the order of slices; or back in its own."""
+    ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
+    if plan.schedule.num_slices == 1 or ranks == 1:
+        return leaf
+    return dealt(leaf, plan.schedule.num_slices, ranks, back=back)
 
 
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,8 @@ def make_batch(
     for name, leaf, spec in split:
         _check_positions(name, leaf, spec, axes)
     if num_slices > 1:
-        check_cuts(leaves, num_slices)
+        ranks_of = {name: axes.size(axes_in(spec[1])) for name, _, spec in split if len(spec) > 1}
+        check_cuts(leaves, num_slices, ranks_of)
     return batch
 
 
@@ -223,12 +224,15 @@ def _check_positions(name: str, leaf: Any, spec: PartitionSpec, axes: Axes) -> N
             )
 
 
-def check_cuts(leaves: Sequence[tuple[str, Any]], num_slices: int) -> None:
+def check_cuts(
+    leaves: Sequence[tuple[str, Any]], num_slices: int, ranks_of: Mapping[str, int]
+) -> None:
     """Check that the sequences of a batch can be cut into slices.
 
     Args:
       leaves: (name, array) of every leaf with a batch axis, inputs first.
       num_slices: how many.
+      ranks_of: by the name of a leaf, over how many devices its positions are split.
 
     Raises:
       ValueError: a leaf without positions, of another length, or of one that cannot be cut.
@@ -240,6 +244,13 @@ def check_cuts(leaves: Sequence[tuple[str, Any]], num_slices: int) -> None:
             f"behind its rows; leave slices out"
         )
     first, length = long[0][0], long[0][1].shape[1]
+    ranks = ranks_of.get(first, 1)
+    if length % (num_slices * ranks) and ranks > 1:
+        unit = num_slices * ranks
+        raise ValueError(
+            f"{first} has {length} positions, and each of slices={num_slices} is split over "
+            f"{ranks} devices; pad sequences to a multiple of {unit}, {length + -length % unit}"
+        )
     if length % num_slices:
         fits = [n for n in range(2, length + 1) if length % n == 0]
         raise ValueError(
@@ -268,6 +279,20 @@ def cut(x: jax.Array, num_slices: int) -> jax.Array:
         return jnp.repeat(x, num_slices, axis=0)
     x = jnp.moveaxis(x.reshape(M, b, num_slices, rest[0] // num_slices, *rest[1:]), 2, 1)
     return x.reshape(M * num_slices, b, *x.shape[3:])
+
+
+def dealt(x: jax.Array, num_slices: int, ranks: int, *, back: bool = False) -> jax.Array:
+    """Order positions [b, T, ...] so that each rank of an axis has its part of every slice.
+
+    Args:
+      x: a batch, whose dim 1 is then split over an axis.
+      num_slices: N.
+      ranks: of the axis.
+      back: whether to undo it.
+    """
+    first, second = (ranks, num_slices) if back else (num_slices, ranks)
+    parts = x.reshape(x.shape[0], first, second, -1, *x.shape[2:])
+    return jnp.swapaxes(parts, 1, 2).reshape(x.shape)
 
 
 def _nearest(rows: int, unit: int) -> str:

@@ -45,14 +45,13 @@ def check_slices(slices: Any) -> int | None:
     return found
 
 
-def check_sliced(num_slices: int, *, bubbles: str, offload: Any, positions: Sequence[str]) -> None:
+def check_sliced(num_slices: int, *, bubbles: str, offload: Any) -> None:
     """Check the options beside slices.
 
     Args:
       num_slices: N of the timetable.
       bubbles: as of `Options`.
       offload: as of `Options`.
-      positions: mesh axes over which positions are split.
 
     Raises:
       ValueError: one that slices do not run with.
@@ -67,11 +66,6 @@ def check_sliced(num_slices: int, *, bubbles: str, offload: Any, positions: Sequ
         )
     elif offload:
         wrong = f"offload={offload!r}", "carries of slices stay on the device: leave offload out"
-    elif positions:
-        wrong = (
-            f"positions split over {' x '.join(map(repr, positions))} (batch=)",
-            "a slice is a contiguous part of the sequence: split rows alone",
-        )
     if wrong:
         raise ValueError(f"slices={num_slices} with {wrong[0]}: {wrong[1]}, or leave slices out")
 

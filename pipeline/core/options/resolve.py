@@ -93,12 +93,7 @@ def make_plan(
         "options": options,
     }
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
-    check_sliced(
-        timetable.num_slices,
-        bubbles=bubbles,
-        offload=options.offload,
-        positions=axes.positions,
-    )
+    check_sliced(timetable.num_slices, bubbles=bubbles, offload=options.offload)
     return Plan(**(options.to_dict() | chosen))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from collectives.places.sizes import is_size
 from collectives.tensor import group_rank, group_size
+from pipeline.base.agreed.slices import SequenceSlice
 
 Way = Literal["allgather", "ulysses", "ring"]
 Order = Literal["contiguous", "zigzag"]
@@ -83,6 +84,16 @@ class Context:
         half = length // 2
         far = (2 * self.size - 1 - rank) * half
         return jnp.concatenate([rank * half + jnp.arange(half), far + jnp.arange(half)])
+
+    def places_in(self, part: SequenceSlice, length: int) -> jax.Array:
+        """Compute the places `[t]` in the sequence of a rank's positions of one slice.
+
+        Args:
+          part: the slice.
+          length: t.
+        """
+        places = self.places(length)
+        return places if part.count == 1 else places + part.index * (length * self.size)
 
     def check_length(self, length: int) -> None:
         """Check that a rank's positions are two blocks where the order is zig-zag.
