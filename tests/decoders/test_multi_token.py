@@ -20,6 +20,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, generate
 from pipeline.decoders import DecoderConfig, MultiTokenLoss, build, next_token_loss
+from pipeline.decoders.multi_token import shifted, within
 from pipeline.layers import Context
 from pipeline.splitting.layouts import place_modules
 from pipeline.training.batches import packed
@@ -297,6 +298,18 @@ def test_modules_that_cannot_be_placed():
         "DecoderConfig: mtp_layers=1 with learned positions: a module joins embeddings of other "
         "positions, which have none of their own; give rope=, or mtp_layers=0"
     )
+
+
+def test_what_lies_further_on():
+    """In sequences shorter than a module sees there is nothing, and no document reaches another."""
+    x = jnp.arange(1.0, 6.0)[None, :, None]
+    assert shifted(x, 2)[0, :, 0].tolist() == [3, 4, 5, 0, 0]
+    assert shifted(x, 7)[0, :, 0].tolist() == [0] * 5
+    assert not within(x, None, 7).any()
+    assert within(x, None, 2)[0].tolist() == [True, True, True, False, False]
+    segments = jnp.asarray([[1, 1, 1, 2, 2]])
+    assert within(x, segments, 1)[0].tolist() == [True, True, False, True, False]
+    assert within(x, segments, 2)[0].tolist() == [True, False, False, False, False]
 
 
 def test_losses_that_do_not_fit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -58,9 +59,14 @@ def test_the_example_trains_experts_over_stages_experts_and_data(tmp_path):
     flags = "--xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-m", "pipeline", "train", "--config", "moe.toml"]
+    run += ["--set", "model.arguments.mtp_layers=1"]  # with a module for multi-token prediction
     done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "busiest expert" in done.stderr
+    lines = (folder / "out-moe" / "log.jsonl").read_text().splitlines()
+    metrics = [one["metrics"] for one in map(json.loads, lines) if "metrics" in one]
+    assert len(metrics) == 4
+    assert all({"main", "mtp_1"} == set(one) for one in metrics)
     draw = [sys.executable, "moe_run.py", "out-moe"]
     subprocess.run(draw, cwd=folder, env=env, check=True)
     assert (folder / "out-moe" / "experts.png").stat().st_size > 1000
