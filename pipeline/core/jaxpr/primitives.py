@@ -95,6 +95,7 @@ _TABLE = {
         CHEAP, carries=True, identity=True, view=True, whole=True, passes=True
     ),
     "name": Traits(CHEAP, moves=True, carries=True, identity=True, view=True, passes=True),
+    "narrowed": Traits(CHEAP, moves=True, carries=True, view=True, passes=True),
     "sharding_constraint": Traits(identity=True),
     "get": Traits(carries=True),
     "swap": Traits(carries=True, writes=True),

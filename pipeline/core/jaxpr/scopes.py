@@ -19,6 +19,7 @@ from schedules.core.action import Action
 from schedules.lowering.program import COMMON, Program
 
 ONCE = "once"  # a loop of exactly one trip
+CASTS = "casts"  # of weights, once a step
 HOST_POOLS = ("host_stashes", "host_crossings")  # pools in host memory, where they are made
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")

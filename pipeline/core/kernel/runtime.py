@@ -32,6 +32,7 @@ from pipeline.core.executors.memory import Memory, StepRequest
 from pipeline.core.executors.straight import Straight
 from pipeline.core.executors.ticks import run_ticks, was_sent
 from pipeline.core.jaxpr.primitives import makes_ref
+from pipeline.core.kernel.casts import cast_once
 from pipeline.core.kernel.jitted import PerPlan
 from pipeline.core.kernel.results import (
     Gradients,
@@ -310,6 +311,7 @@ def _prepare(
     """
     state, activations = follow(state)
     check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
+    state = cast_once(state, activations.bodies)
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)
     if not take_loss:
@@ -496,7 +498,9 @@ def rank_state(
         return jax.tree.unflatten(treedef, gather(leaves, spreads, lead=lead))
 
     chunks = _squeeze(weights.chunks)
+    parts: tuple[Leaves, ...] = ()
     if plan.gather == "step":
+        parts = tuple(map(jax.tree.leaves, chunks))
         chunks = tuple(
             whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
         )
@@ -513,7 +517,7 @@ def rank_state(
 
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
     gathers = plan.gather == "action"
-    return RankState(model, local, batch, axes, gathers=gathers, num_slices=slices)
+    return RankState(model, local, batch, axes, gathers=gathers, num_slices=slices, parts=parts)
 
 
 def _squeeze(tree: Tree) -> Tree:

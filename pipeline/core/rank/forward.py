@@ -19,6 +19,7 @@ from collectives import STAGE, vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Index, Leaves, Tree, blank, pick, zeros
 from pipeline.core.backward.outcome import Outcome, SlicedInput
+from pipeline.core.jaxpr.narrow import with_copies
 from pipeline.core.model.stage import Seat
 from pipeline.core.rank.checks import naming
 from pipeline.core.rank.ends import CALL_SLICE, computed, pure, slice_of, with_added
@@ -88,7 +89,7 @@ class Forward:
     def stage(
         self,
         weights: Leaves,
-        fixed: Tree,
+        fixed: tuple[Tree, Leaves],
         side: Tree,
         x: Tree,
         *,
@@ -98,19 +99,20 @@ class Forward:
 
         Args:
           weights: its parameters.
-          fixed: its state that is neither parameters nor random streams.
+          fixed: its state that is neither parameters nor random streams, and the narrow copies of
+            parameters that are read from these, None for others.
           side: its random streams and extras for one microbatch, and the `SequenceSlice` if there
             are several; with checks also where it is.
           x: its input; of a slice a `SlicedInput`.
           paths: of the declared variables that the outcome has; those that it writes unless given.
         """
-        streams, extras, part, *where = side
+        (streams, extras, part, *where), (others, narrow) = side, fixed
         if paths is None:
             paths = self.state_paths if self.writes else ()
 
         def run(weights: Leaves, x: Tree) -> Outcome:
             params = jax.tree.unflatten(self.params_tree, computed(self.state, weights))
-            rest = nnx.merge_state(streams, fixed)
+            rest = nnx.merge_state(streams, others)
             given: Any = params, rest, x, extras
             method: Any = called
             if isinstance(x, SlicedInput):
@@ -123,6 +125,8 @@ class Forward:
 
         run = naming(run, *where) if where else run
         run = pure(self.state, run)
+        if any(copy is not None for copy in narrow):
+            run = with_copies(run, narrow)
         if self.model.policy is not None:
             run = jax.checkpoint(run, policy=self.model.policy)
 
@@ -146,17 +150,20 @@ class Forward:
 
     def stage_arguments(
         self, chunk: Index, microbatch: Any, *, now: bool = False
-    ) -> tuple[Leaves, Tree, Tree]:
+    ) -> tuple[Leaves, tuple[Tree, Leaves], Tree]:
         """The arguments of `stage` before its input; ``now`` for the forward that writes state."""
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         part = slice_of(self.state, microbatch)
         side = streams, self.batch.extras_of(microbatch), part, *self._where(chunk, microbatch)
         fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
-        if not self.state.gathers:
-            return pick(self.weights, chunk), fixed, side
-        whole, views = self.state.gathered(chunk, microbatch), self._seat.views
-        return whole if views is None else views.params.leaves(whole), fixed, side
+        (whole, narrow), views = self.state.parameters(chunk, microbatch), self._seat.views
+        if views is None:
+            return whole, (fixed, narrow), side
+        cells = [narrow[spot.cell] for spot in views.params.spots]
+        pairs = zip(views.params.spots, cells, strict=True)
+        copies = [None if cell is None else spot.read(cell) for spot, cell in pairs]
+        return views.params.leaves(whole), (fixed, copies), side
 
     def _where(self, chunk: Index, microbatch: Any) -> list[tuple[jax.Array, jax.Array]]:
         """The numbers of stage and microbatch for the errors of checks, if there are any."""
@@ -184,13 +191,13 @@ class Forward:
 
     def stage_usage(self) -> Usage:
         """Find how a stage uses the state that it may write."""
-        weights, fixed, side = self.stage_arguments(self.home, 0)
+        weights, (fixed, narrow), side = self.stage_arguments(self.home, 0)
         paths, flat = self.state_paths, dict(nnx.to_flat_state(fixed))
 
         def run(values: Values) -> tuple[Tree, Values]:
             found = with_values(flat, paths, values)
             x = blank_input(self.state, self.activation, self.carry, ())
-            outcome = self.stage(weights, found, side, x, paths=paths)
+            outcome = self.stage(weights, (found, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
 
         return usage_of(run, [jax.tree.leaves(flat[path]) for path in paths])

@@ -62,6 +62,11 @@ class RankState:
       mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
       num_slices: N, into how many slices the sequences of a microbatch are cut.
       held: the declared state while it is written (`pipeline.core.rank.held`), None if nothing is.
+      parts: [V] the leaves of each chunk's parameters before they were gathered for the step; empty
+        if they were not.
+      narrow: [V] narrow copies of leaves that stages read in a narrower dtype alone, None for other
+        leaves (`pipeline.core.kernel.casts`); sharded as leaves are if actions gather them. Empty
+        if there are none.
     """
 
     model: Model
@@ -82,6 +87,8 @@ class RankState:
     mean: Any = None
     num_slices: int = 1
     held: Any = None
+    parts: Sequence[Leaves] = ()
+    narrow: Sequence[Leaves] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -125,9 +132,26 @@ class RankState:
         """The random streams in their other state, and what else is in it."""
         return split_streams(self.weights.ends_rest)
 
+    def parameters(self, chunk: Index, microbatch: Any) -> tuple[Leaves, Leaves]:
+        """A chunk's parameters, whole, and their narrow copies, None for those without."""
+        shards = pick(self.shards, chunk)
+        narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
+        if self.gathers:
+            stored = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
+            whole = self._gathered(stored, chunk, microbatch)
+            narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
+        elif self.parts:
+            whole = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
+        else:
+            return shards, narrow
+        # Nothing reads the numbers of a wide one that has a copy.
+        return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
+
     def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
         """A chunk's parameters, whole."""
-        shards = pick(self.shards, chunk)
+        return self._gathered(pick(self.shards, chunk), chunk, microbatch)
+
+    def _gathered(self, shards: Leaves, chunk: Index, microbatch: Any) -> Leaves:
         if not isinstance(microbatch, int):
             # The same in every tick, but not to be gathered once and kept.
             ties = [vary_like(microbatch, shard) for shard in shards]

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from pipeline.base.tree import Tree, nbytes
-from pipeline.core.jaxpr.scopes import HOST_POOLS
+from pipeline.core.jaxpr.primitives import equations
+from pipeline.core.jaxpr.scopes import CASTS, HOST_POOLS
 from pipeline.core.kernel import runtime
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.plan import Plan
@@ -167,7 +169,7 @@ def predict(
         before = found.get(name, Places()).each
         size = ref.size // 2 if var in halved else ref.size
         found[name] = Places(places, before + size // places)
-    held = sum(ref.size for ref in walk.refs)
+    held, casts = sum(ref.size for ref in walk.refs), _cast_before(body)
     totals = found.get("totals", Places()).size
     return MemoryPrediction(
         weights=sum(sizes[first : len(sizes) - count]),
@@ -179,11 +181,23 @@ def predict(
         crossings=found.get("crossings", Places()),
         carries=found.get("carries", Places()).size,
         kept=found.get("kept", Places()).size,
-        workspace=max(0, walk.peak - held),
-        casts=cast_once(body) if compiler.rounds else 0,
+        workspace=max(0, walk.peak - held - casts),
+        casts=casts + (cast_once(body) if compiler.rounds else 0),
         lent=min(returned, totals) if compiler.lends else 0,
         **_on_host(walk.hosts),
     )
+
+
+def _cast_before(body: Any) -> int:
+    """Bytes of the narrow copies of weights that are made before the ticks, gathered or not."""
+    made = {
+        var: eqn
+        for eqn in equations(body)
+        if CASTS in str(eqn.source_info.name_stack).split("/")
+        for var in eqn.outvars
+    }
+    between = {v for eqn in made.values() for v in eqn.invars if not isinstance(v, Literal)}
+    return sum(nbytes(var.aval) for var in made if var not in between)
 
 
 def _on_host(made: Iterable[Any]) -> dict[str, Places]:
