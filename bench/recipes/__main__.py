@@ -1,0 +1,89 @@
+"""Published recipes, predicted beside measured: ``python -m bench.recipes NAME ...``.
+
+Compiles each recipe for its slice, which need not be there (several minutes of a core each), and
+prints tokens a second and chip beside the published figure. Needs `libtpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench import tpu
+from bench.measure import table
+from bench.recipes.predict import Predicted, fit, predict
+from bench.recipes.table import RECIPES
+
+import jax  # isort: skip
+
+from pipeline.insight.calibrate.cycles import EFFICIENCY
+from pipeline.planner.chips import CHIPS
+
+GB = 10**9
+HEADER = [
+    "recipe",
+    "seconds",
+    "fusions",
+    "kernels at peak",
+    "waits",
+    "HBM, GB",
+    "tokens/s/chip",
+    "measured",
+    "error",
+    "fitted",
+]
+PUBLISHED = ["recipe", "mesh", "a chip's batch", "tokens/s/chip", "MFU"]
+
+
+def row(one: Predicted, efficiency: float) -> list[str]:
+    """Of the table."""
+    recipe = RECIPES[one.name]
+    return [
+        one.name,
+        *(f"{x:.2f}" for x in (one.seconds(efficiency), one.fusions, one.kernels, one.waits)),
+        f"{one.hbm / GB:.1f}",
+        f"{one.tokens(efficiency):,.0f}",
+        f"{recipe.measured:,.0f}",
+        f"{one.error(efficiency):+.0%}",
+        "yes" if recipe.fitted else "no",
+    ]
+
+
+def published() -> list[list[str]]:
+    """Rows of the measurements; MFU by our count of operations, half of the scores masked."""
+    rows = []
+    for name, recipe in RECIPES.items():
+        peak = CHIPS[recipe.topology.partition(":")[0]].flops
+        mfu = recipe.operations() * recipe.measured / peak
+        mesh = " x ".join(f"{axis} {size}" for axis, size in recipe.axes.items())
+        batch = f"{recipe.rows} x {recipe.length:,}"
+        rows.append([f"`{name}`", mesh, batch, f"{recipe.measured:,.0f}", f"{mfu:.1%}"])
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], help="by default all")
+    parser.add_argument("--keep", type=Path, help="a folder of results, read where they are there")
+    parser.add_argument("--published", action="store_true", help="what was measured, no more")
+    options = parser.parse_args()
+    if options.published:
+        print(table(PUBLISHED, published()))
+        return
+    if not tpu.is_here():
+        print(tpu.ABSENT)
+        return
+    tpu.prepare()
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    found = [predict(name, options.keep) for name in options.names or RECIPES]
+    fitted = [one for one in found if RECIPES[one.name].fitted]
+    efficiency = fit(fitted) if fitted else EFFICIENCY
+    how = "fitted" if fitted else "assumed"
+    print(f"jax {jax.__version__}; kernels reach {efficiency:.0%} of the peak, {how}")
+    print(table(HEADER, [row(one, efficiency) for one in found]))
+
+
+if __name__ == "__main__":
+    main()
