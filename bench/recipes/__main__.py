@@ -36,7 +36,7 @@ PUBLISHED = ["recipe", "mesh", "a chip's batch", "tokens/s/chip", "MFU"]
 
 
 def row(one: Predicted, efficiency: float) -> list[str]:
-    """Of the table."""
+    """A row of the table."""
     recipe = RECIPES[one.name]
     return [
         one.name,

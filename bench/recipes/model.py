@@ -68,7 +68,7 @@ def weights_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def specs_of(recipe: Recipe) -> dict[str, Any]:
-    """How weights are divided."""
+    """Specs of all weights over the mesh."""
     s = recipe.sizes
 
     def spec(name: str, shape: tuple[int, ...], stacked: int) -> P:
@@ -88,7 +88,7 @@ def specs_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def policy_of(recipe: Recipe) -> Callable[..., Any]:
-    """Which activations of a layer its backward finds, and where."""
+    """The policy of `jax.checkpoint` that saves and offloads what the recipe says."""
     if recipe.dots:
         return jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims
     return jax.checkpoint_policies.save_and_offload_only_these_names(
