@@ -34,7 +34,7 @@ TRIED = [n / 100 for n in range(20, 101)]
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the compiler says of a recipe's step.
+    """The parts of a recipe's step by its compiler.
 
     Attributes:
       name: of the recipe.
@@ -52,16 +52,16 @@ class Predicted:
     left: tuple[str, ...] = ()
 
     def seconds(self, efficiency: float) -> float:
-        """Of a step whose kernels reach so much of the peak."""
+        """The duration of a step whose kernels reach so much of the peak."""
         return self.fusions + self.waits + self.kernels / efficiency
 
     def tokens(self, efficiency: float) -> float:
-        """A second and chip."""
+        """Tokens a second and chip."""
         recipe = RECIPES[self.name]
         return recipe.rows * recipe.length / self.seconds(efficiency)
 
     def error(self, efficiency: float) -> float:
-        """Relative to the measured tokens a second."""
+        """The error relative to the measured tokens a second."""
         return self.tokens(efficiency) / RECIPES[self.name].measured - 1
 
 
