@@ -19,7 +19,7 @@ from collectives import make_mesh
 from collectives.compat import vary, varying_axes
 from pipeline import Pipeline, with_losses
 from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts, settle_experts
-from pipeline.layers.experts import Router, capacity_of, dispatch, load_of, route
+from pipeline.layers.experts import Router, capacity_of, dispatch, load_of, products, route
 from tests.support import models
 from tests.support.close import assert_close
 from tests.support.grids import effort
@@ -148,6 +148,35 @@ def test_an_expert_without_tokens_has_no_gradient():
     assert not jnp.any(grads["gate_up"][...][0])
     assert jnp.all(jnp.isfinite(dx))
     assert all(jnp.any(grads["gate_up"][...][n]) for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize("all_here", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "size"), [(13, 3, 4), (3, 8, 4), (24, 2, 16)])
+def test_products_in_blocks_are_those_of_ragged_dot(tokens, experts, size, all_here, monkeypatch):
+    """Several blocks an expert, experts without rows, and rows of experts that lie elsewhere."""
+    monkeypatch.setattr(products, "block_size", lambda *_: size)
+    rng = np.random.default_rng(tokens)
+    x, w = jnp.asarray(rng.normal(size=(tokens, D))), jnp.asarray(rng.normal(size=(experts, D, F)))
+    chosen = rng.integers(1, experts, (tokens, K)) + (0 if all_here else rng.integers(-2, 3, K))
+
+    def run(x, w, bias):
+        def some(rows, product, pick):
+            return jnp.tanh(product(rows, w)) + pick(bias)
+
+        y = products.run_grouped(x, jnp.asarray(chosen), some, experts, all_here=all_here)
+        return y, jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    def values(platform):
+        monkeypatch.setattr(products, "platform", lambda: platform)
+        arguments = x, w, jnp.full((experts, F), 0.5)
+        both = jax.value_and_grad(lambda *a: run(*a)[::-1], argnums=(0, 1, 2), has_aux=True)
+        (_, y), grads = jax.jit(both)(*arguments)
+        return y, grads
+
+    assert_close(values("cpu"), values("tpu"))
+    here = (chosen >= 0) & (chosen < experts)
+    wanted = np.tanh(np.einsum("nd,nkdf->nkf", x, np.asarray(w)[np.clip(chosen, 0, experts - 1)]))
+    assert_close(values("cpu")[0], np.where(here[..., None], wanted + 0.5, 0))
 
 
 def test_shared_experts_are_added_to_what_was_chosen():

@@ -26,7 +26,15 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import platform, varying_in
 from collectives.tensor import group_rank, group_size, is_manual
-from pipeline.layers.experts.products import Experts, combine, count, inverse, run_grouped
+from pipeline.layers.experts.products import (
+    Experts,
+    combine,
+    count,
+    inverse,
+    placed,
+    run_grouped,
+    taken,
+)
 from pipeline.layers.experts.routing import Routing
 
 Dispatch = Literal["gather", "capacity", "ragged"]
@@ -114,10 +122,7 @@ def dispatch_by_capacity(
     place = jnp.take_along_axis(before, flat[:, None], axis=1)[:, 0]
     kept, total = place < places, num_experts * places
     slot = jnp.where(kept, flat * places + place, total)
-    token = vary(jnp.arange(n * k, dtype=jnp.int32) // k, varying_in(flat))
-    empty = vary(jnp.full(total, n, jnp.int32), varying_in(flat))
-    source = empty.at[slot].set(token, mode="drop")
-    rows = jnp.where((source < n)[:, None], x[jnp.minimum(source, n - 1)], jnp.zeros((), x.dtype))
+    rows = placed(x, slot, total)
     shape = (ranks, num_experts // ranks, places, d)
 
     def exchanged(rows: jax.Array) -> jax.Array:
@@ -128,8 +133,8 @@ def dispatch_by_capacity(
     rows = exchanged(rows.reshape(shape)).swapaxes(0, 1).reshape(shape[1], -1, d)
     y = experts(rows, lambda r, w: jnp.einsum("ecd,edf->ecf", r, w), lambda b: b[:, None])
     y = exchanged(y.reshape(shape[1], ranks, places, -1).swapaxes(0, 1)).reshape(total, -1)
-    found = jnp.where(kept[:, None], y[jnp.minimum(slot, total - 1)], jnp.zeros((), y.dtype))
-    return combine(found.reshape(n, k, -1), routing.weights), (~kept).sum(dtype=jnp.int32)
+    found = taken(y, slot).reshape(n, k, -1)
+    return combine(found, routing.weights), (~kept).sum(dtype=jnp.int32)
 
 
 def dispatch_by_ragged(

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import pytest
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.residuals import Residuals, stage_pullback
 from pipeline.core.backward.split_backward import SplitBackward
-from pipeline.layers.experts import Router, combine, route, run_grouped
+from pipeline.layers.experts import Router, combine, products, route, run_grouped
 from tests.support import dots
 from tests.support.close import assert_close
 from tests.support.outcomes import told
@@ -215,7 +216,13 @@ def grouped(w, fixed, side, x):
 
 
 def experts(w, fixed, side, x):
-    """A router, and products of what it chose."""
+    """A router, and products of what it chose, by the operation that TPUs have a kernel for."""
+    with mock.patch.object(products, "platform", return_value="tpu"):
+        return experts_in_blocks(w, fixed, side, x)
+
+
+def experts_in_blocks(w, fixed, side, x):
+    """A router, and products of what it chose, in blocks of rows."""
     routing = route(x @ w[2], Router(2, 1))
 
     def run(rows, product, pick):
@@ -250,6 +257,7 @@ HALF = [UP.astype(jnp.bfloat16), DOWN.astype(jnp.bfloat16)]
 ROWS_TREE = {"row": X, "kind": jnp.array([0, 1, 2, 1, 0]), "gate": X + 1}
 PAIR = {BD: 2, BE: 2}  # input and output gradient of each product
 UPS, DOWNS = jnp.stack([UP, 2 * UP]), jnp.stack([DOWN, DOWN + 1])
+BLOCKS = {BD: 1, "float32[2,16,13]": 2, "float32[32,7]": 2, "float32[5,2]": 1, "int32[2]": 1}
 EXPERTS = PAIR | {BD: 3, "float32[5,2]": 1, "int32[2]": 1}
 CASES = [
     Case(mlp, [UP, DOWN], (2, 2), 1, PAIR),
@@ -288,6 +296,8 @@ CASES = [
     Case(grouped, [UPS, DOWNS], (2, 2), 1, PAIR, side=jnp.array([3, 2]), simplified=True),
     # The router has a product, and the sum over a token's experts is one with two in its backward.
     Case(experts, [UPS, DOWNS, SQUARE[:, :2]], (5, 3), 3, EXPERTS, simplified=True),
+    # A product is a loop over two blocks, of 16 rows each.
+    Case(experts_in_blocks, [UPS, DOWNS, SQUARE[:, :2]], (7, 5), 5, BLOCKS, simplified=True),
     Case(unweighted, [], (0, 0), 0, {}),
     Case(deaf, [SQUARE], (0, 0), 0, {BD: 1}),
 ]
