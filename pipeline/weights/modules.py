@@ -29,7 +29,8 @@ def fit_modules(
       mtp: how many; None for those of config.json if the files have them, else none.
 
     Raises:
-      ValueError: neither none nor all of them, or files that have some.
+      ValueError: neither none nor all of them, or files that have some; or none of a folder of
+        stages that has them.
     """
     if mtp not in (None, 0, config.mtp_layers) or isinstance(mtp, bool):
         raise ValueError(
@@ -38,6 +39,11 @@ def fit_modules(
         )
     numbers = range(config.layers, config.layers + config.mtp_layers)
     held = sum(has_layer(checkpoint, family, n) for n in numbers)
+    if mtp == 0 and held and any(name.startswith(f"{EMBED}.") for name in checkpoint.tensors):
+        raise ValueError(
+            f"mtp=0 for {checkpoint.folder}, a folder of stages: its first module for multi-token "
+            f"prediction holds the final norm of the model; export it first, or leave mtp= out"
+        )
     if mtp == 0 or (mtp is None and not held):  # transformers saves none
         return replace(config, mtp_layers=0)
     if held < config.mtp_layers:

@@ -209,6 +209,10 @@ def test_a_folder_of_stages_has_modules_too(tmp_path: Path):
     weights.export_stages(tmp_path / "stages", tmp_path / "out")
     assert same(tiny.read_all(tmp_path / "out"), tensors_of(2))
     options: dict[str, Any] = {"layout": "Et|ttmmL", "mesh": make_mesh(stage=2)}
+    assert refused(tmp_path / "stages", mtp=0) == (
+        "mtp=0 for folder, a folder of stages: its first module for multi-token prediction holds "
+        "the final norm of the model; export it first, or leave mtp= out"
+    )
     native = weights.load(tmp_path / "stages", 1, **options)
     assert_close(native(TOKENS), weights.load(folder, 1, **options)(TOKENS))
 
