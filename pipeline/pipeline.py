@@ -49,9 +49,11 @@ from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_fro
 from pipeline.core.trained.state import check_order, check_state, keep_state
 from pipeline.insight.calibrate.calibration import Calibration, costs_for, signature_of
 from pipeline.insight.calibrate.compiled import calibrate_for
-from pipeline.insight.calibrate.measure import calibrate
+from pipeline.insight.calibrate.host import with_host
+from pipeline.insight.calibrate.measure import calibrate, seconds
 from pipeline.insight.forecast import traffic
 from pipeline.insight.forecast.ahead import lower_step
+from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.describe import describe, summary
 from pipeline.insight.forecast.describe_memory import describe_memory
 from pipeline.insight.forecast.limit import warn_of_memory
@@ -410,7 +412,8 @@ class Pipeline(nnx.Module):
 
         Each action (F, B, I, W) of each stage that differs from others, the first with embed and
         the last with head and loss, is timed within the kernel, on microbatches of the size that
-        these rows give; on a mesh of several ranks an exchange too. The stages that differ are
+        these rows give; on a mesh of several ranks an exchange too, and with ``offload`` a copy
+        over the host link. The stages that differ are
         copied to those devices. Weights stay as they are.
 
         With a topology nothing runs: the step is compiled for TPUs that need not be there, and
@@ -448,9 +451,16 @@ class Pipeline(nnx.Module):
 
         if topology is not None:
             slice_: Any = {"topology": topology, "split": split, "message": message}
-            return calibrate_for(self, type(self), *given, **slice_)
-        counts = {"rounds": rounds, "repeats": repeats}
-        return calibrate(self, type(self), *given, **counts, split=split, message=message)
+            found = calibrate_for(self, type(self), *given, **slice_)
+        else:
+            counts = {"rounds": rounds, "repeats": repeats}
+            found = calibrate(self, type(self), *given, **counts, split=split, message=message)
+        if not self.plan.offload:
+            return found
+        with self._entered():
+            held = predict(self.plan, *self._untyped(operands))
+        size = max(held.host_stashes.each, held.host_crossings.each)
+        return with_host(found, self.mesh.devices.flat[0], size, seconds) if size else found
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole.

@@ -18,7 +18,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
-from pipeline.insight.calibrate import measure, one_rank
+from pipeline.insight.calibrate import host, measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
 from pipeline.insight.calibrate.conclude import Timed, conclude
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
@@ -440,3 +440,34 @@ def test_a_calibration_fits_however_the_stages_are_given():
     assert pipe.plan.costs == cal.costs
     with pytest.raises(ValueError, match="there remat is stage, here None"):
         pipe.replace(remat=None)
+
+
+# --- the host link ---
+
+
+def test_a_pipeline_that_offloads_times_its_host_link():
+    """A trip goes to the host and back; on CPU an action waits for its copies."""
+    costs = Costs(1.0, 1.0, 1.0)
+    model: Any = SimpleNamespace()
+    found = Calibration(costs, {}, 0.0, model, "", 3, 16, {"device": "cpu"}, {})
+    ran, times = [], iter([100.0, 8.0, 9.0, 4.0])
+
+    def clock(step: Any) -> float:
+        ran.append(jax.block_until_ready(step()))
+        return next(times)
+
+    (device, *_) = jax.devices()
+    added = host.with_host(found, device, 4096, clock).costs
+    assert (added.host, added.host_overlap) == (8.0 / (2 * host.TRIPS), 0.0)
+    assert (added.f, added.i) == (1.0, 1.0)
+    assert len(ran) == 4
+    assert ran[0].shape == (1024,)
+    assert set(ran[0].tolist()) == {float(host.TRIPS)}  # every trip adds one
+
+
+def test_chips_that_are_not_there_have_a_link_too():
+    hardware = {"device": "v5e", "topology": "v5e:2x2"}
+    model: Any = SimpleNamespace()
+    found = Calibration(Costs(), {}, 0.0, model, "", 0, 0, hardware, {})
+    added = host.with_host(found, None, 30 * 10**9, lambda _: 0.0).costs
+    assert (added.host, added.host_overlap) == (2.0, 1.0)

@@ -1,0 +1,58 @@
+"""Time that a stash takes over the host link: measured, or by the bytes a second of a chip."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives.compat import to_device, to_host
+from pipeline.insight.calibrate.calibration import Calibration
+from pipeline.planner.chips import find_chip
+
+TRIPS = 20  # to the host and back, that are timed at once
+
+
+def with_host(
+    found: Calibration, device: Any, size: int, seconds: Callable[[Callable[[], Any]], float]
+) -> Calibration:
+    """Add the host link to costs.
+
+    Args:
+      found: a calibration.
+      device: one of those that were calibrated.
+      size: bytes of a value that moves.
+      seconds: times a step.
+    """
+    if "topology" in found.hardware:
+        chip = find_chip(found.hardware["device"])
+        host, overlap = size / chip.host, chip.host_overlap
+    else:
+        step = _trips(device, size)
+        seconds(step)
+        host = statistics.median(seconds(step) for _ in range(max(1, found.rounds))) / (2 * TRIPS)
+        overlap = float(device.platform == "tpu")
+    return replace(found, costs=replace(found.costs, host=host, host_overlap=overlap))
+
+
+def _trips(device: Any, size: int) -> Callable[[], Any]:
+    """A step that writes as many bytes to places in host memory, and reads them back, in turn."""
+    count = max(1, size // 4)
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        def one(carry: Any, place: jax.Array) -> tuple[Any, None]:
+            pool, x = carry
+            pool = jax.lax.dynamic_update_slice(pool, to_host(x[None]), (place, 0))
+            x = to_device(jax.lax.dynamic_slice(pool, (place, 0), (1, count)))
+            return (pool, x[0] + 1), None
+
+        pool = to_host(jnp.zeros((2, count), jnp.float32))
+        return jax.lax.scan(one, (pool, x), jnp.arange(TRIPS, dtype=jnp.int32) % 2)[0][1]
+
+    x = jax.device_put(jnp.zeros(count, jnp.float32), device)
+    return lambda: run(x)
