@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all bench lint format types docs hooks ci clean
+.PHONY: help train test test-slow test-all zoo bench lint format types docs hooks ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,17 @@ test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs
 test-all: test test-slow ## also the whole parity grid (half an hour): after a change of the kernel
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m exhaustive --ignore tests/examples/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -m exhaustive tests/examples/test_train_gpt.py
+
+# An environment of its own: the packages pin many others. The second list installs without what it asks for.
+zoo: ## models of other packages through `pipeline.split`, in .venv-zoo; wants PYTHON=python3.12
+	@$(MAKE) --no-print-directory VENV=.venv-zoo .venv-zoo/.zoo
+	XLA_FLAGS="$$XLA_FLAGS $$(.venv-zoo/bin/python tests/quick.py)" .venv-zoo/bin/python -m pytest -rs tests/zoo $(ARGS)
+
+$(VENV)/.zoo: pyproject.toml tests/zoo/requirements.txt tests/zoo/alone.txt | $(BIN)/python
+	@echo "installing shardpipe and the models of the zoo into $(VENV) (ten minutes the first time)"
+	$(PIP) install --editable ".[test]" --requirement tests/zoo/requirements.txt
+	$(PIP) install --no-deps --requirement tests/zoo/alone.txt
+	@touch $@
 
 bench: $(VENV)/.dev ## benchmarks; wants a quiet machine
 	$(BIN)/python -m pytest bench $(ARGS)

@@ -208,7 +208,7 @@ class Pipeline(nnx.Module):
 
         Args:
           inputs: [N, ...] leaves.
-          extras: likewise, by name, for every stage.
+          extras: [N, ...] leaves, by name, for every stage.
           num_microbatches: M of this call, if not the pipeline's: a batch to evaluate may have
             another size than one to train on. Each M is a program of its own.
         """
@@ -239,7 +239,7 @@ class Pipeline(nnx.Module):
           inputs: [N, ...] leaves, of which the model makes [N, ..., words] logits.
           targets: [N, ...] integers; what is -100 does not count and has 0.
           extras: as of a call.
-          num_microbatches: likewise.
+          num_microbatches: as of a call.
 
         Raises:
           ValueError: targets of another shape; or it was differentiated.
@@ -273,8 +273,8 @@ class Pipeline(nnx.Module):
 
         Args:
           inputs: [N, ...] leaves.
-          targets: likewise.
-          extras: likewise, by name, for every stage.
+          targets: [N, ...] leaves.
+          extras: [N, ...] leaves, by name, for every stage.
           has_aux: as of `value_and_grad`; metrics have no gradient.
           weighed: as of `value_and_grad`; weights have no gradient.
           num_microbatches: M of this call, if not the pipeline's.
@@ -305,8 +305,8 @@ class Pipeline(nnx.Module):
 
         Args:
           inputs: [N, ...] leaves.
-          targets: likewise.
-          extras: likewise, by name, for every stage.
+          targets: [N, ...] leaves.
+          extras: [N, ...] leaves, by name, for every stage.
           wrt: of what, if not of all that the pipeline trains: a filter as of `Pipeline`.
           loss_scale: a scalar, perhaps traced, that the loss is multiplied with before it is
             differentiated, so that small gradients do not vanish in float16. Gradients come back
@@ -382,8 +382,8 @@ class Pipeline(nnx.Module):
 
         Args:
           inputs: as of `value_and_grad`.
-          targets: likewise.
-          extras: likewise.
+          targets: as of `value_and_grad`.
+          extras: as of `value_and_grad`.
           steps: how many are measured; the report is the median.
           directory: where the profile is kept, for XProf or Perfetto; by default it is not.
 
@@ -422,8 +422,8 @@ class Pipeline(nnx.Module):
 
         Args:
           inputs: as of `value_and_grad`, arrays.
-          targets: likewise.
-          extras: likewise.
+          targets: as of `value_and_grad`, arrays.
+          extras: as of `value_and_grad`, arrays.
           rounds: how often each step is timed. Results are medians.
           repeats: how often an action runs within a step; more where actions are short.
           split: whether I and W are measured too, which compiles a second program. Without them

@@ -66,7 +66,7 @@ class Stage(nnx.Module):
         Args:
           x: `[b, t, d]`; with multi-token prediction what `pipeline.decoders.multi_token` says.
           positions: as of `DecoderAttention`.
-          segments: likewise.
+          segments: as of `DecoderAttention`.
           segment_ids: segments by the name that `pipeline.training.packed` gives them.
 
         Raises:
@@ -96,8 +96,8 @@ class Stage(nnx.Module):
           earlier: what calls on earlier slices left, `[N, ...]` leaves, or None.
           part: the place of the slice.
           positions: as of a call, of the slice.
-          segments: likewise.
-          segment_ids: likewise.
+          segments: as of a call, of the slice.
+          segment_ids: as of a call, of the slice.
 
         Returns:
           The output, and what later slices read: of each block its keys and values.

@@ -216,7 +216,7 @@ class Attention(nnx.Module):
           earlier: `[N, ...]` leaves, what calls on earlier slices returned; None without any.
           part: the place of the slice.
           positions: as of a call, of the slice.
-          segments: likewise.
+          segments: as of a call, of the slice.
 
         Returns:
           The output, and the keys and values of the slice.
@@ -267,7 +267,7 @@ def attend(
       v: values, the same.
       segments: as of a call of `Attention`.
       window: as for `Attention`.
-      softcap: likewise.
+      softcap: as for `Attention`.
       scale: of the scores, by default c ** -0.5.
       query_chunk: as for `Attention`.
       implementation: as for `Attention`.

@@ -31,8 +31,8 @@ class Batch(NamedTuple):
 
     Attributes:
       inputs: [N, ...] leaves.
-      targets: likewise.
-      extras: likewise, by name, for every stage.
+      targets: [N, ...] leaves.
+      extras: [N, ...] leaves, by name, for every stage.
       weight: what counts in it, rows or tokens: its part in means over batches. None: its rows.
     """
 

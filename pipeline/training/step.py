@@ -204,8 +204,8 @@ class Step:
 
         Args:
           inputs: as of the model's ``value_and_grad``.
-          targets: likewise.
-          extras: likewise; None gives the model none.
+          targets: as of the model's ``value_and_grad``.
+          extras: as of the model's ``value_and_grad``; None gives the model none.
           weight: what this call counts beside the others of its update, such as its number of
             tokens: the update is that of the mean over all of them. A call that counts 0 adds
             nothing, even if its loss is NaN. By default what the loss counts, if the model says so:

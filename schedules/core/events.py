@@ -116,9 +116,9 @@ def visit(
     Args:
       orders: [S] numbers of steps, in the order of each rank.
       awaited: of each step, as in `Steps`.
-      sent: likewise.
-      cost: likewise.
-      lag: likewise.
+      sent: of each step, as in `Steps`.
+      cost: of each step, as in `Steps`.
+      lag: of each step, as in `Steps`.
       num_messages: more than the number of any message.
     """
     arrival = [-1.0] * num_messages

@@ -111,7 +111,7 @@ def auto(
       clock: "event" or "lockstep", as in `simulate`.
       pattern: in lockstep, the slots of a tick, as in `simulate`; None for what is faster.
       partners: in lockstep, as in `simulate`.
-      delayed: likewise; None for what is faster.
+      delayed: in lockstep, as in `simulate`; None for what is faster.
       budget: how many timetables local improvement may time; by default 2000, and fewer if they
         have more than 1000 actions.
       seed: of its choices.

@@ -44,7 +44,7 @@ class Setting:
       limit: stage inputs that a rank may hold, infinity for no limit.
       clock: "event" or "lockstep".
       partners: as in `simulate`.
-      delayed: likewise.
+      delayed: as in `simulate`.
       pattern: the only one that may be, in lockstep; None for any.
     """
 

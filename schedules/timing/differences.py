@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
     Attributes:
       measured: time of ranks, in the unit of the report.
-      predicted: likewise.
+      predicted: time of ranks, in the unit of the report.
       cause: where it goes, in words.
     """
 

@@ -1,7 +1,9 @@
 """A lint for prose: first lines of docstrings, and the sentences of pages.
 
 ``python -m tests.docs.prose`` prints one line per fault and exits with 1 if there is one;
-``python -m tests.docs.prose --count`` prints how many faults each file has.
+``python -m tests.docs.prose --count`` prints how many faults each file has, and ``--words`` how
+many words of sentences the user's pages have: paragraphs and list items, without code, tables and
+headings, of README.md and of all pages of the site but measurements, reference and maintainers'.
 
 The rules:
 
@@ -32,6 +34,10 @@ OPENINGS = (
     "Where", "When", "Which", "How", "As there", "There is", "There are",
 )  # fmt: skip
 PAGE_OPENINGS = ("What", "Those", "The same", "Of", "Who", "Whoever", "Whom", "Likewise")
+
+# Words of sentences that the user's pages may have, and sections of the site that are not theirs.
+MOST_WORDS = 35_000
+OTHER_SECTIONS = "Measurements", "API reference", "For maintainers"
 
 # Files whose prose is not rewritten yet, by path or folder. The list only gets shorter.
 LATER: tuple[str, ...] = ()
@@ -155,8 +161,37 @@ def faults(root: Path = ROOT, later: tuple[str, ...] = LATER) -> Iterator[Fault]
             yield from page_faults(page, file.relative_to(root).as_posix())
 
 
+def users_pages(root: Path = ROOT) -> list[Path]:
+    """README.md, and the pages of the site's sections by task."""
+    found = [root / "README.md"]
+    index = (root / "docs" / "index.md").read_text(encoding="utf-8")
+    for caption, names in re.findall(r"```{toctree}\n:caption: (.*)\n([^`]*)```", index):
+        if caption not in OTHER_SECTIONS:
+            files = [root / "docs" / f"{name}.md" for name in names.split("\n") if name]
+            found += [file for file in files if file.exists()]
+    return found
+
+
+def count_words(root: Path = ROOT) -> dict[str, int]:
+    """Words of sentences of each user's page."""
+    return {
+        file.relative_to(root).as_posix(): sum(
+            words(sentence)
+            for _, text in paragraphs(file.read_text(encoding="utf-8"))
+            for sentence in sentences(text)
+        )
+        for file in users_pages(root)
+    }
+
+
 def main(arguments: list[str]) -> int:
-    """Print the faults, or with ``--count`` how many there are in each file."""
+    """Print the faults, or with ``--count`` how many there are in each file, or ``--words``."""
+    if "--words" in arguments:
+        counted = count_words()
+        for path, count in sorted(counted.items(), key=lambda one: -one[1]):
+            print(f"{count:6} {path}")  # noqa: T201
+        print(f"{sum(counted.values()):6} words of sentences on {len(counted)} pages")  # noqa: T201
+        return 0
     every = "--all" in arguments
     found = list(faults(later=() if every else LATER))
     if "--count" in arguments:

@@ -72,5 +72,11 @@ def test_the_house_has_no_faults():
     assert [str(one) for one in prose.faults()] == []
 
 
+def test_the_users_pages_are_short_enough():
+    counted = prose.count_words()
+    assert len(counted) > 30
+    assert sum(counted.values()) <= prose.MOST_WORDS
+
+
 def test_files_left_for_later_exist():
     assert [one for one in prose.LATER if not (prose.ROOT / one).exists()] == []

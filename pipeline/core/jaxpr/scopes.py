@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     Attributes:
       start: its ticks are start..stop - 1.
-      stop: likewise.
+      stop: its ticks are start..stop - 1.
       slot: of every one of them.
       label: `Op.label`, or one of `COMMON`.
       stages: that share its code, where stages are not alike.

@@ -51,12 +51,12 @@ def make_operands(
       chunks: [V] modules.
       ends: embed and head.
       inputs: [N, ...] leaves.
-      targets: likewise.
+      targets: [N, ...] leaves.
       extras: None, or a dict of trees of such leaves.
       loss_for: the method that takes a loss, if one does.
       wrt: a filter, what is trained.
       has_aux: as `Model` has it.
-      weighed: likewise.
+      weighed: as `Model` has it.
       num_microbatches: M, if not that of the schedule.
       axes: the roles of mesh axes, if not those of the plan.
 

@@ -102,7 +102,7 @@ def take_loss(
     Args:
       loss_fn: what a pipeline was given.
       outputs: of the microbatch.
-      targets: likewise.
+      targets: of the microbatch.
       has_aux: whether it returns (loss, metrics); with None it may, and metrics are dropped.
 
     Raises:

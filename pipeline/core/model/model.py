@@ -103,7 +103,7 @@ class Declared:
       stages: [K] the paths in each stage.
       ends: the paths in embed, head and loss, as one module.
       chunk_cells: [V] which leaves of each chunk's other state hold any of it.
-      ends_cells: likewise of the ends'.
+      ends_cells: which leaves of the ends' other state hold any of it.
     """
 
     stages: tuple[frozenset[Any], ...] = ()

@@ -236,7 +236,7 @@ def outputs_specs(
       mesh: the kernel's.
       axes: the roles of its axes.
       outputs: [N, ...] leaves.
-      inputs: likewise.
+      inputs: [N, ...] leaves.
       shared: whether they are logits that all ranks share; those stay divided over ``stage`` where
         that is even.
     """

@@ -30,8 +30,8 @@ def lower_step(
       pipe: a `Pipeline`.
       optimizer: an `nnx.Optimizer` of its parameters.
       inputs: [N, ...] leaves, arrays or types.
-      targets: likewise.
-      extras: likewise, or None.
+      targets: [N, ...] leaves, arrays or types.
+      extras: [N, ...] leaves, arrays or types, or None.
     """
     check_optimizer(pipe, optimizer)
     graphdef, state = nnx.split((pipe, optimizer))

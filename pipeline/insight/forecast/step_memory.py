@@ -66,7 +66,7 @@ def predict_step(
       pipe: the pipeline.
       optimizer: its `nnx.Optimizer`, of arrays or types.
       model: as the kernel sees it.
-      weights: likewise.
+      weights: as the kernel sees it.
       batch: [N, ...] leaves.
     """
     mesh, update = pipe.mesh, 0

@@ -1,0 +1,1 @@
+"""Models of other packages through `pipeline.split`: `make zoo` (issue 43)."""
