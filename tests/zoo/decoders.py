@@ -213,8 +213,16 @@ def attnax() -> Case:
 
 
 DECODERS = (
+    Entry(
+        "Gemma 4: experts, shared keys and values",
+        "google-tunix",
+        gemma4,
+        (of_tunix,),
+        allowed=1e-4,
+    ),
     Entry("Gemma 3 with its image encoder", "google-tunix", gemma3, (with_images,)),
     Entry("Qwen 2", "google-tunix", qwen2, (of_tunix,)),
+    Entry("Qwen 2 with LoRA of qwix", "qwix", qwix_lora, (of_tunix,), wrt=nnx.LoRAParam),
     Entry("Transformer", "dantinox", dantinox, (of_dantinox,)),
     Entry("Mamba 2", "mamba2-jax", mamba2, (of_mamba,)),
     Entry("Mamba 3", "mamba3-jax", mamba3, (of_mamba,)),

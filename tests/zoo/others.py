@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 from unittest.mock import MagicMock
@@ -103,43 +102,12 @@ def dino() -> Case:
     return Case(stirred(model), (normal(N, 8, 8, 3),), normal(N, 6, 16, seed=2), squares)
 
 
-def swin() -> Case:
-    """A Swin U-Net: windows, merged and expanded patches, joined skips."""
-    from heal_swin_nnx.models import swin as module
-
-    params = module.SwinParams(
-        img_size=16,
-        in_channels=3,
-        out_channels=2,
-        patch_size=2,
-        window_size=2,
-        embed_dim=8,
-        depths=(2, 2),
-        num_heads=(2, 2),
-        drop_path_rate=0.0,
-    )
-    model = stirred(module.SwinUnet(params, rngs=nnx.Rngs(0)))
-    return Case(model, (normal(N, 16, 16, 3),), jnp.ones((N, 16, 16, 2)), squares)
-
-
-def vit() -> Case:
-    """A vision transformer whose blocks stand in an nnx.Sequential."""
-    without_torch()
-    from jaxnn.models import vision_transformer as module
-
-    patches = functools.partial(module.PatchEmbed, strict_img_size=False)
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "num_heads": 2, "num_classes": WORDS}
-    model = module.VisionTransformer(
-        depth=5, embed_layer=patches, dynamic_img_pad=True, rngs=nnx.Rngs(0), **sizes
-    )
-    return Case(stirred(model), (normal(N, 8, 8, 3),), words()[:, 0], cross_entropy)
-
-
 STATE = (("state", nnx.BatchStat),)
 OTHERS = (
     Entry("Diffusion transformer (DiT)", "avitai-artifex", dit, (of_dit,)),
     Entry("ResNet with BatchNorm", "jaxnn", resnet, pipe=STATE, by_microbatch=True),
     Entry("Fourier neural operator (FNO)", "opifex", fno),
     Entry("Transolver", "opifex", transolver),
+    Entry("U-shaped neural operator (U-NO)", "opifex", uno),
     Entry("DINOv2", "jimmy-vision", dino),
 )

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from tests.zoo.check import ALLOWED, distances
+from tests.zoo.check import distances
 from tests.zoo.decoders import DECODERS
 from tests.zoo.entry import Entry
 from tests.zoo.others import OTHERS
@@ -34,4 +34,4 @@ def test_a_model_of_another_package(entry: Entry, tmp_path) -> None:
             pytest.skip(f"{entry.package} is not installed: {error}")
     found = distances(entry, case, tmp_path / "run")
     print(entry.name, found)  # noqa: T201
-    assert max(max(of_step) for of_step in found.values()) <= ALLOWED, found
+    assert max(max(of_step) for of_step in found.values()) <= entry.allowed, found
