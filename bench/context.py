@@ -1,10 +1,12 @@
 """Ways to train on long sequences, on two virtual CPU devices: ``python -m bench.context 1024``.
 
 Plain data parallelism (a whole sequence on each device) against the three ways of attention over a
-context axis, with the same weights on the same tokens, in one interleaved run: time of a step as a
-ratio, bytes that a rank sends over the axis by formula, and as predicted from the traced step. A
-second table compares packed rows with padded ones: tokens per second on documents of many lengths.
-Every way must give the loss and the gradient norm of plain data parallelism, or the run fails.
+context axis, and against two stages that sequences pass whole and in slices. All have the same
+weights and tokens, in one interleaved run. A row has the time of a step as a ratio, the bytes that
+a rank sends over the axis by formula, and the bytes that the compiled step holds beside weights,
+batch and gradients. A second table compares packed rows with padded ones: tokens per second on
+documents of many lengths. Every way must give the loss and the gradient norm of plain data
+parallelism, or the run fails.
 """
 
 from __future__ import annotations
@@ -40,35 +42,47 @@ CONFIG = DecoderConfig(
     head_dim=HEAD_DIM,
     hidden=128,
 )
-WAYS = {
+SLICES = 4
+WAYS: dict[str, Context | int | None] = {
     "data": None,
     "allgather": Context("context", "allgather"),
     "ulysses": Context("context", "ulysses"),
     "ring": Context("context", "ring"),
     "ring, zig-zag": Context("context", "ring", "zigzag"),
+    "two stages": 1,
+    f"{SLICES} slices": SLICES,
 }
 
 
-def pipe_of(context: Context | None) -> Pipeline:
-    """A decoder on two devices: a whole sequence on each, or a half of every sequence."""
-    stages, embed, head = build(CONFIG, [LAYERS], nnx.Rngs(0), context=context or Context())
-    sizes = {"data": RANKS} if context is None else {"context": RANKS}
-    split = {} if context is None else {"batch": P("data", "context")}
+def pipe_of(way: Context | int | None) -> Pipeline:
+    """A decoder on two devices: whole sequences, a half of every sequence, or half of the layers.
+
+    Args:
+      way: None for whole sequences on each device, a context axis, or two stages with so many
+        slices of every sequence and one microbatch for each row.
+    """
+    if isinstance(way, int):
+        stages, embed, head = build(CONFIG, [LAYERS // RANKS] * RANKS, nnx.Rngs(0))
+        sizes, options = {"stage": RANKS}, {"num_microbatches": RANKS, "slices": way}
+    else:
+        stages, embed, head = build(CONFIG, [LAYERS], nnx.Rngs(0), context=way or Context())
+        sizes = {"stage": 1, "data": RANKS} if way is None else {"stage": 1, "context": RANKS}
+        options = {"num_microbatches": 1}
+        options |= {} if way is None else {"batch": P("data", "context")}
     return Pipeline(
         stages,
-        1,
         embed=embed,
         head=head,
         loss_fn=next_token_loss,
-        mesh=make_mesh(stage=1, **sizes),
-        **split,
+        mesh=make_mesh(**sizes),
+        **options,
     )
 
 
-def step_of(context: Context | None, batch: Batch) -> tuple[Any, Pipeline]:
+def step_of(way: Context | int | None, batch: Batch) -> tuple[Any, Pipeline]:
     """One step, compiled, and its pipeline."""
-    pipe = pipe_of(context)
-    if context is not None and context.order == "zigzag":
+    pipe = pipe_of(way)
+    if isinstance(way, Context) and way.order == "zigzag":
         batch = zigzag(batch, RANKS)
     inputs, targets, extras = jax.tree.map(jnp.asarray, tuple(batch[:3]))
     return functools.partial(nnx.jit(_step), pipe, inputs, targets, extras), pipe
@@ -96,7 +110,7 @@ def compare(length: int, rounds: int) -> list[list[str]]:
       ContradictionError: a way has another loss or gradient norm.
     """
     batch = next(packed(documents(3 * RANKS * length, length), rows=RANKS, length=length))
-    made = {name: step_of(context, batch) for name, context in WAYS.items()}
+    made = {name: step_of(way, batch) for name, way in WAYS.items()}
     results = {name: [float(x) for x in step()] for name, (step, _) in made.items()}
     for name, found in results.items():
         if any(
@@ -109,15 +123,23 @@ def compare(length: int, rounds: int) -> list[list[str]]:
     }
     times = interleaved(timers, rounds)
     rows = []
-    for name, context in WAYS.items():
+    for name, way in WAYS.items():
         sent = "0"
-        if context is not None:
+        if isinstance(way, Context):
             sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "itemsize": 4}
             more: dict[str, Any] = {"rows": RANKS, "length": length, "packed": True}
-            both = context_bytes(context, RANKS, **sizes, **more)
+            both = context_bytes(way, RANKS, **sizes, **more)
             sent = f"{LAYERS * sum(both):,.0f}"
-        rows.append([f"{length}", name, f"{times[name] / times['data']:.2f}", sent])
+        ratio, held = f"{times[name] / times['data']:.2f}", temporaries(made[name][1], batch)
+        rows.append([f"{length}", name, ratio, sent, f"{held:,}"])
     return rows
+
+
+def temporaries(pipe: Pipeline, batch: Batch) -> int:
+    """Bytes that a compiled step holds on each device beside weights, batch and gradients."""
+    lines = str(pipe.describe(*batch[:2], extras=batch[2], compiled=True)).splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("temporaries")]
+    return int(line.split("compiled ")[1].replace(",", ""))
 
 
 def compare_packing(length: int, rounds: int) -> list[str]:
@@ -140,7 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, jax {jax.__version__}, two devices")
-    head = ["positions", "way", "step / data", "bytes a rank sends over the axis"]
+    head = ["positions", "way", "step / data", "bytes a rank sends over the axis", "bytes held"]
     found = [row for length in options.lengths for row in compare(length, options.rounds)]
     print(table(head, found), flush=True)
     head = [

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.decoders import DecoderConfig, LatentConfig, build, next_token_loss
+from pipeline.decoders import DecoderConfig, ExpertsConfig, LatentConfig, build, next_token_loss
 from pipeline.layers import Context
 from pipeline.training.batches import Batch, packed
 from tests.support.close import assert_close
@@ -101,7 +101,7 @@ def check(pipe: Pipeline, batch: Batch, expected: tuple[Any, Any]) -> None:
 
 MESHES = {"2x1": (2, 1), "4x1": (4, 1), "2x2": (2, 2), "1x1": (1, 1)}  # stage, data
 GRID = [*itertools.product(MESHES, ("seq1f1b", "seq1f1b_zb"), (2, 4), ("stage", None, POLICY))]
-FAST = {("2x2", "seq1f1b_zb", 4, None)}
+FAST = {("2x1", "seq1f1b_zb", 2, None)}
 SLOW = covering(GRID, FAST)
 
 
@@ -116,9 +116,8 @@ def test_loss_and_gradients(mesh, schedule, slices, remat):
     check(pipe, data(), wanted(stage))
 
 
-@pytest.mark.parametrize(
-    "slices", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [2, 4, 8])
 def test_slices_and_microbatches_without_a_token(slices):
     pipe = pipe_of(decoder(2), {"stage": 2}, slices=slices)
     check(pipe, data(masked=True), wanted(2, masked=True))
@@ -142,6 +141,23 @@ def test_slices_of_positions_that_a_context_axis_splits(way, sizes, schedule, re
     given: dict[str, Any] = {"extras": batch.extras}
     whole = pipe_of(decoder(2), {"stage": 2})
     assert_close(pipe(batch.inputs, **given), whole(batch.inputs, **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "remat"), [("seq1f1b_zb", None), ("seq1f1b", "stage")])
+def test_beside_a_tensor_axis(schedule, remat):
+    sizes = {"stage": 2, "tensor": 2}
+    check(pipe_of(decoder(2), sizes, slices=4, schedule=schedule, remat=remat), data(), wanted(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "remat"), [("seq1f1b_zb", None), ("seq1f1b", "stage")])
+def test_experts_over_an_axis(schedule, remat):
+    experts = ExpertsConfig(number=4, top_k=2, hidden=8, layers=(1, 3))
+    options: dict[str, Any] = {"batch": P(("data", "expert")), "schedule": schedule}
+    sizes = {"stage": 2, "data": 1, "expert": 2}
+    pipe = pipe_of(decoder(2, experts=experts), sizes, slices=4, remat=remat, **options)
+    check(pipe, data(), plain(decoder(2, experts=experts), data()))
 
 
 @pytest.mark.slow

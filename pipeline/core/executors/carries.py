@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from collectives.compat import varying_in
-from pipeline.base.tree import Leaves, Tree, partition, zeros
+from pipeline.base.tree import Leaves, Tree, partition, vary_like, zeros
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.outcome import SlicedInput
 from pipeline.core.executors.memory import Pool, PoolView
@@ -112,4 +112,4 @@ def make_carries(local: LocalModel, program: Program, *, training: bool) -> list
 def _sums(types: Tree) -> Leaves:
     """Types of the gradients of a carry, in the dtypes in which they are summed."""
     floats, _ = partition(types)
-    return jax.eval_shape(lambda: as_summed([zeros(t) for t in floats]))
+    return jax.eval_shape(lambda: as_summed(vary_like(list(map(zeros, floats)), floats)))

@@ -331,7 +331,8 @@ def slice_of(state: RankState, unit: Any) -> Any:
     """The place of a unit in its sequence; () where sequences are whole."""
     if state.num_slices == 1:
         return ()
-    return SequenceSlice(jnp.asarray(unit, jnp.int32) % state.num_slices, state.num_slices)
+    index = jnp.asarray(unit, jnp.int32) % state.num_slices
+    return SequenceSlice(vary(index, state.axes), state.num_slices)
 
 
 CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
