@@ -155,7 +155,12 @@ MESHES = [
     ({"stage": 2, "expert": 2, "data": 2}, "1f1b"),
     ({"stage": 4, "expert": 2, "data": 1}, "zb_h1"),
     ({"stage": 2, "expert": 4, "data": 1}, "interleaved_1f1b"),
+    ({"stage": 2, "expert": 2, "data": 2}, "gpipe"),
+    ({"stage": 4, "expert": 2, "data": 1}, "eager_1f1b"),
+    ({"stage": 2, "expert": 2, "data": 2}, "zb_v"),
+    ({"stage": 2, "expert": 4, "data": 1}, "dualpipe_v"),
 ]
+TWO_STAGES = ("interleaved_1f1b", "zb_v", "dualpipe_v")  # on every rank
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), MESHES, ids=str)
@@ -169,10 +174,10 @@ def test_every_gradient_of_the_reference(case: str, mesh: Any, schedule: str, tm
     logits = model(torch.asarray(tokens)).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.asarray(targets).flatten())
     loss.backward()
-    stages = mesh["stage"] * (2 if schedule == "interleaved_1f1b" else 1)
+    stages = mesh["stage"] * (2 if schedule in TWO_STAGES else 1)
     pipe = weights.load(
         tmp_path / "given",
-        2,
+        4 if schedule == "dualpipe_v" else 2,
         num_stages=stages,
         mesh=make_mesh(**mesh),
         schedule=schedule,
