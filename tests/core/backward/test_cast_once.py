@@ -34,7 +34,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(HIDDEN, WIDTH, **narrow)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32) * self.scale[None]
+        wide = x.astype(jnp.float32) * self.scale.get_value().astype(jnp.float32)[None]
         return x + self.down(jax.nn.silu(self.up(wide.astype(x.dtype))))
 
 
