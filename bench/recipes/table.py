@@ -169,7 +169,6 @@ _70B = Recipe(
     blocks=WIDE,
     fused=True,
     flags={**DENSE_FLAGS, **HOST_OFFLOAD},
-    fitted=True,
 )
 RECIPES = {
     "llama3.1-8b-v6e-256": _8B,
@@ -231,10 +230,10 @@ RECIPES = {
         fitted=False,
     ),
     "llama3.1-70b-v6e-128": dataclasses.replace(
-        _70B, topology="v6e:8x16", axes={"data": 128}, rows=4, measured=942.0, fitted=False
+        _70B, topology="v6e:8x16", axes={"data": 128}, rows=4, measured=942.0
     ),
     "llama3.1-70b-v6e-64": dataclasses.replace(
-        _70B, topology="v6e:8x8", axes={"data": 64}, rows=2, measured=876.7, fitted=False
+        _70B, topology="v6e:8x8", axes={"data": 64}, rows=2, measured=876.7
     ),
     "llama3.1-70b-v6e-32": dataclasses.replace(
         _70B,
@@ -244,7 +243,6 @@ RECIPES = {
         measured=921.0,
         flags={**_70B.flags, **NO_COLLECTIVE_PRODUCTS},
         weights="bfloat16",
-        fitted=False,
     ),
     "mixtral-8x7b-v6e-256": Recipe(
         MIXTRAL_8X7B,
