@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.close import assert_close
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import corpus
@@ -22,5 +24,5 @@ def test_all_ways_have_one_loss(monkeypatch, capsys):
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies its int32 step by floats
         found = {way: long_gpt.train(way, length=64, rows=2, steps=2) for way in long_gpt.WAYS}
     for losses in found.values():
-        np.testing.assert_allclose(losses, found["slices"], rtol=1e-5)
+        assert_close(losses, found["slices"])
     assert capsys.readouterr().out.count("temporaries") == 3

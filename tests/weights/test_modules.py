@@ -19,7 +19,7 @@ from collectives import make_mesh
 from pipeline import generate, make_optimizer, weights
 from pipeline.cli import main as cli
 from pipeline.decoders import MultiTokenLoss
-from tests.support.close import assert_close
+from tests.support.close import assert_close, distance
 from tests.weights import tiny
 from tests.weights.test_expert_families import CONFIGS, shapes_of
 from tests.weights.test_families import same
@@ -87,7 +87,7 @@ def test_a_checkpoint_trains_and_goes_out_and_in_again(tmp_path: Path):
     assert same({AT: found[f"{AT}embed_tokens.weight"]}, {AT: found["model.embed_tokens.weight"]})
     again = weights.load(tmp_path / "out", 1, num_stages=1, loss_fn=MultiTokenLoss())
     assert_close(again(TOKENS), pipe(TOKENS))
-    assert not np.allclose(words, pipe(TOKENS)["logits"])
+    assert distance(words, pipe(TOKENS)["logits"]) > 1e-3
 
 
 @pytest.mark.slow

@@ -192,12 +192,15 @@ def _scanned(eqn: Any, values: Sequence[Any], copies: Copies) -> list[Any]:
     start = num_consts + num_carry
     constants = list(zip(values[:num_consts], copies[:num_consts], strict=True))
 
-    def trip(carry: list[Any], rows: list[Pair]) -> tuple[list[Any], list[Any]]:
-        given = [*constants, *((value, None) for value in carry), *rows]
+    def trip(carry: list[Any], rows: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        of_rows = zip(*rows, strict=True)
+        given = [*constants, *((value, None) for value in carry), *of_rows]
         found = [value for value, _ in _run(body.jaxpr, body.consts, given)]
         return found[:num_carry], found[num_carry:]
 
-    rows = list(zip(values[start:], copies[start:], strict=True))
+    # Copies come last: jax 0.10 adds the gradient of a row in place if those before it are added so
+    # (`pipeline.core.backward.in_place`), and copies have none.
+    rows = list(values[start:]), list(copies[start:])
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(trip, list(values[num_consts:start]), rows, **options)
     return [*carry, *stacked]

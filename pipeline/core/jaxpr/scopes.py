@@ -20,6 +20,7 @@ from schedules.lowering.program import COMMON, Program
 
 ONCE = "once"  # a loop of exactly one trip
 CASTS = "casts"  # of weights, once a step
+UNREAD = "unread"  # weights whose narrow copies alone are read
 HOST_POOLS = ("host_stashes", "host_crossings")  # pools in host memory, where they are made
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")

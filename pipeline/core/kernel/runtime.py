@@ -500,10 +500,13 @@ def rank_state(
     chunks = _squeeze(weights.chunks)
     parts: tuple[Leaves, ...] = ()
     if plan.gather == "step":
-        parts = tuple(map(jax.tree.leaves, chunks))
+        stored = tuple(map(jax.tree.leaves, chunks))
         chunks = tuple(
             whole(c, spreads, 1) for c, spreads in zip(chunks, layout.chunks, strict=True)
         )
+        pairs = zip(stored, map(jax.tree.leaves, chunks), strict=True)
+        if any(part is not leaf for pair in pairs for part, leaf in zip(*pair, strict=True)):
+            parts = stored
     chunks = tuple(map(defer_reduction, chunks, layout.chunks))
     ends = defer_reduction(whole(weights.ends, layout.ends, 0), layout.ends)
     local = Weights(chunks, ends, *rests)

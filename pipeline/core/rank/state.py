@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from collectives import vary
 from pipeline.base.added import Adding
 from pipeline.base.tree import Index, Leaves, Tree, pick, real, vary_like
+from pipeline.core.jaxpr import scopes
 from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.stage import Seat
@@ -144,8 +145,9 @@ class RankState:
             whole = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
         else:
             return shards, narrow
-        # Nothing reads the numbers of a wide one that has a copy.
-        return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
+        # Nothing reads the numbers of a wide one that has a copy, so compilers drop it.
+        with jax.named_scope(scopes.UNREAD):
+            return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
 
     def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
         """A chunk's parameters, whole."""

@@ -14,7 +14,7 @@ from collectives.compat import is_on_host
 from pipeline.base.tree import nbytes
 from pipeline.core.jaxpr.evaluate import follow
 from pipeline.core.jaxpr.primitives import HEAVY, callee, is_ref, traits
-from pipeline.core.jaxpr.scopes import HOST_POOLS
+from pipeline.core.jaxpr.scopes import HOST_POOLS, UNREAD
 
 Slots = Sequence["FusionValue | None"]  # None where an equation has a literal
 _SUMS = "psum", "psum_invariant"
@@ -155,7 +155,9 @@ class FusionFlow:
 
     def _node(self, eqn: Any, reads: list[FusionValue | None]) -> list[FusionValue | None]:
         name, what = eqn.primitive.name, traits(eqn)
-        makes = [FusionValue(device_bytes(v.aval), held=True) for v in eqn.outvars]
+        is_unread = UNREAD in str(eqn.source_info.name_stack).split("/")
+        sizes = [0 if is_unread else device_bytes(v.aval) for v in eqn.outvars]
+        makes = [FusionValue(size, held=True) for size in sizes]
         given = [v for v in reads if v is not None]
         node = Node(eqn, reads, given, makes, fuses=False)
         if name == "get" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size:

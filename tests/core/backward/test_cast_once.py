@@ -99,6 +99,22 @@ def casts(jaxpr: Any, *, inside: bool = False) -> Iterator[tuple[bool, int]]:
             yield from casts(body, inside=inside or traits(eqn).loops)
 
 
+def results_of_scans(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """Shapes of what scans return."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield from (v.aval.shape for v in eqn.outvars)
+        for body in held(eqn):
+            yield from results_of_scans(body)
+
+
+@pytest.mark.parametrize("kind", ["scan", pytest.param("checkpoint", marks=pytest.mark.slow)])
+def test_gradients_of_scanned_weights_are_added_in_place(kind: str) -> None:
+    """Copies stand behind what they are copies of, or jax 0.10 returns gradients by value."""
+    body = body_of(pipeline([kind] * 4, schedule="1f1b", remat="stage"))
+    assert (2, WIDTH, HIDDEN) not in set(results_of_scans(body))
+
+
 FEW = [(["block"] * 4, "zb_v", None)]
 GRID = [
     ([kind] * 4, schedule, remat)
