@@ -14,7 +14,7 @@ from pathlib import Path
 
 MANY_MAPS, BETWEEN_LOOKS = 20_000, 8
 MUCH_MEMORY = 1_300 * 2**20  # bytes
-MANY_CASES, STRIDE = 3, 4
+MANY_CASES, STRIDE = 3, 8
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -52,7 +52,7 @@ def standard_promotion():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow cases: of a dear test `make test` runs the first case, and CI the rest.
 
-    Where a test has many slow cases, CI runs every fourth of them; `make test-all` runs all.
+    Where a test has many slow cases, CI runs every eighth of them; `make test-all` runs all.
     """
     of_test = defaultdict(list)
     for item in items:
