@@ -148,7 +148,7 @@ def train(config: Config, *, resume: bool, how: str) -> int:
     recorders: list[Recorder] = [JsonLines(folder / "log.jsonl"), Progress(config.run.steps)]
     if config.run.tensorboard:
         recorders.append(TensorBoard(folder / "tensorboard"))
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1, default=str) + "\n")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         for recorder in recorders:

@@ -21,6 +21,7 @@ from flax import nnx
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
+from pipeline.base.arguments import is_whole
 from pipeline.decoders.attention import check_whole
 from pipeline.decoders.block import Block
 from pipeline.decoders.config import DecoderConfig
@@ -31,6 +32,7 @@ from pipeline.decoders.multi_token import (
     LOGITS,
     MAIN,
     MultiTokenBlock,
+    check_targets,
     words_and_counts,
 )
 from pipeline.decoders.norms import make_norm
@@ -358,8 +360,13 @@ def place_modules(
     """
     if mtp is None:
         return [0] * (len(counts) - 1) + [config.mtp_layers]
-    found = list(mtp)
-    if len(found) != len(counts) or min(found) < 0 or sum(found) != config.mtp_layers:
+    found = list(mtp) if isinstance(mtp, list | tuple) else mtp
+    if not isinstance(found, list) or not all(is_whole(one, 0) for one in found):
+        raise ValueError(
+            f"mtp={mtp!r}: must be a list of integers >= 0, the number of multi-token modules of "
+            f"each of {len(counts)} stages; leave mtp= out to put all on the last stage"
+        )
+    if len(found) != len(counts) or sum(found) != config.mtp_layers:
         raise ValueError(
             f"mtp={found!r}: must be the number of multi-token modules of each of {len(counts)} "
             f"stages, and the model has {config.mtp_layers} together; leave mtp= out to put all on "
@@ -425,7 +432,7 @@ def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Arr
         of weights `[b, t]`, as `pipeline.training.packed` gives them.
 
     Raises:
-      ValueError: outputs of a model with multi-token prediction.
+      ValueError: outputs of a model with multi-token prediction, or targets of another shape.
     """
     if isinstance(logits, Mapping):
         raise ValueError(
@@ -433,6 +440,7 @@ def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Arr
             "give loss_fn=MultiTokenLoss(), or load the checkpoint with mtp=0; or let modules be "
             "untrained: lambda outputs, targets: next_token_loss(outputs['logits'], targets)"
         )
+    check_targets(targets, logits)
     if isinstance(targets, tuple | list):
         words, counts = words_and_counts(targets)
         return (vocabulary_cross_entropy(logits, words) * counts).sum(), counts.sum()

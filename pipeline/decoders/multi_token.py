@@ -40,6 +40,7 @@ from pipeline.layers.weights import apply, scaled
 
 MAIN, EMBEDDED, AHEAD, INSIDE = "main", "embedded", "ahead", "inside"
 LOGITS = "logits"  # of the main model, in the head's output
+PAIR = 2  # words and weights
 WEIGHT = 0.3  # of the losses together, as DeepSeek-V3 has it for most of its training
 
 
@@ -155,7 +156,7 @@ class MultiTokenLoss:
         """Check the weights.
 
         Raises:
-          ValueError: what is no finite number >= 0.
+          ValueError: what is no finite number >= 0, or no bool.
         """
         given = self.weight if isinstance(self.weight, tuple | list) else (self.weight,)
         fits = all(
@@ -166,6 +167,11 @@ class MultiTokenLoss:
             raise ValueError(
                 f"MultiTokenLoss(weight={self.weight!r}): must be a finite number >= 0, which all "
                 f"modules share, or a tuple with one for each module"
+            )
+        if not isinstance(self.has_metrics, bool):
+            raise ValueError(
+                f"MultiTokenLoss(has_metrics={self.has_metrics!r}): must be True (it returns the "
+                f"loss and metrics, for has_aux=True) or False"
             )
         if isinstance(self.weight, list):
             object.__setattr__(self, "weight", tuple(self.weight))
@@ -186,6 +192,7 @@ class MultiTokenLoss:
                 "MultiTokenLoss was given the outputs of a model that predicts one token: build it "
                 "with DecoderConfig(mtp_layers=...), or give loss_fn=next_token_loss"
             )
+        check_targets(targets, outputs[LOGITS])
         words, counts = words_and_counts(targets)
         total = (vocabulary_cross_entropy(outputs[LOGITS], words) * counts).sum()
         weight = counts.sum()
@@ -210,6 +217,26 @@ class MultiTokenLoss:
                 f"model has {modules} modules: give one for each, or one number for all"
             )
         return self.weight
+
+
+def check_targets(targets: Any, logits: jax.Array) -> None:
+    """Check that there is a word for each position.
+
+    Args:
+      targets: as of `pipeline.decoders.next_token_loss`.
+      logits: `[b, t, v]`, for their size.
+
+    Raises:
+      ValueError: neither words nor a pair of them and weights, or words of another shape.
+    """
+    pair = targets if isinstance(targets, tuple | list) else (targets, 1.0)
+    if len(pair) != PAIR or jnp.shape(pair[0]) != logits.shape[:-1]:
+        said = ", ".join(str(list(jnp.shape(x))) for x in jax.tree.leaves(targets))
+        raise ValueError(
+            f"targets of a microbatch are of {said}, and its logits are of "
+            f"{list(logits.shape[:-1])} positions: give one word for each position, or a pair "
+            f"(words, weights)"
+        )
 
 
 def words_and_counts(targets: Any) -> tuple[jax.Array, jax.Array]:

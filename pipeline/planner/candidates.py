@@ -37,7 +37,7 @@ def layouts_of(
     """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
     each = job.devices // job.slices
     for D, E, S, T in _meshes(job, faults):
-        for stages in _divisors(math.gcd(S, job.slices)):
+        for stages in divisors(math.gcd(S, job.slices)):
             slices = job.slices // stages
             if D % slices or (D // slices) * E * (S // stages) * T != each:
                 continue
@@ -54,7 +54,7 @@ def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int
         if size not in sizes:
             sizes.append(size)
 
-    for T in _divisors(each):
+    for T in divisors(each):
         if T > MOST_TENSOR:
             break
         if model.experts is not None and T > 1:
@@ -63,7 +63,7 @@ def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int
         if model.kv_heads % T or model.hidden % T or job.seq % T:
             refuse(f"tensor: must divide {model.kv_heads} heads of keys, columns, positions", T)
             continue
-        for S in _divisors(job.devices // T):
+        for S in divisors(job.devices // T):
             rest = job.devices // (S * T)
             if not _share(model.layers, S):
                 refuse(f"stage: cannot share {model.layers} layers with less than 10% idle", S)
@@ -77,7 +77,7 @@ def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int
 def _expert_ranks(job: PlannedJob, ranks: int) -> list[int]:
     """List E that divide the number of experts and the ranks."""
     experts = job.model.experts
-    return [1] if experts is None else _divisors(math.gcd(experts.number, ranks))
+    return [1] if experts is None else divisors(math.gcd(experts.number, ranks))
 
 
 def _ways(job: PlannedJob, experts: Dispatched, rows: int) -> list[Dispatched]:
@@ -98,7 +98,7 @@ def _alone(job: PlannedJob, base: MeshLayout, remat: Sequence[str | None]) -> It
         ways = ["zero1", "fsdp", "hsdp"][: 3 if 1 < base.data_slices < base.data else 2]
     # All of it is one stage, and what is gathered again is the compiler's choice.
     kept = _but(remat, OF_PIPELINES)
-    for rows, way, again in itertools.product(_divisors(each), ways, kept):
+    for rows, way, again in itertools.product(divisors(each), ways, kept):
         for experts in _ways(job, base.experts, rows):
             yield replace(
                 base,
@@ -163,5 +163,7 @@ def _can(name: str, S: int, V: int, M: int) -> bool:
     return True
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def divisors(number: int) -> list[int]:
+    """List all of a number, which may be huge, in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -8,7 +8,7 @@ of `pipeline.layers.experts.dispatch`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pipeline.base.arguments import is_whole
 from pipeline.planner.chips import Chip
@@ -45,7 +45,7 @@ class ExpertSizes:
             if not is_whole(getattr(self, name), low, numpy=True)
         ]
         if not wrong and self.top_k > self.number:
-            wrong = [f"top_k={self.top_k} is more than number={self.number}"]
+            wrong = [f"top_k={self.top_k} is more than number={self.number}: give no more"]
         if wrong:
             raise ValueError("ExpertSizes: " + "; ".join(wrong))
 
@@ -67,6 +67,16 @@ class LatentSizes:
     rope: int
     value: int
     query_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {one.name: getattr(self, one.name) for one in fields(self)}
+        wrong = [
+            f"{name}={size!r} must be an integer >= 1"
+            for name, size in sizes.items()
+            if not (is_whole(size, 1, numpy=True) or (name == "query_rank" and size is None))
+        ]
+        if wrong:
+            raise ValueError("LatentSizes: " + "; ".join(wrong))
 
 
 @dataclass(frozen=True)

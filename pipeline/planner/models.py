@@ -57,6 +57,14 @@ class ModelSizes:
             for name, size in sizes.items()
             if not is_whole(size, 1, numpy=True)
         ]
+        kinds = {"experts": ExpertSizes, "latent": LatentSizes}
+        wrong += [
+            f"{name}={getattr(self, name)!r} must be a pipeline.planner.{kind.__name__}, or None"
+            for name, kind in kinds.items()
+            if not isinstance(getattr(self, name), kind | None)
+        ]
+        if not isinstance(self.tied, bool):
+            wrong.append(f"tied={self.tied!r} must be True or False")
         if not wrong and self.heads % self.kv_heads:
             wrong = [f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}"]
         if not wrong and self._needs_head_width and self.width % self.heads:

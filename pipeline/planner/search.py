@@ -96,7 +96,7 @@ def plan(
                 f"remat has {BUT_ATTENTION!r} alone, and nothing that attention of {job.chip.name} "
                 f"gives can be kept by name: give 'block', None or 'stage' too"
             )
-    if offload not in (None, "auto"):
+    if offload is not None and not (isinstance(offload, str) and offload == "auto"):
         raise ValueError(
             f"offload={offload!r}: must be 'auto' (stashes in host memory are tried where memory "
             f"is short) or None"
@@ -162,9 +162,10 @@ def _job(
         )
     if clock not in CLOCKS:
         raise ValueError(f"clock={clock!r}: must be one of {', '.join(map(repr, CLOCKS))}")
-    if efficiency is not None and not 0 < efficiency <= 1:
+    if efficiency is not None and not (is_number(efficiency) and 0 < efficiency <= 1):
         raise ValueError(f"efficiency={efficiency!r}: must be a share of peak, above 0 and up to 1")
-    given = {1: costs} if isinstance(costs, Costs) else costs or {}
+    given: Any = {1: costs} if isinstance(costs, Costs) else costs
+    given = {} if given is None else given
     _check_costs(given)
     rate = found.efficiency if efficiency is None else efficiency
     return PlannedJob(
@@ -195,7 +196,8 @@ def _check_costs(given: Any) -> None:
 
 
 def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
-    if isinstance(given, str) or not given or any(one not in known for one in given):
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or not given or any(one not in known for one in given):
         raise ValueError(
             f"{what}={given!r}: must be a sequence out of {', '.join(map(repr, known))}"
         )

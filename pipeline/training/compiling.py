@@ -60,7 +60,7 @@ def resolve_compiler_options(given: Given, device: jax.Device) -> dict[str, str 
     """
     if given is None:
         return None
-    if given == "default":
+    if isinstance(given, str) and given == "default":
         return default_compiler_options(device) or None
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -96,7 +96,8 @@ def _refusal(name: str, value: str | bool, device: jax.Device) -> str | None:
     except Exception as error:  # noqa: BLE001  (its type differs between versions of jax)
         said = str(error).strip().splitlines()[0]
         if _UNKNOWN.search(said) is None:
-            return f"{compiler} refuses this value: {said}"
+            said = said.rstrip(".")
+            return f"{compiler} refuses this value: {said}; correct the value or take it out"
         near = difflib.get_close_matches(name.removeprefix("--"), _names(device.platform), n=1)
         hint = f"; the nearest name is {near[0]!r}" if near else ""
         return f"{compiler} knows no such option{hint}; correct the name or take it out"

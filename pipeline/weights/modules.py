@@ -37,7 +37,7 @@ def fit_modules(
             f"mtp={mtp!r}: by config.json this model has {config.mtp_layers} modules for "
             f"multi-token prediction; give that number, 0 to leave them out, or no mtp="
         )
-    numbers = range(config.layers, config.layers + config.mtp_layers)
+    numbers = _numbers(config, checkpoint)
     held = sum(has_layer(checkpoint, family, n) for n in numbers)
     if mtp == 0 and held and any(name.startswith(f"{EMBED}.") for name in checkpoint.tensors):
         raise ValueError(
@@ -111,6 +111,12 @@ def _left_out(checkpoint: Checkpoint, family: Family) -> set[str]:
     if not family.mtp or family.config is None:
         return set()
     config = family.config(checkpoint.config)
-    numbers = range(config.layers, config.layers + config.mtp_layers)
+    numbers = _numbers(config, checkpoint)
     starts = tuple(start for n in numbers for start in layer_prefixes(checkpoint, family, n))
     return {name for name in checkpoint.tensors if name.startswith(starts)}
+
+
+def _numbers(config: DecoderConfig, checkpoint: Checkpoint) -> range:
+    """The layers that are modules: no more than there are tensors, whatever config.json says."""
+    most = min(config.mtp_layers, len(checkpoint.tensors))
+    return range(config.layers, config.layers + most)

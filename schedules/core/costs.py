@@ -102,6 +102,7 @@ class Costs:
                 f"where copies over the host link travel beside an action's work, 0 where it waits "
                 f"for them"
             )
+        object.__setattr__(self, "host_overlap", _plain(self.host_overlap))
 
     def _set(self, name: str, value: object) -> None:
         _check_lasts(name, value, value)

@@ -12,7 +12,7 @@ import pytest
 from pipeline import ParallelConfig
 from pipeline.cli import main as cli
 from pipeline.planner import CHIPS, MODELS, Chip, DoesNotFitError, ModelSizes, plan
-from pipeline.planner.candidates import REMAT, layouts_of
+from pipeline.planner.candidates import REMAT, divisors, layouts_of
 from pipeline.planner.costs import estimate, mfu, stage_costs
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.makespan import makespan
@@ -330,8 +330,12 @@ def test_what_cannot_fit_names_what_does():
             {"remat": "block"},
             "remat='block': must be a sequence out of None, 'gathered', 'block', 'block_but",
         ),
+        ({"remat": 5}, "remat=5: must be a sequence out of None, 'gathered', 'block', "),
         ({"clock": "wall"}, "clock='wall': must be one of 'lockstep', 'barriers', 'event'"),
         ({"efficiency": 40}, "efficiency=40: must be a share of peak, above 0 and up to 1"),
+        ({"efficiency": "0.4"}, "efficiency='0.4': must be a share of peak, above 0 and up to 1"),
+        ({"efficiency": True}, "efficiency=True: must be a share of peak, above 0 and up to 1"),
+        ({"costs": 0}, "costs=0: must be schedules.Costs of one block and one sequence, or"),
         ({"costs": Costs(f=[1.0, 2.0])}, "costs has a number for each stage in f: a plan splits"),
         (
             {"costs": {0: Costs()}},
@@ -349,6 +353,13 @@ def test_refusals(changes, said):
     with pytest.raises(ValueError) as error:
         plan(**given | changes)
     assert said in str(error.value)
+
+
+def test_divisors_of_huge_sizes():
+    """A batch of 10^12 sequences is no reason to count to 10^12."""
+    assert divisors(10**12)[-2:] == [5 * 10**11, 10**12]
+    assert len(divisors(10**12)) == 13**2
+    assert [divisors(n) for n in (1, 2, 9, 12)] == [[1], [1, 2], [1, 3, 9], [1, 2, 3, 4, 6, 12]]
 
 
 def test_models_from_configurations(tmp_path):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import ParallelConfig, Pipeline, decoders
 from pipeline.insight.forecast.bytes import predict
-from pipeline.planner import CHIPS, MODELS, ExpertSizes, ModelSizes, plan
+from pipeline.planner import CHIPS, MODELS, ExpertSizes, LatentSizes, ModelSizes, plan
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import estimate, mfu
 from pipeline.planner.experts import Dispatched, all_to_all, busiest_rank, capacity_for
@@ -179,7 +179,18 @@ def test_only_dispatches_that_are_asked_for_are_tried():
     )
     with pytest.raises(ValueError) as error:
         ExpertSizes(4, 5, hidden=8)
-    assert str(error.value) == "ExpertSizes: top_k=5 is more than number=4"
+    assert str(error.value) == ("ExpertSizes: top_k=5 is more than number=4: give no more")
+    with pytest.raises(ValueError) as error:
+        LatentSizes(-1, 12, 4, "a")
+    assert str(error.value) == (
+        "LatentSizes: rank=-1 must be an integer >= 1; value='a' must be an integer >= 1"
+    )
+    with pytest.raises(ValueError) as error:
+        replace(MIXED, experts=8, latent=16, tied="no")
+    assert str(error.value) == (
+        "ModelSizes: experts=8 must be a pipeline.planner.ExpertSizes, or None; latent=16 must be "
+        "a pipeline.planner.LatentSizes, or None; tied='no' must be True or False"
+    )
 
 
 BASE = {

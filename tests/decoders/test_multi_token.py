@@ -270,6 +270,11 @@ def message(call: Any) -> str:
 
 def test_modules_that_cannot_be_placed():
     config = DecoderConfig(**SIZES, mtp_layers=1)
+    for given in (1, "01", [0, "1"], [0, True], [-1, 2]):
+        assert message(lambda given=given: build(config, [1, 1], mtp=given)) == (
+            f"mtp={given!r}: must be a list of integers >= 0, the number of multi-token modules of "
+            f"each of 2 stages; leave mtp= out to put all on the last stage"
+        )
 
     def place(mtp):
         return message(lambda: build(config, [1, 1], mtp=mtp))
@@ -332,6 +337,18 @@ def test_losses_that_do_not_fit():
         "give loss_fn=MultiTokenLoss(), or load the checkpoint with mtp=0; or let modules be "
         "untrained: lambda outputs, targets: next_token_loss(outputs['logits'], targets)"
     )
+    assert message(lambda: MultiTokenLoss(has_metrics="no")) == (
+        "MultiTokenLoss(has_metrics='no'): must be True (it returns the loss and metrics, for "
+        "has_aux=True) or False"
+    )
+    for loss, given in ((MultiTokenLoss(), outputs), (next_token_loss, z)):
+        assert message(lambda f=loss, x=given: f(x, words[:, :1])) == (
+            "targets of a microbatch are of [1, 1], and its logits are of [1, 4] positions: give "
+            "one word for each position, or a pair (words, weights)"
+        )
+        assert "are of [1, 4], [1, 4], [1, 4], and its" in message(
+            lambda f=loss, x=given: f(x, (words, words, words))
+        )
     total, weight = MultiTokenLoss(0.3)(outputs, words)
     assert_close(total / weight, np.log(30) * (1 + 0.3 * 3 / 4))  # the last position has no label
     assert MultiTokenLoss([0.1, 0.2]) == MultiTokenLoss((0.1, 0.2))  # as a file gives it

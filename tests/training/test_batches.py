@@ -282,6 +282,13 @@ def test_a_source_without_a_position():
 # --- what is refused ---
 
 
+def with_metrics(x, t):
+    return models.squares(x, t), {"one": 1.0}
+
+
+with_metrics.has_metrics = True
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -337,6 +344,14 @@ def test_a_source_without_a_position():
             (
                 "masked() was given the module Readout; give a function, and let the module look "
                 "at Padded.counts itself: it returns (sum, weight)"
+            ),
+        ),
+        (
+            lambda: masked(with_metrics),
+            (
+                "masked() was given a function with has_metrics, which is no dataclass, so it "
+                "cannot be told to leave metrics out; make it a dataclass with a field "
+                "has_metrics, as pipeline.decoders.MultiTokenLoss is, or set it to False"
             ),
         ),
     ],

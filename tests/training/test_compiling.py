@@ -68,7 +68,8 @@ REFUSED = [
         (
             "compiler_options={'xla_cpu_enable_fast_math': 'perhaps'}: the compiler of platform "
             "'cpu' refuses this value: INVALID_ARGUMENT: While setting option "
-            "xla_cpu_enable_fast_math, 'perhaps' is not a valid bool value."
+            "xla_cpu_enable_fast_math, 'perhaps' is not a valid bool value; correct the value "
+            "or take it out"
         ),
     ),
     (

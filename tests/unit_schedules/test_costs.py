@@ -61,6 +61,12 @@ def test_durations_of_any_kind_become_pythons(number):
     assert {type(value) for value in kept} <= {int, float}
 
 
+def test_a_share_of_any_kind_becomes_pythons():
+    kept = Costs(host_overlap=np.float32(0.5)).host_overlap
+    assert type(kept) is float
+    assert kept == 0.5
+
+
 def test_messages_make_a_square():
     assert refusal(comm=[[0, 1], [1]]) == (
         "Costs(comm=[[0, 1], [1]]) has 2 rows of [1, 2] numbers: comm[source][target] is a square "

@@ -242,6 +242,11 @@ def test_modules_that_cannot_be(tmp_path: Path):
         "folder: by config.json the model has 2 modules for multi-token prediction, behind layer "
         "2, and the files have 1: fetch the shards that are missing, or give mtp=0"
     )
+    many = {**CONFIG, "num_nextn_predict_layers": 10**12}  # nobody counts to that
+    assert refused(tiny.write(tmp_path / "many", many, tensors_of(1))) == (
+        "folder: by config.json the model has 1000000000000 modules for multi-token prediction, "
+        "behind layer 2, and the files have 1: fetch the shards that are missing, or give mtp=0"
+    )
     w = tensors_of()
     w[f"{AT}shared_head.head.weight"] = w["lm_head.weight"] + 1
     other = tiny.write(tmp_path / "other", CONFIG, w)
