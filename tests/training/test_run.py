@@ -270,6 +270,18 @@ def test_a_model_of_another_kind(path, capsys):
     )
 
 
+@pytest.mark.slow
+def test_a_date_is_no_option_of_a_compiler(path, capsys):
+    """TOML has dates and JSON has none: the run's config.json holds them as text."""
+    date = "--set=run.compiler_options.xla_cpu_enable_fast_math=1979-05-27"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--config", str(path), date])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("a value a bool, a number or a string\n")
+    run = json.loads((path.parent / "out/config.json").read_text())["run"]
+    assert run["compiler_options"] == {"xla_cpu_enable_fast_math": "1979-05-27"}
+
+
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_there_is_nothing_to_read(path, command, capsys):
     more = ["--prompt", "a"] if command == "generate" else []
