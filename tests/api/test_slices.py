@@ -15,6 +15,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
+from tests.support.close import assert_close
 
 X = jnp.ones((4, 8, 4))
 WORDS = jnp.zeros((4, 8), jnp.int32)
@@ -170,6 +171,105 @@ def test_embed_head_and_loss_that_mix_positions():
         f"are cut, as pipeline.training.batches.next_tokens does, and return (sum, weight), or "
         f"leave slices out"
     )
+
+
+NO_SUMS: dict[str, Callable[..., Any]] = {
+    "div takes a sum over positions": lambda y, t: (y * t).sum() / t.sum(),
+    "sub takes a sum over positions": lambda y, _: jnp.square(y - y.mean(1, keepdims=True)).mean(),
+    "exp takes a sum over positions": lambda y, t: jnp.exp(-mean(y, t)),
+    "reduce_max joins positions": lambda y, _: y.max(1).mean(),
+}
+
+
+@pytest.mark.parametrize("how", NO_SUMS)
+def test_losses_that_are_no_sums_over_positions(how):
+    assert message(pipe_of(loss_fn=NO_SUMS[how]).loss, X, X).startswith(
+        f"loss_fn mixes positions ({how}), and {SEES}: shift targets"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "value"),
+    [
+        (lambda y, t: jnp.square(y - t).sum((1, 2)).mean(), "0.5"),
+        (lambda y, t: (jnp.square(y - t).sum(), y.shape[0]), "0.5"),
+        (lambda y, t: (mean(y, t), y.shape[1]), "2"),
+    ],
+)
+def test_losses_that_divide_by_what_does_not_grow_with_positions(loss_fn, value):
+    assert message(pipe_of(loss_fn=loss_fn).loss, X, X) == (
+        f"loss_fn sums over positions and divides by what does not grow as they do, and with "
+        f"slices=2 its value would be {value} of that of whole sequences: return (sum, weight) of "
+        f"which both are sums over positions, or a mean over them, or leave slices out"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda y, t: (jnp.square(y - t) / y.shape[1]).sum((1, 2)).mean(),
+        lambda y, t: (jnp.square(y - t).sum(), jnp.ones(t.shape).sum()),
+        lambda y, t: (mean(y, t), 1),
+        lambda y, t: mean(y, t) + 0.1 * jnp.abs(y).mean() + 0.5,
+        lambda y, t: -jnp.take_along_axis(jax.nn.log_softmax(y), t[..., :1].astype(int), 2).mean(),
+    ],
+)
+def test_losses_that_are_means_over_positions(loss_fn):
+    make = jax.random.normal
+    given = make(jax.random.key(0), X.shape), make(jax.random.key(1), X.shape)
+    pipe = pipe_of(loss_fn=loss_fn)
+    assert_close(pipe.loss(*given), pipe.replace(slices=None).loss(*given))
+
+
+class Sliced(Pointwise):
+    """A stage that knows of slices."""
+
+    def call_slice(self, x: Any, _: Any, __: Any) -> Any:
+        return Pointwise.__call__(self, x), ()
+
+
+class Doubled(Sliced):
+    """A stage whose call is its own, and what it runs on slices inherited."""
+
+    def __call__(self, x: Any) -> Any:
+        return 2 * super().__call__(x)
+
+
+def test_call_slice_that_is_older_than_call():
+    assert message(pipe_of(Doubled).loss, X, X) == (
+        "Doubled has a __call__ of its own, and the call_slice of Sliced, which slices=N would run "
+        "in its place: give it a call_slice of its own that does the same, or leave slices out"
+    )
+
+
+def test_positions_that_lie_elsewhere_are_warned_of():
+    def turn(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x, 0, 1)
+
+    with pytest.warns(UserWarning, match="cannot be told") as caught:
+        pipe_of(embed=turn, head=turn).loss(X, X)
+    assert [str(one.message).partition(", and")[0] for one in caught] == [
+        f"whether {part} mixes positions cannot be told (no array that it is given is [rows, 4, "
+        f"...])"
+        for part in ("stages[0]", "head")
+    ]
+
+
+@pytest.mark.slow
+def test_inputs_of_one_entry_for_all_positions_have_a_gradient():
+    class Scaled(Pointwise):
+        def __call__(self, x: Any) -> Any:
+            y, scale = x
+            return super().__call__(y) * scale, scale
+
+    pipe = pipe_of(Scaled, loss_fn=lambda y, t: mean(y[0], t))
+    scale = 1 + jnp.arange(4.0).reshape(4, 1, 1)
+    found, wanted = (
+        jax.grad(lambda scale, one=one: one.loss((X, scale), X))(scale)
+        for one in (pipe, pipe.replace(slices=None))
+    )
+    assert_close(found, wanted)
 
 
 def test_what_is_not_known_is_warned_of_once():

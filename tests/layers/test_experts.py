@@ -559,3 +559,22 @@ def test_whole_weights_on_every_rank_are_refused():
         "hand each rank its part, in_specs=PartitionSpec('expert')"
     )
     assert varying_axes(X) == frozenset()
+
+
+@pytest.mark.slow
+def test_products_with_a_hessian():
+    key = jax.random.key
+    x, weight = jax.random.normal(key(0), (6, 4)), jax.random.normal(key(1), (3, 4, 4))
+    chosen = jnp.asarray([[0], [2], [2], [0], [1], [2]])
+
+    def blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+        run = lambda rows, product, _: jnp.tanh(product(rows, weight))  # noqa: E731
+        return jnp.square(products.run_grouped(x, chosen, run, 3, all_here=True)).sum()
+
+    def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.square(jnp.tanh(jnp.einsum("nd,ndf->nf", x, weight[chosen[:, 0]]))).sum()
+
+    found, wanted = (
+        jax.jvp(jax.grad(f, argnums=(0, 1)), (x, weight), (x, weight)) for f in (blocks, dense)
+    )
+    assert_close(found, wanted)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from pipeline.core.jaxpr.primitives import bodies, body_of, traits
@@ -37,11 +39,18 @@ class Followed:
       dim: the one along which positions lie, None without any.
       inner: how many numbers of that dim belong to one position: a dim may be joined of rows,
         positions and others, in this order.
+      scales: of a sum over positions, the known factors that it, or each addend of it, was
+        multiplied with since; empty for anything else.
+      number: what it is, if that is known.
+      broken: why it is no sum over positions any more, "" if it is one or never was.
     """
 
     varies: frozenset[int]
     dim: int | None = None
     inner: int = 1
+    scales: tuple[float, ...] = ()
+    number: float | None = None
+    broken: str = ""
 
     def moved(self, to: Sequence[int | None]) -> Followed:
         """The value with dim n at to[n]; None for a dim that is gone."""
@@ -56,20 +65,26 @@ class Sequences:
 
     Attributes:
       t: the number of positions.
-      sums: whether it may sum over positions, as a loss does.
+      sums: whether it may sum over positions, as a loss does. Of such a sum, all that is not linear
+        is `Followed.broken`.
+      factors: the known numbers with which values at positions were multiplied, an answer.
     """
 
     t: int
     sums: bool = False
+    factors: list[float] = field(default_factory=list)
 
 
-def follow_positions(jaxpr: Any, given: Sequence[Followed], asked: Sequences) -> list[Followed]:
+def follow_positions(
+    jaxpr: Any, given: Sequence[Followed], asked: Sequences, consts: Sequence[Any] = ()
+) -> list[Followed]:
     """Find the facts about the results of a jaxpr.
 
     Args:
       jaxpr: of a function.
       given: facts about its arguments.
       asked: the question.
+      consts: the values of its constvars, if they are at hand.
 
     Raises:
       MixedPositionsError: it joins positions.
@@ -77,9 +92,13 @@ def follow_positions(jaxpr: Any, given: Sequence[Followed], asked: Sequences) ->
     """
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: _whole(var) for var in jaxpr.constvars}
+    for var, value in zip(jaxpr.constvars, consts, strict=False):
+        known[var] = replace(known[var], number=_number(value))
 
     def read(atom: Any) -> Followed:
-        return Followed(frozenset()) if isinstance(atom, Literal) else known[atom]
+        if isinstance(atom, Literal):
+            return Followed(frozenset(), number=_number(atom.val))
+        return known[atom]
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
@@ -90,6 +109,8 @@ def follow_positions(jaxpr: Any, given: Sequence[Followed], asked: Sequences) ->
 def _results(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
+    if not (kind.calls or kind.identity) and any(one.scales or one.broken for one in operands):
+        rule = _of_sums
     if rule is not None:
         return [rule(eqn, operands, asked)] * len(eqn.outvars)
     if name == "scan":
@@ -99,6 +120,8 @@ def _results(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Follo
     if kind.identity and len(eqn.outvars) == len(operands):
         return operands
     if kind.elementwise or name in _ELEMENTWISE:
+        if name in ("mul", "div") and any(one.dim is not None for one in operands):
+            asked.factors.extend(one.number for one in operands if one.number is not None)
         return [_joined(eqn, operands)] * len(eqn.outvars)
     if any(one.dim is not None for one in operands):
         raise UnknownPositionsError(name)
@@ -108,6 +131,42 @@ def _results(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Follo
 def _whole(var: Any) -> Followed:
     """A value without positions, of which nothing else is known."""
     return Followed(frozenset(n for n, size in enumerate(var.aval.shape) if size > 1))
+
+
+def _number(value: Any) -> float | None:
+    """A constant, if it is one real number."""
+    if isinstance(value, jax.core.Tracer) or np.shape(value) or np.iscomplexobj(value):
+        return None
+    return float(value) if np.issubdtype(np.result_type(value), np.number) else None
+
+
+def _of_sums(eqn: Eqn, operands: Sequence[Followed], _: Sequences) -> Followed:
+    """A result of sums over positions: another one, or nothing of the kind."""
+    name, found = eqn.primitive.name, _whole(eqn.outvars[0])
+    if why := next((one.broken for one in operands if one.broken), ""):
+        return replace(found, broken=why)
+    sums = [one for one in operands if one.scales]
+    others = [one for one in operands if not one.scales]
+    scales = tuple(dict.fromkeys(scale for one in sums for scale in one.scales))
+    if all(one.dim is None for one in others):
+        if name in _LINEAR or (name == "select_n" and not operands[0].scales):
+            return replace(found, scales=scales)
+        if name in ("mul", "dot_general") and len(sums) == 1:
+            factor = _factor(eqn, others[0])
+            return replace(found, scales=tuple(scale * factor for scale in scales))
+        if name == "div" and len(sums) == 1 and operands[0].scales:
+            factor = _factor(eqn, others[0])
+            return replace(found, scales=tuple(scale / factor for scale in scales))
+    if name not in _RULES and name not in _ELEMENTWISE and not traits(eqn).elementwise:
+        raise UnknownPositionsError(name)
+    return replace(found, broken=f"{name} takes a sum over positions")
+
+
+def _factor(eqn: Eqn, one: Followed) -> float:
+    """The number that a sum is multiplied with or divided by."""
+    if not one.number:
+        raise UnknownPositionsError(eqn.primitive.name)
+    return one.number
 
 
 def _joined(eqn: Eqn, operands: Sequence[Followed]) -> Followed:
@@ -173,7 +232,16 @@ def _without(eqn: Eqn, one: Followed, dims: Sequence[int], *, sums: bool) -> Fol
     if one.dim in dims and not sums:
         _fail(eqn)
     kept = [n for n in range(len(before)) if n not in dims]
-    return one.moved([kept.index(n) if n in kept else None for n in range(len(before))])
+    found = one.moved([kept.index(n) if n in kept else None for n in range(len(before))])
+    if "axes" in eqn.params and one.number is not None:
+        size = math.prod(before[n] for n in dims)
+        is_sum = eqn.primitive.name == "reduce_sum"
+        found = replace(found, number=one.number * size if is_sum else None)
+    if one.dim not in dims:
+        return found
+    if eqn.primitive.name == "reduce_sum":
+        return replace(found, scales=(1.0,))
+    return replace(found, broken=f"{eqn.primitive.name} joins positions")
 
 
 def _reduce(eqn: Eqn, operands: list[Followed], asked: Sequences) -> Followed:
@@ -225,7 +293,7 @@ def _pad(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     if one.dim is not None and any(eqn.params["padding_config"][one.dim]):
         _fail(eqn)
     varies = {n for n, sizes in enumerate(eqn.params["padding_config"]) if any(sizes)}
-    return replace(one, varies=one.varies | varies)
+    return replace(one, varies=one.varies | varies, number=None)
 
 
 def _along(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
@@ -234,7 +302,7 @@ def _along(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     axes = params["dimensions"] if "dimensions" in params else (params["axis"],)
     if one.dim in axes:
         _fail(eqn)
-    return one
+    return replace(one, number=None)
 
 
 def _sort(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
@@ -257,6 +325,8 @@ def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed
     consts, carry = operands[: body.num_consts], operands[body.num_consts : first]
     while True:
         found = follow_positions(body.jaxpr, [*consts, *carry, *rows], asked)
+        if any(one.scales or one.broken for one in found):
+            raise UnknownPositionsError(eqn.primitive.name)
         joined = [_joined(eqn, pair) for pair in zip(carry, found[: len(carry)], strict=True)]
         if joined == carry:
             break
@@ -269,16 +339,28 @@ def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     """A look-up in a table without positions, by indices that may have them."""
     table, indices = operands
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0]
-    if table.dim is not None:
-        raise UnknownPositionsError("gather")
     lead = [n for n in range(len(out.aval.shape)) if n not in numbers.offset_dims]
     found = _whole(out)
+    if table.dim is not None:
+        # Of each position another entry, as `jnp.take_along_axis` does.
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        of_same = (table.dim, indices.dim) in pairs and table.inner == indices.inner
+        if indices.dim is None or not of_same:
+            raise UnknownPositionsError("gather")
+        return replace(found, dim=lead[indices.dim], inner=indices.inner)
     if indices.dim is None:
         gone = frozenset(d for n, d in enumerate(lead) if n not in indices.varies)
         return replace(found, varies=found.varies - gone)
     return replace(found, dim=lead[indices.dim], inner=indices.inner)
 
 
+# Of sums, each is a sum again.
+_LINEAR = frozenset(
+    {
+        *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "neg"),
+        *("reduce_precision", "reduce_sum", "reshape", "slice", "squeeze", "sub", "transpose"),
+    }
+)
 _ELEMENTWISE = frozenset(
     {
         *("erf_inv", "erfc", "one_minus_square", "lt_to", "population_count", "shift_left"),
@@ -300,6 +382,7 @@ _RULES: dict[str, Any] = {
     "sort": _sort,
     "iota": _iota,
     "gather": _gather,
+    "convert_element_type": lambda _, operands, __: operands[0],
     **dict.fromkeys(_RUNNING, _along),
     **dict.fromkeys((f"reduce_{name}" for name in _REDUCTIONS), _reduce),
     **dict.fromkeys(("argmax", "argmin"), _reduce),

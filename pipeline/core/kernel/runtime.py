@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE, vary
 from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, Way, chosen
-from pipeline.base.tree import Leaves, Tree, is_float, real
+from pipeline.base.tree import Leaves, Tree, is_float, partition, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
 from pipeline.core.diagnosis.unread import (
     warn_of_nothing_to_gather,
@@ -160,6 +160,9 @@ def train(
     loss, grads, inputs, kept = run(weights, batch, scale)
     pairs = zip(inputs, of_inputs, strict=True)
     inputs = [_in_order(plan, leaf, spec, back=True) for leaf, spec in pairs]
+    if inputs and plan.schedule.num_slices > 1:  # of one entry in all slices they are a sum
+        whole = zip(inputs, partition(batch.inputs)[0], strict=True)
+        inputs = [g if g.shape == x.shape else g.sum(1, keepdims=True) for g, x in whole]
     if plan.auto_axes:
         grads = constrain(grads, specs, plan.mesh)
     return loss, grads, inputs, kept

@@ -6,6 +6,8 @@ it would silently compute something else if it mixed positions, or looked at the
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +63,10 @@ def check_slices(
         return
     unit = jax.eval_shape(lambda: (at(state.batch.inputs, 0), at(state.batch.targets, 0)))
     inputs, targets = unit
-    t = next(leaf.shape[1] for leaf in jax.tree.leaves(inputs) if leaf.ndim > 1)
+    # A leaf of one entry in dim 1 is the same in every slice, and may be the first.
+    specs = [spec for of in state.batch.specs[:2] for spec in of]
+    leaves = zip(jax.tree.leaves(unit), specs, strict=True)
+    t = max(leaf.shape[1] for leaf, spec in leaves if spec is not None and leaf.ndim > 1)
     extras = jax.eval_shape(lambda: state.batch.extras_of(0))
     check = _Check(t, state.num_slices, warned)
     done = set()
@@ -122,7 +127,26 @@ def _embed_knows(state: RankState) -> bool:
 
 def _look(module: Any, found: list[bool]) -> jax.Array:
     found.append(hasattr(module, CALL_SLICE))
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module) and hasattr(type(node), CALL_SLICE):
+            _check_own(type(node))
     return jnp.zeros(())
+
+
+def _check_own(kind: type) -> None:
+    """Check that what a class runs on slices is not older than what it runs on whole sequences.
+
+    Raises:
+      ValueError: ``__call__`` is its own, and ``call_slice`` inherited.
+    """
+    places = [[name in vars(one) for one in kind.__mro__] for name in ("__call__", CALL_SLICE)]
+    own, inherited = (place.index(True) if True in place else -1 for place in places)
+    if own < inherited:
+        raise ValueError(
+            f"{kind.__name__} has a __call__ of its own, and the call_slice of "
+            f"{kind.__mro__[inherited].__name__}, which slices=N would run in its place: give it a "
+            f"call_slice of its own that does the same, or leave slices out"
+        )
 
 
 class _Check:
@@ -141,27 +165,84 @@ class _Check:
         sums: bool = False,
     ) -> None:
         """Trace a part on types of what it is given, and see what it does with positions."""
-        leaves, treedef = jax.tree.flatten(given)
-        spreads = [self._spread(leaf) for leaf in leaves]
-        call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
-        jaxpr = jax.make_jaxpr(call)(leaves).jaxpr
         sees = f"with slices={self._num_slices} it sees one slice of a sequence at a time"
         try:
-            follow_positions(jaxpr, spreads, Sequences(self._t, sums=sums))
+            found, factors = self._followed(run, given, 1, sums=sums)
+            if sums:
+                whole, of_whole = self._followed(run, given, self._num_slices, sums=True)
+                if factors == of_whole:
+                    self._check_scales(found, whole)
         except MixedPositionsError as error:
             raise ValueError(
                 f"{name} mixes positions ({error}), and {sees}: {remedy}, or leave slices out"
             ) from None
         except UnknownPositionsError as error:
-            key = "positions", name
-            if sums or key in self._warned:
+            why = f"it uses the primitive {str(error)!r}"
+        else:
+            if any(self._spread(leaf).dim is not None for leaf in jax.tree.leaves(given[0])):
                 return
-            self._warned.add(key)
-            warnings.warn(
-                f"whether {name} mixes positions cannot be told (it uses the primitive "
-                f"{str(error)!r}), and {sees}: if it does, {remedy}, or leave slices out",
-                stacklevel=outside(),
-            )
+            why = f"no array that it is given is [rows, {self._t}, ...]"
+        key = "positions", name
+        if sums or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(
+            f"whether {name} mixes positions cannot be told ({why}), and {sees}: if it does, "
+            f"{remedy}, or leave slices out",
+            stacklevel=outside(),
+        )
+
+    def _followed(
+        self, run: Callable[..., Tree], given: Sequence[Tree], count: int, *, sums: bool
+    ) -> tuple[list[Followed], list[float]]:
+        """Facts about the results of a part on that many slices joined, and `Sequences.factors`.
+
+        Raises:
+          MixedPositionsError: it joins positions, or is more than a sum over them.
+          UnknownPositionsError: nobody knows.
+        """
+        leaves, treedef = jax.tree.flatten(given)
+        spreads = [self._spread(leaf) for leaf in leaves]
+
+        def joined(leaf: Any, spread: Followed) -> Any:
+            return leaf if spread.dim is None else jnp.concatenate([leaf] * count, axis=1)
+
+        if count > 1:
+            leaves = jax.eval_shape(lambda leaves: list(map(joined, leaves, spreads)), leaves)
+        call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        closed = jax.make_jaxpr(call)(leaves)
+        asked = Sequences(self._t * count, sums=sums)
+        found = follow_positions(closed.jaxpr, spreads, asked, closed.consts)
+        if why := next((one.broken for one in found if one.broken), ""):
+            raise MixedPositionsError(why)
+        return found, asked.factors
+
+    def _check_scales(self, found: list[Followed], whole: list[Followed]) -> None:
+        """Check that a loss of sequences is that of their slices together.
+
+        Args:
+          found: facts about the sum and the weight of a slice.
+          whole: the same of a sequence.
+
+        Raises:
+          ValueError: it is a sum over positions that is divided by what does not grow as they do.
+        """
+        (total, weight), (all_total, all_weight) = found, whole
+        if weight.scales:  # by how much less a slice is divided
+            shares = list(map(operator.truediv, weight.scales, all_weight.scales))
+        elif weight.number and all_weight.number:
+            shares = [self._num_slices * weight.number / all_weight.number]
+        else:
+            return
+        for one, of_all in zip(total.scales, all_total.scales, strict=False):
+            if any(not math.isclose(one / of_all, share, rel_tol=1e-3) for share in shares):
+                raise ValueError(
+                    f"loss_fn sums over positions and divides by what does not grow as they do, "
+                    f"and with slices={self._num_slices} its value would be "
+                    f"{one / of_all / shares[0]:.3g} of that of whole sequences: return (sum, "
+                    f"weight) of which both are sums over positions, or a mean over them, or leave "
+                    f"slices out"
+                )
 
     def _spread(self, leaf: Any) -> Followed:
         varies = frozenset(n for n, size in enumerate(leaf.shape) if size > 1)

@@ -61,13 +61,16 @@ def block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.A
     return _block_matmul(*(vary(x, axes) for x in (rows, weight, owners)))
 
 
-@jax.custom_vjp
-def _block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
+def _product(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
     return jax.lax.map(lambda block: block[0] @ weight[block[1]], (rows, owners))
 
 
+_block_matmul = jax.custom_vjp(_product)
+
+
 def _forward(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> tuple[jax.Array, Any]:
-    return _block_matmul(rows, weight, owners), (rows, weight, owners)
+    # Without the rule, so that `jax.jvp` of a gradient finds plain loops: products with a Hessian.
+    return _product(rows, weight, owners), (rows, weight, owners)
 
 
 def _backward(kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
