@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import ParallelConfig, Pipeline, decoders
 from pipeline.insight.forecast.bytes import predict
+from pipeline.layers.experts import products
 from pipeline.planner import CHIPS, MODELS, ExpertSizes, LatentSizes, ModelSizes, plan
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import estimate, mfu
@@ -257,8 +258,12 @@ def test_experts_of_configurations(tmp_path, content, experts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "capacity"])
-def test_a_plan_holds_what_a_traced_step_holds(way):
-    """Few positions, whose scores weigh nothing: no kernel spares them on CPU."""
+def test_a_plan_holds_what_a_traced_step_holds(way, monkeypatch):
+    """Few positions, whose scores weigh nothing: no kernel spares them on CPU.
+
+    Rows are those of TPUs: in blocks, as elsewhere, they would be more.
+    """
+    monkeypatch.setattr(products, "platform", lambda: "tpu")
     D, E, S, M, seq = 2, 2, 2, 4, 8
     sizes = ModelSizes(4, 512, 4, 2, 128, 256, experts=ExpertSizes(8, 2, hidden=768))
     mixture = decoders.ExpertsConfig(8, 2, 768, tuple(range(4)), dispatch=way, capacity_factor=1.5)
