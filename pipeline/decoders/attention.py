@@ -242,7 +242,7 @@ def check_whole(what: str, context: Context) -> None:
     Raises:
       ValueError: so.
     """
-    if context is not WHOLE:
+    if context.axis is not None:
         raise ValueError(
             f"{what} with sequences that are cut over a mesh axis (context={context!r}): no way of "
             f"exchanging keys and values has them; leave context= out"
