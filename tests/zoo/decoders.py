@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -163,11 +165,9 @@ def dantinox() -> Case:
     )
 
 
-def mamba2() -> Case:
-    """State-space layers with a convolution."""
-    from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
+def of_state_space(config_of: Any, model_of: Any) -> Case:
+    """A small model of one of the two packages of state-space layers, which share their names."""
+    config = config_of(
         vocab_size=WORDS,
         hidden_size=16,
         state_size=8,
@@ -175,24 +175,22 @@ def mamba2() -> Case:
         chunk_size=4,
         num_hidden_layers=5,
     )
-    model = stirred(Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)))
+    model = stirred(model_of(config, rngs=nnx.Rngs(0)))
     return Case(model, (words(length=8),), words(length=8), cross_entropy, of_mamba)
+
+
+def mamba2() -> Case:
+    """State-space layers with a convolution."""
+    from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
+
+    return of_state_space(Mamba2Config, Mamba2ForCausalLM)
 
 
 def mamba3() -> Case:
     """State-space layers with rotary states."""
     from mamba3_jax import Mamba3Config, Mamba3ForCausalLM
 
-    config = Mamba3Config(
-        vocab_size=WORDS,
-        hidden_size=16,
-        state_size=8,
-        head_dim=8,
-        chunk_size=4,
-        num_hidden_layers=5,
-    )
-    model = stirred(Mamba3ForCausalLM(config, rngs=nnx.Rngs(0)))
-    return Case(model, (words(length=8),), words(length=8), cross_entropy, of_mamba)
+    return of_state_space(Mamba3Config, Mamba3ForCausalLM)
 
 
 def attnax() -> Case:

@@ -29,13 +29,12 @@ def cast_once(state: RankState, bodies: Sequence[Any]) -> RankState:
     """
     if state.has_refs or state.checks:
         return state
-    wide = [state.shards, state.parts][bool(state.parts)]
+    wide = state.parts or state.shards
     read: list[list[set[Any]]] = [[set() for _ in leaves] for leaves in wide]
-    known: dict[int, list[set[Any]]] = {}
+    known = {key: read_in(body) for key, body in {id(body): body for body in bodies}.items()}
     for seat, body in zip(state.model.stages, bodies, strict=True):
-        found = known.setdefault(id(body), read_in(body))
         spots = seat.views.params.spots if seat.views else None
-        for n, dtypes in enumerate(found):
+        for n, dtypes in enumerate(known[id(body)]):
             read[seat.chunk][spots[n].cell if spots else n] |= dtypes
     spreads = state.model.layout.chunks
 

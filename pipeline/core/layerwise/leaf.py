@@ -147,7 +147,7 @@ class LayerLeaf:
         value = self.cell.value
         how: Any = {"spot": self.spot, "impl": self._impl}
         if self.rank is None:
-            same, out = self.shape == value.shape, getattr(_on_device(value), "sharding", None)
+            same, out = self.shape == value.shape, _device_sharding(value)
             self.cell.value = leaf if same else _padded(leaf, shape=value.shape, out=out)
         elif value.sharding.is_fully_addressable:
             if self.spot is not None:
@@ -212,10 +212,17 @@ def _reshaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _on_device(value: Any) -> Any:
     """The array, out of host memory if it lies there: programs compute on devices."""
-    sharding = getattr(value, "sharding", None)
-    if sharding is None or sharding.memory_kind != HOST_MEMORY:
-        return value
-    return jax.device_put(value, sharding.with_memory_kind("device"))
+    return jax.device_put(value, _device_sharding(value)) if _is_hosted(value) else value
+
+
+def _device_sharding(value: Any) -> Any:
+    """The sharding of the array, out of host memory if it lies there; nothing is copied."""
+    sharding: Any = getattr(value, "sharding", None)
+    return sharding.with_memory_kind("device") if _is_hosted(value) else sharding
+
+
+def _is_hosted(value: Any) -> bool:
+    return getattr(getattr(value, "sharding", None), "memory_kind", None) == HOST_MEMORY
 
 
 def _part_of(row: Any, spot: Spot, impl: str | None) -> jax.Array:

@@ -155,7 +155,8 @@ class FusionFlow:
 
     def _node(self, eqn: Any, reads: list[FusionValue | None]) -> list[FusionValue | None]:
         name, what = eqn.primitive.name, traits(eqn)
-        is_unread = UNREAD in str(eqn.source_info.name_stack).split("/")
+        is_cast = name == "convert_element_type"
+        is_unread = is_cast and UNREAD in str(eqn.source_info.name_stack).split("/")
         sizes = [0 if is_unread else device_bytes(v.aval) for v in eqn.outvars]
         makes = [FusionValue(size, held=True) for size in sizes]
         given = [v for v in reads if v is not None]

@@ -57,8 +57,13 @@ def block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.A
       weight: `[e, d, f]`, whose gradient is summed over blocks in float32 at least.
       owners: `[p]` int32.
     """
-    axes = tuple(sorted({axis for x in (rows, weight, owners) for axis in varying_in(x)}))
-    return _block_matmul(*(vary(x, axes) for x in (rows, weight, owners)))
+    return _block_matmul(*vary_together(rows, weight, owners))
+
+
+def vary_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays, each marked as varying over the axes over which any of them varies."""
+    axes = tuple(sorted({axis for x in arrays for axis in varying_in(x)}))
+    return tuple(vary(x, axes) for x in arrays)
 
 
 def _product(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:

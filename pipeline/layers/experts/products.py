@@ -9,14 +9,18 @@ each, none included. TPUs have a kernel for it; elsewhere rows are laid out in b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from collectives import vary
 from collectives.compat import platform, varying_in
-from pipeline.layers.experts.blocks import block_matmul, block_places, block_size
+from pipeline.layers.experts.blocks import (
+    block_matmul,
+    block_places,
+    block_size,
+    vary_together,
+)
 
 # Rows `[m, d]` and what the parameters of their experts are multiplied and picked by.
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # rows, `[e, d, f]` -> rows
@@ -33,8 +37,7 @@ def grouped_matmul(rows: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.
       sizes: `[e]` int32; rows behind their sum belong to nobody, and what is returned for them is
         undefined.
     """
-    axes = _axes(rows, weight, sizes)
-    rows, weight, sizes = (vary(x, axes) for x in (rows, weight, sizes))
+    rows, weight, sizes = vary_together(rows, weight, sizes)
     return jax.lax.ragged_dot(rows, weight, sizes)
 
 
@@ -137,7 +140,3 @@ def inverse(order: jax.Array) -> jax.Array:
     """The permutation that undoes another."""
     places = vary(jnp.arange(order.shape[0], dtype=order.dtype), varying_in(order))
     return jnp.zeros_like(order).at[order].set(places, unique_indices=True)
-
-
-def _axes(*arrays: Any) -> tuple[str, ...]:
-    return tuple(sorted({axis for x in arrays for axis in varying_in(x)}))
