@@ -226,6 +226,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else str(device.platform)
 
 
+def device_kind() -> str:
+    """The kind of device that is traced for, such as "TPU v6 lite"; that of the mesh if any."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return str((device or jax.devices()[0]).device_kind)
+
+
 def has_cudnn() -> bool:
     """Tell whether this process can call cuDNN. Private to JAX, seen in 0.10.2 and 0.12.
 

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from collectives import local
-from collectives.compat import has_cudnn, platform
+from collectives.compat import device_kind, has_cudnn, platform
+from pipeline.layers.attending.blocks import SMALL, SplashBlocks, choose_blocks
 
 Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 NAMES = ("splash", "cudnn", "xla", "chunked")
 # What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
 RESIDUALS = "attention_residuals"
-BLOCKS = (512, 256, 128)  # positions that splash attention takes at a time; larger ones fill VMEM
+LEAST = SMALL[-1]  # positions that splash attention takes at a time
 WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
 WIDEST_BEFORE_HOPPER = 128
 REMEDY = "or take implementation='chunked', the formula, which takes any"
@@ -69,6 +70,7 @@ def splash(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: SplashBlocks | None = None,
 ) -> jax.Array:
     """Causal attention by JAX's splash attention, `[b, t, k·g, c]`; interpreted where no TPU is.
 
@@ -79,6 +81,7 @@ def splash(
       segments: `[b, t]` integers; a query reads keys of its own segment.
       window: how many positions a query reads; None for all before it.
       softcap: of the scores, if any.
+      blocks: of positions; None for those of the length and the chip.
 
     Raises:
       ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
@@ -94,14 +97,21 @@ def splash(
     # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
     # are `local` too: a stage keeps them as they are here, not what they could be made of again.
     arguments = local(heads_first)(q, k, v)
-    run = _kernel(heads, t, window=window, softcap=softcap, interpret=interpret)
+    blocks = blocks or choose_blocks(device_kind(), t, c, q.dtype.itemsize, window)
+    run = _kernel(heads, t, blocks, window=window, softcap=softcap, interpret=interpret)
     own = () if segments is None else (segments,)
     y = local(jax.vmap(run))(*arguments, *own)
     return jnp.swapaxes(y, 1, 2)
 
 
 def _kernel(
-    heads: int, t: int, *, window: int | None, softcap: float | None, interpret: bool
+    heads: int,
+    t: int,
+    blocks: SplashBlocks,
+    *,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool,
 ) -> Any:
     """Splash attention of one sequence: of queries, keys, values and, if any, its segments."""
     # Pallas takes half a second to import, and only those need it who come here.
@@ -114,14 +124,11 @@ def _kernel(
         make_splash_mha_single_device,
     )
 
-    block = next(size for size in BLOCKS if t % size == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
     whole = CausalMask((t, t))
     mask = whole if window is None else LocalMask((t, t), (window - 1, 0), 0)
     kernel = make_splash_mha_single_device(
         MultiHeadMask([mask] * heads),
-        block_sizes=BlockSizes(**sizes),
+        block_sizes=BlockSizes(**blocks.sizes()),
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
@@ -182,10 +189,8 @@ def _check(name: str, q: jax.Array, wrong: list[str]) -> None:
 
 def _wrong_for_splash(q: jax.Array) -> list[str]:
     t, wrong = q.shape[1], _wrong_for_any(q)
-    if t % BLOCKS[-1]:
-        wrong.append(
-            f"{t} positions are no multiple of {BLOCKS[-1]}: pad sequences to {t + -t % BLOCKS[-1]}"
-        )
+    if t % LEAST:
+        wrong.append(f"{t} positions are no multiple of {LEAST}: pad sequences to {t + -t % LEAST}")
     return wrong
 
 

@@ -13,10 +13,12 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from collectives import local, make_mesh
 from pipeline import Pipeline
-from pipeline.layers import Attention
+from pipeline.layers import Attention, kernels
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
 
@@ -50,15 +52,19 @@ def mean(outputs, targets):
     return jnp.mean(jnp.square((outputs - targets).astype(jnp.float32)))
 
 
-def compiled(kind: type, topology: str, family: str, *, tensor: int, **options: Any) -> str:
-    """The optimised HLO of a training step."""
+def devices_of(topology: str) -> Any:
+    """The devices of a slice that is not there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def compiled(kind: type, topology: str, family: str, *, tensor: int, **options: Any) -> str:
+    """The optimised HLO of a training step."""
     axes = {"data": 2, "stage": 4} if tensor == 1 else {"data": 2, "stage": 2, "tensor": tensor}
-    mesh = make_mesh(devices=slice_.devices, **axes)
+    mesh = make_mesh(devices=devices_of(topology), **axes)
     stages = [nnx.eval_shape(kind)] * axes["stage"]
     pipe = Pipeline(stages, M, schedule=family, mesh=mesh, loss_fn=mean, **options)
     x = jax.ShapeDtypeStruct((M * axes["data"] * B, T, D), jnp.bfloat16)
@@ -93,3 +99,22 @@ def test_the_formula_where_the_compiler_cuts():
     """An axis left to the compiler: it cannot cut a kernel."""
     text = compiled(Splash, "v5e:2x4", "1f1b", tensor=2, auto_axes=("tensor",))
     assert "tpu_custom_call" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("t", "kernels_of_a_step"), [(8192, 2), (4096, 3)])
+def test_large_blocks_compile_for_v6e_without_a_flag(t, kernels_of_a_step):
+    """With segments, which need the most VMEM; at 8192 positions one kernel has all gradients."""
+    mesh = make_mesh(devices=devices_of("v6e:2x2")[:1], stage=1)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(kernels.splash(q, k, v, segments).astype(jnp.float32))
+
+    run = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    here = NamedSharding(mesh, P())
+    q, k = (jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16, sharding=here) for n in (4, 2))
+    ids = jax.ShapeDtypeStruct((1, t), jnp.int32, sharding=here)
+    text = jax.jit(run).lower(q, k, k, ids).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == kernels_of_a_step
