@@ -57,7 +57,7 @@ from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.describe import describe, summary
 from pipeline.insight.forecast.describe_memory import describe_memory
 from pipeline.insight.forecast.limit import warn_of_memory
-from pipeline.insight.forecast.step_memory import describe_step
+from pipeline.insight.forecast.step_memory import describe_step, share_within
 from pipeline.insight.profile import trace
 from pipeline.layers.weights import check_layers
 from pipeline.processes.replicas import check_replicas
@@ -504,6 +504,35 @@ class Pipeline(nnx.Module):
         """
         check_changes(options)
         return replaced(self, options, Pipeline.__init__)
+
+    def offload_within(
+        self,
+        budget: int,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        extras: dict[str, Tree] | None = None,
+        optimizer: nnx.Optimizer[Any] | None = None,
+    ) -> Self:
+        """Another pipeline with as few stashes in host memory as a budget of device bytes asks for.
+
+        Its ``offload`` is the smallest share with which a step is predicted to fit, or None if it
+        fits without. Bytes are those of `describe`, whose error is on the page about memory: leave
+        room. Nothing is run or compiled. Weights are shared as by `replace`.
+
+        Args:
+          budget: bytes of each device that a step may take, arguments included.
+          inputs: as of `value_and_grad`; leaves may be `jax.ShapeDtypeStruct`.
+          targets: as of `value_and_grad`, likewise.
+          extras: as of `value_and_grad`, likewise.
+          optimizer: counts its state and its update too.
+
+        Raises:
+          ValueError: a budget below what must stay on the devices, how much that is, and what to
+            do; devices without host memory; or an optimizer of other parameters.
+        """
+        operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
+        return self.replace(offload=share_within(self, budget, optimizer, operands))
 
     def to_layers(self, tree: Tree) -> dict[str, Any]:
         """The layer view of a tree that is shaped like the parameters.

@@ -7,7 +7,9 @@ memory of its own, and with ZeRO-1 the updates, which each shard makes a part of
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from collectives.compat import HOST_MEMORY
+from collectives.places.sizes import is_size
 from pipeline.core.model.model import Batch, Model, Weights
+from pipeline.core.options.checks import check_host
+from pipeline.core.options.compiled import Programs
 from pipeline.core.sharding.meshes import entered
 from pipeline.core.sharding.placed import placed
 from pipeline.core.sharding.placement import spread_of
@@ -85,6 +90,68 @@ def predict_step(
         sum(one.device_bytes for one in placed(part, mesh)) for part in (state, _on_host(state))
     )
     return StepPrediction(gradients, whole - hosted, update + hosted, host_optimizer=hosted)
+
+
+def share_within(
+    pipe: Any, budget: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
+) -> float | None:
+    """The smallest share of stashes in host memory whose step a device can hold; None for none.
+
+    Args:
+      pipe: the pipeline; its own ``offload`` is not read.
+      budget: bytes of each device.
+      optimizer: its `nnx.Optimizer`, for a step with the update; or None.
+      operands: model, weights and batch, as the kernel sees them.
+
+    Raises:
+      ValueError: no number of bytes, less than what stays with all stashes in host memory, or a
+        pipeline that can keep nothing there.
+    """
+    if not is_size(budget):
+        raise ValueError(
+            f"offload_within(budget={budget!r}): must be a number of bytes, at least 1"
+        )
+    if optimizer is not None:
+        check_optimizer(pipe, optimizer)
+    held = _held(pipe, optimizer, operands)
+    whole = held(None)
+    total, stashes = whole.total, _gradients(whole).stashes
+    if total <= budget:
+        return None
+    check_host(1.0, pipe.mesh, pipe.schedule, masked=pipe.plan.is_masked)
+    moved = 0
+    while total > budget and moved < stashes.count:
+        moved += max(1, min(-(-(total - budget) // stashes.each), stashes.count - moved))
+        total = held(moved / stashes.count).total
+    if total > budget:
+        raise ValueError(
+            f"offload_within(budget={budget:,}): with all stashes in host memory that outlive the "
+            f"next action, a step is predicted to take {total:,} bytes on each device (without, "
+            f"{whole.total:,}); give a budget of at least that, or keep less: remat='stage', more "
+            f"ranks, smaller microbatches, or make_optimizer(offload=True)"
+        )
+    return moved / stashes.count
+
+
+def _held(
+    pipe: Any, optimizer: Any, operands: tuple[Model, Weights, Batch]
+) -> Callable[[float | None], MemoryPrediction | StepPrediction]:
+    """Predicts a step of a pipeline with a share of its stashes in host memory."""
+    step = None if optimizer is None else predict_step(pipe, optimizer, *operands)
+
+    def predicted(share: float | None) -> MemoryPrediction | StepPrediction:
+        plan = dataclasses.replace(pipe.plan, offload=share, programs=Programs())
+        compiled = plan.programs.make()  # goes again with this call
+        with entered(plan.mesh, plan.home):
+            found = predict(plan, *operands, used=step is not None)
+        del compiled
+        return found if step is None else dataclasses.replace(step, gradients=found)
+
+    return predicted
+
+
+def _gradients(found: MemoryPrediction | StepPrediction) -> MemoryPrediction:
+    return found.gradients if isinstance(found, StepPrediction) else found
 
 
 def _on_host(state: Any) -> Any:
