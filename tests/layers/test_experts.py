@@ -6,6 +6,7 @@ Letters: n tokens, d = 8 width, e experts, k experts of a token, R ranks of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -561,8 +562,8 @@ def test_whole_weights_on_every_rank_are_refused():
     assert varying_axes(X) == frozenset()
 
 
-@pytest.mark.slow
-def test_products_with_a_hessian():
+def in_blocks_and_dense() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, Any]]:
+    """A loss by products in blocks, the same by the formula, and where to take derivatives."""
     key = jax.random.key
     x, weight = jax.random.normal(key(0), (6, 4)), jax.random.normal(key(1), (3, 4, 4))
     chosen = jnp.asarray([[0], [2], [2], [0], [1], [2]])
@@ -574,7 +575,50 @@ def test_products_with_a_hessian():
     def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.square(jnp.tanh(jnp.einsum("nd,ndf->nf", x, weight[chosen[:, 0]]))).sum()
 
-    found, wanted = (
-        jax.jvp(jax.grad(f, argnums=(0, 1)), (x, weight), (x, weight)) for f in (blocks, dense)
-    )
-    assert_close(found, wanted)
+    return blocks, dense, (x, weight)
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f, at: jax.jvp(f, at, at),
+    "jvp of rows alone": lambda f, at: jax.jvp(lambda x: f(x, at[1]), at[:1], at[:1]),
+    "vjp": lambda f, at: jax.value_and_grad(f, argnums=(0, 1))(*at),
+    "jvp of a gradient": lambda f, at: jax.jvp(jax.grad(f, argnums=(0, 1)), at, at),
+    "gradient of a jvp": lambda f, at: jax.grad(lambda *x: jax.jvp(f, x, at)[1], argnums=(0, 1))(
+        *at
+    ),
+    "hessian": lambda f, at: jax.hessian(f)(*at),
+    "vmap of a jvp": lambda f, at: jax.vmap(lambda v: jax.jvp(f, at, (v, at[1]))[1])(
+        jnp.stack([at[0], -at[0]])
+    ),
+}
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_of_products_in_blocks(kind: str):
+    blocks, dense, at = in_blocks_and_dense()
+    assert_close(*(DERIVATIVES[kind](f, at) for f in (blocks, dense)))
+
+
+def test_a_gradient_of_products_in_blocks_has_three_loops_of_products():
+    """Forward, for rows, and for the weight, which is added up in place."""
+    blocks, _, at = in_blocks_and_dense()
+    text = str(jax.make_jaxpr(jax.grad(blocks, argnums=(0, 1)))(*at))
+    assert text.count("dot_general[") == 3
+    assert "linear_block_matmul" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "capacity"])
+def test_forward_mode_of_the_layer_is_its_gradient(dispatch):
+    graphdef, params, rest = nnx.split(made(dispatch=dispatch), nnx.Param, ...)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.square(nnx.merge(graphdef, params, rest, copy=True)(x)).sum()
+
+    at = params, X
+    along = jax.tree.map(jnp.sin, at)
+    _, found = jax.jvp(loss, at, along)
+    grads = jax.grad(loss, argnums=(0, 1))(*at)
+    want = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, grads, along)))
+    assert_close(found, want)

@@ -84,6 +84,23 @@ def test_experts_over_ranks_train_as_the_plain_model(request, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_a_product_with_the_hessian_of_experts(remat):
+    pipe = piped(2, 2, (2, 2, 1), {}, remat=remat)
+    model = nnx.List(models.build(Layer, 2))
+
+    def through(x: Any) -> Any:
+        for layer in model:
+            x = layer(x)
+        return models.squares(x, T)
+
+    found, want = (
+        jax.jvp(jax.grad(f), (X,), (T,))[1] for f in (lambda x: pipe.loss(x, T), through)
+    )
+    assert_close(found, want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_capacity_drops_what_every_shard_alone_would_drop(schedule):
     options = {"dispatch": "capacity", "capacity_factor": 0.5, "counts": True}

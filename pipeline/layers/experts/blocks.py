@@ -10,13 +10,17 @@ GPUs multiplies every row with every expert and keeps one product of e.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from collectives import vary
-from collectives.compat import varying_in
+from collectives.compat import typed_as, varying_in
 
 FEWEST, MOST = 16, 512  # rows of a block
 
@@ -70,19 +74,14 @@ def _product(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array
     return jax.lax.map(lambda block: block[0] @ weight[block[1]], (rows, owners))
 
 
-_block_matmul = jax.custom_vjp(_product)
+def _of_rows(ct: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
+    """The gradient for rows."""
+    return jax.lax.map(lambda block: block[0] @ weight[block[1]].T, (ct, owners))
 
 
-def _forward(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> tuple[jax.Array, Any]:
-    # Without the rule, so that `jax.jvp` of a gradient finds plain loops: products with a Hessian.
-    return _product(rows, weight, owners), (rows, weight, owners)
-
-
-def _backward(kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """Two loops: one for rows, one for the weight, which adds to a block's expert in place."""
-    rows, weight, owners = kept
+def _of_weight(ct: jax.Array, rows: jax.Array, owners: jax.Array, weight: Any) -> jax.Array:
+    """The gradient for a weight of this type: a loop that adds to a block's expert in place."""
     dtype = jnp.float32 if weight.dtype.itemsize < 4 else weight.dtype
-    of_rows = jax.lax.map(lambda block: block[0] @ weight[block[1]].T, (ct, owners))
 
     def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
         x, dy, owner = block
@@ -91,7 +90,60 @@ def _backward(kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array, None]:
 
     total = vary(jnp.zeros(weight.shape, dtype), varying_in(ct))
     total, _ = jax.lax.scan(add, total, (rows, ct, owners))
-    return of_rows, total.astype(weight.dtype), None
+    return total.astype(weight.dtype)
 
 
-_block_matmul.defvjp(_forward, _backward)
+# The product as a function of its tangents: linear in rows and in the weight. JAX would transpose
+# the loop of `_product` for the weight into sums of arrays as large as the weight, one per block.
+# No gradient holds this primitive, since its transposes are loops again; `jax.jvp` does.
+_linear = Primitive("linear_block_matmul")
+
+
+@jax.custom_jvp
+def _block_matmul(rows: jax.Array, weight: jax.Array, owners: jax.Array) -> jax.Array:
+    return _product(rows, weight, owners)
+
+
+def _tangents(primals: Sequence[Any], tangents: Sequence[Any], zero: type) -> list[jax.Array]:
+    """The terms of the product's tangent; none for operands whose tangent is of the type zero."""
+    (rows, weight, owners), (d_rows, d_weight, _) = primals, tangents
+    pairs = [(d_rows, weight)] * (not isinstance(d_rows, zero))
+    pairs += [(rows, d_weight)] * (not isinstance(d_weight, zero))
+    return [_linear.bind(*pair, owners) for pair in pairs]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    y, found = _block_matmul(*primals), _tangents(primals, tangents, SymbolicZero)
+    return y, sum(found[1:], found[0]) if found else jnp.zeros_like(y)
+
+
+_block_matmul.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _linear_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    y, found = _linear.bind(*primals), _tangents(primals, tangents, ad.Zero)
+    return y, sum(found[1:], found[0]) if found else ad.Zero(jax.typeof(y))
+
+
+def _transposed(ct: Any, rows: Any, weight: Any, owners: Any) -> tuple[Any, Any, None]:
+    if isinstance(ct, ad.Zero):
+        return None, None, None
+    if ad.is_undefined_primal(rows):
+        return _of_rows(ct, weight, owners), None, None
+    return None, _of_weight(ct, rows, owners, weight.aval), None
+
+
+def _batched(values: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    return jax.vmap(_product, in_axes=tuple(dims))(*values), 0
+
+
+_linear.def_impl(_product)
+_linear.def_abstract_eval(
+    lambda rows, weight, owners: typed_as(
+        rows.update(shape=(*rows.shape[:2], weight.shape[2])), (rows, weight, owners)
+    )
+)
+ad.primitive_jvps[_linear] = _linear_jvp
+ad.primitive_transposes[_linear] = _transposed
+batching.primitive_batchers[_linear] = _batched
+mlir.register_lowering(_linear, mlir.lower_fun(_product, multiple_results=False))
