@@ -16,6 +16,7 @@ ABOUT = """Find how to train a decoder on chips that need not be there, by arith
 Prints the quickest layouts, what limits each and why the others lost; says so where no pipeline is
 best. The page on the planner, in the documentation, says what is counted.
 """
+TRIED = " that are tried, or auto for all that divide (1)"
 EPILOG = """examples:
   python -m pipeline plan --model llama-70b --devices 512 --chip v5p --batch 1024 --seq 8192
   python -m pipeline plan --model config.json --devices 64 --chip h100 --batch 256 --seq 4096 \\
@@ -64,8 +65,17 @@ def add(sub: Any, name: str) -> Parser:
     )
     about = "auto: stashes in host memory are tried where memory is short (not tried)"
     add("--offload", choices=["auto"], help=about)
+    add("--context", nargs="+", metavar="R", help=f"sizes of the axis context{TRIED}")
+    add("--num-slices", nargs="+", metavar="N", help=f"numbers of slices of a sequence{TRIED}")
     add("--out", type=Path, metavar="FILE", help="write the best as TOML for ParallelConfig")
     return parser
+
+
+def sizes(words: list[str] | None) -> Any:
+    """Sizes as `plan` takes them: numbers, "auto" or None; what is neither `plan` refuses."""
+    if words is None or words == ["auto"]:
+        return words and "auto"
+    return [int(word) if word.isdigit() else word for word in words]
 
 
 def run(parser: Parser, options: argparse.Namespace) -> int:
@@ -73,7 +83,8 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
     wanted += ["dispatch", "imbalance", "offload"]
     try:
-        plans = plan(**{name: getattr(options, name) for name in wanted})
+        cuts = {name: sizes(getattr(options, name)) for name in ("context", "num_slices")}
+        plans = plan(**{name: getattr(options, name) for name in wanted}, **cuts)
         if options.out is not None:
             plans.write(options.out)
     except DoesNotFitError as error:

@@ -1,7 +1,7 @@
 """All layouts of a job that divide: meshes, schedules, V, microbatches, remat, shards of weights.
 
-Letters: S, D, E, T ranks on `stage`, `data`, `expert`, `tensor`; V stages on a rank, M
-microbatches.
+Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
+M microbatches, N slices of each.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipeline.planner.experts import Dispatched, capacity_for
 from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, MeshLayout, PlannedJob
-from pipeline.planner.makespan import built
+from pipeline.planner.makespan import built, places
+from pipeline.planner.memory import COPIES, pipeline_bytes, stash_bytes, usable
+from pipeline.planner.sequences import SequenceCut, cuts_of, shares_heads
 from schedules import ScheduleError, names
-from schedules.build import options
+from schedules.build import options, takes_slices
+from schedules.families import SLICED
 
 # All that are the same for all costs: those made to measure take longer than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
@@ -25,6 +28,9 @@ REMAT = (None, GATHERED, "block", BUT_ATTENTION, "stage")
 CHUNKS, MOST_CHUNKS = (1, 2, 4, 8), 10
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
 MOST_TENSOR = 16
+# R and N that are tried where the job does not say it, and the fewest positions of a part.
+CONTEXT_SIZES = SLICES = (1, 2, 4, 8, 16, 32)
+FEWEST = 1024
 MOST_IDLE = 0.1  # of stages with a layer less than the longest
 
 
@@ -36,24 +42,47 @@ def layouts_of(
 ) -> Iterator[MeshLayout]:
     """Everything that divides; rules that leave out a size are noted in ``faults`` with it."""
     each = job.devices // job.slices
-    for D, E, S, T in _meshes(job, faults):
+    for D, E, R, S, T in _meshes(job, faults):
         for stages in divisors(math.gcd(S, job.slices)):
             slices = job.slices // stages
-            if D % slices or (D // slices) * E * (S // stages) * T != each:
+            if D % slices or (D // slices) * E * R * (S // stages) * T != each:
                 continue
             base = MeshLayout(D, S, T, slices, stages, experts=Dispatched(E))
-            yield from _alone(job, base, remat) if S == 1 else _piped(job, base, schedules, remat)
+            for cut in _cuts(job, R, S, T, faults):
+                one = replace(base, cut=cut)
+                yield from _alone(job, one, remat) if S == 1 else _piped(job, one, schedules, remat)
 
 
-def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """D, E, S, T that the model and the batch can share; others are noted with their rule."""
+def _cuts(
+    job: PlannedJob, R: int, S: int, T: int, faults: dict[str, list[int]]
+) -> list[SequenceCut]:
+    """Ways to cut sequences on a mesh; those that cannot be are noted with their rule."""
+    tried = job.num_slices or tuple(N for N in SLICES if N == 1 or job.seq // (R * N) >= FEWEST)
+    if S == 1:
+        tried = tuple(N for N in tried if N == 1)
+    if R > 1 and not shares_heads(job.model, R, T):
+        heads = f"{job.model.heads} heads of queries and {job.model.kv_heads} of keys"
+        note(faults, f"context: Ulysses is not tried where ranks cannot share {heads}", R)
+    if R > 1 and job.seq % (2 * R * T):
+        rule = f"a ring in zig-zag order needs twice the ranks to divide {job.seq} positions"
+        note(faults, f"context: {rule}", R)
+    return cuts_of(job.model, job.seq, R, tried, T)
+
+
+def note(faults: dict[str, list[int]], rule: str, size: int) -> None:
+    """Note a size that a rule leaves out, once."""
+    sizes = faults.setdefault(rule, [])
+    if size not in sizes:
+        sizes.append(size)
+
+
+def _meshes(
+    job: PlannedJob, faults: dict[str, list[int]]
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """D, E, R, S, T that model and batch can share; others are noted with their rule."""
     model, each = job.model, job.devices // job.slices
 
-    def refuse(rule: str, size: int) -> None:
-        sizes = faults.setdefault(rule, [])
-        if size not in sizes:
-            sizes.append(size)
-
+    refuse = functools.partial(note, faults)
     for T in divisors(each):
         if T > MOST_TENSOR:
             break
@@ -64,14 +93,22 @@ def _meshes(job: PlannedJob, faults: dict[str, list[int]]) -> Iterator[tuple[int
             refuse(f"tensor: must divide {model.kv_heads} heads of keys, columns, positions", T)
             continue
         for S in divisors(job.devices // T):
-            rest = job.devices // (S * T)
             if not _share(model.layers, S):
                 refuse(f"stage: cannot share {model.layers} layers with less than 10% idle", S)
-            elif job.batch % rest:
-                refuse(f"data: must divide the batch of {job.batch}", rest)
-            else:
-                for E in _expert_ranks(job, math.gcd(rest, each)):
-                    yield rest // E, E, S, T
+                continue
+            for R in _context_ranks(job, math.gcd(job.devices // (S * T), each)):
+                rest = job.devices // (S * T * R)
+                if job.batch % rest:
+                    refuse(f"data: must divide the batch of {job.batch}", rest)
+                    continue
+                for E in _expert_ranks(job, math.gcd(rest, each // R)):
+                    yield rest // E, E, R, S, T
+
+
+def _context_ranks(job: PlannedJob, ranks: int) -> list[int]:
+    """List R that are tried and divide the ranks and the positions."""
+    tried = job.context or [R for R in CONTEXT_SIZES if R == 1 or job.seq // R >= FEWEST]
+    return [R for R in divisors(math.gcd(ranks, job.seq)) if R in tried]
 
 
 def _expert_ranks(job: PlannedJob, ranks: int) -> list[int]:
@@ -80,11 +117,11 @@ def _expert_ranks(job: PlannedJob, ranks: int) -> list[int]:
     return [1] if experts is None else divisors(math.gcd(experts.number, ranks))
 
 
-def _ways(job: PlannedJob, experts: Dispatched, rows: int) -> list[Dispatched]:
+def _ways(job: PlannedJob, experts: Dispatched, tokens: int) -> list[Dispatched]:
     """All dispatches over so many ranks; they are one where there is one rank."""
     if experts.ranks == 1 or job.model.experts is None:
         return [experts]
-    factor = capacity_for(job.model.experts, rows * job.seq, job.imbalance)
+    factor = capacity_for(job.model.experts, tokens, job.imbalance)
     return [
         replace(experts, way=way, capacity=factor if way == "capacity" else 1.0)
         for way in job.dispatch
@@ -99,7 +136,7 @@ def _alone(job: PlannedJob, base: MeshLayout, remat: Sequence[str | None]) -> It
     # All of it is one stage, and what is gathered again is the compiler's choice.
     kept = _but(remat, OF_PIPELINES)
     for rows, way, again in itertools.product(divisors(each), ways, kept):
-        for experts in _ways(job, base.experts, rows):
+        for experts in _ways(job, base.experts, rows * job.seq // base.cut.parts):
             yield replace(
                 base,
                 microbatches=each // rows,
@@ -121,14 +158,22 @@ def _piped(
     S, each = base.stage, job.batch // base.rows_ranks
     ways = ["replicated"] if base.rows_ranks == 1 else ["zero1", "fsdp"]
     kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
-    for name, rows in itertools.product(schedules, ROWS):
+    sliced, N = sliced_of(schedules), base.cut.slices
+    if N > 1:  # stages compute themselves again, not their blocks
+        kept = [one for one in kept if one not in ("block", BUT_ATTENTION)]
+    elif not base.cut.by_kernel:
+        kept = _but(kept, (BUT_ATTENTION,))
+    named = sliced if N > 1 else [one for one in schedules if not takes_slices(one)]
+    for name, rows in itertools.product(named, ROWS):
         if each % rows:
             continue
-        for V in _chunks(job.model.layers, S):
+        tokens = rows * job.seq // base.cut.parts
+        for V in _chunks(job.model.layers, S) if N == 1 else (1,):
             M = each // rows
-            if not _share(job.model.layers, S * V) or not _can(name, S, V, M):
+            if not _share(job.model.layers, S * V) or not _can(name, S, V, M, N):
                 continue
-            every = itertools.product(kept, ways, ("ends", "stage"), _ways(job, base.experts, rows))
+            dispatched = _ways(job, base.experts, tokens)
+            every = itertools.product(kept, ways, ("ends", "stage"), dispatched)
             for again, way, word, experts in every:
                 yield replace(
                     base,
@@ -143,6 +188,11 @@ def _piped(
                 )
 
 
+def sliced_of(schedules: Sequence[str]) -> list[str]:
+    """List the families for slices: those that are named, or all where none is."""
+    return [one for one in schedules if takes_slices(one)] or list(SLICED)
+
+
 def _chunks(layers: int, ranks: int) -> list[int]:
     """V that are tried."""
     return [V for V in range(1, MOST_CHUNKS + 1) if V in CHUNKS or layers % (ranks * V) == 0]
@@ -154,13 +204,31 @@ def _share(layers: int, stages: int) -> bool:
 
 
 @functools.lru_cache(maxsize=8192)
-def _can(name: str, S: int, V: int, M: int) -> bool:
+def _can(name: str, S: int, V: int, M: int, N: int) -> bool:
     """Tell whether a family has a schedule of these sizes; what S divides is as good as M = 8 S."""
     try:
-        built(name, S, V, min(M, 8 * S + M % S))
+        built(name, S, V, min(M, 8 * S + M % S), N)
     except ScheduleError:
         return False
     return True
+
+
+def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
+    """Offload the smallest share that fits, for each pipeline that does not fit without.
+
+    P is the most stashes that a rank holds at once. Slices are left out: a pipeline refuses both.
+    """
+    room = usable(job)
+    for layout in layouts:
+        if layout.schedule is None or layout.cut.slices > 1:
+            continue
+        over = sum(pipeline_bytes(job, layout).values()) - room
+        if over <= 0:
+            continue
+        P, _ = places(layout.schedule, layout.stage, layout.chunks, layout.microbatches)
+        moved = math.ceil(over / stash_bytes(job, layout) + COPIES)
+        if moved <= P:
+            yield replace(layout, offload=min(1.0, math.ceil(1e4 * moved / P) / 1e4))
 
 
 def divisors(number: int) -> list[int]:

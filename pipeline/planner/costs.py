@@ -27,14 +27,13 @@ from pipeline.planner.layout import (
 from pipeline.planner.makespan import makespan
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, stash_bytes
 from pipeline.planner.models import COMPUTE_BYTES
+from pipeline.planner.sequences import SequenceCut, attention_seconds, sent_bytes, sent_seconds
 from schedules import Costs
 from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
 
 # Of peak, in attention kernels: assumed in docs/tpu.md too, and measured nowhere.
 ATTENTION_EFFICIENCY = 0.5
-# Products of an attention kernel: forward, and backward with scores formed again (docs/tpu.md).
-FORWARD_SCORES, BACKWARD_SCORES = 2, 7
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
 # How often what a block sends over `tensor` or `expert` in F is sent in all; 3 where blocks run
@@ -50,8 +49,8 @@ class Estimate:
 
     Attributes:
       layout: which.
-      seconds: of a step, by what they go to: compute, recompute, bubble, tensor, expert, data,
-        update.
+      seconds: of a step, by what they go to: compute, recompute, bubble, tensor, expert, context,
+        data, update.
       bytes: on the fullest chip, by what they hold.
       bound: whether the bubble is left out.
     """
@@ -80,7 +79,10 @@ def mfu(job: PlannedJob, step: float) -> float:
 
 @dataclass(frozen=True)
 class _Block:
-    """Seconds of one block on one microbatch, of head and lookup, and of what it sends beside."""
+    """Seconds of one block on a microbatch, of head and lookup, and of what it sends beside.
+
+    With slices those of a slice on average.
+    """
 
     f: float
     i: float
@@ -90,24 +92,35 @@ class _Block:
     scores: float  # of F, attention
     tensor: float  # of one pass
     expert: float  # of one pass
+    context: float  # of F
+    context_back: float  # of B without what it computes again
     head: float
     head_tensor: float
     embed: float
 
     @property
     def sends(self) -> float:
-        """Seconds of one pass, over all axes."""
-        return self.tensor + self.expert
+        """Seconds of F, over all axes."""
+        return self.tensor + self.expert + self.context
+
+    @property
+    def sends_back(self) -> float:
+        """Seconds of B, over all axes."""
+        return self.tensor + self.expert + self.context_back
 
 
 @functools.lru_cache(maxsize=4096)
-def _block(job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispatched) -> _Block:
+def _block(
+    job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispatched, cut: SequenceCut
+) -> _Block:
     model, chip = job.model, job.chip
-    tokens = rows * job.seq
+    tokens = rows * job.seq / cut.parts
     activation = COMPUTE_BYTES * tokens * model.width
     part = (tensor - 1) / tensor
     passing = 4 * part * activation / ring
     head_tensor = 2 * part * activation / ring
+    sent = (sent_seconds(cut, n, chip) for n in sent_bytes(model, cut, rows, job.seq, tensor))
+    context, context_back = sent
     dispatch = 0.0 if model.experts is None else experts.seconds(model.experts, activation, chip)
     if job.costs:
         # Of the next smaller microbatch that was measured, in proportion.
@@ -118,15 +131,16 @@ def _block(job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispat
             for name in ("f", "i", "w", "head", "embed")
         )
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
-        return _Block(f, i, w, b, f, 0.0, passing, dispatch, head, head_tensor, embed)
+        over = passing, dispatch, context, context_back
+        return _Block(f, i, w, b, f, 0.0, *over, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     multiplied = float(model.active_matrices)
     if model.experts is not None:  # of the rank with the busiest expert
         load = experts.load(model.experts, job.imbalance)
         multiplied = model.whole_matrices + load * model.chosen_matrices
     product = 2 * multiplied * tokens / rate
-    score = model.scores(job.seq) / FORWARD_SCORES * tokens / tensor
-    score /= chip.flops * ATTENTION_EFFICIENCY
+    rates = {"efficiency": ATTENTION_EFFICIENCY if cut.by_kernel else job.efficiency}
+    scores, scores_back = attention_seconds(model, chip, cut, tokens / tensor, job.seq, **rates)
     held = model.whole_matrices / tensor + model.expert_matrices / experts.ranks
     weights = held / chip.hbm_bandwidth  # seconds to read one byte of each
     read = model.plain_residuals(experts) * tokens / tensor
@@ -134,18 +148,20 @@ def _block(job: PlannedJob, rows: int, tensor: int, ring: float, experts: Dispat
     logits = chip.passes * 4 * model.vocabulary * tokens / tensor / chip.hbm_bandwidth
     last = model.last_matrix / model.active_matrices  # of the products
     through = max(product, COMPUTE_BYTES * weights)
-    f = through + passes + FORWARD_SCORES * score
-    i = through + BACKWARD_PASSES * passes + BACKWARD_SCORES * score
+    f = through + passes + scores
+    i = through + BACKWARD_PASSES * passes + scores_back
     w = max(product, 2 * WEIGHT * weights)  # sums of gradients are read and written
     return _Block(
         f=f,
         i=SPLIT * i,
         w=SPLIT * w,
         b=i + w,
-        again=(1 - last) * through + AGAIN_PASSES * passes + FORWARD_SCORES * score,
-        scores=FORWARD_SCORES * score,
+        again=(1 - last) * through + AGAIN_PASSES * passes + scores,
+        scores=scores,
         tensor=passing,
         expert=dispatch,
+        context=context,
+        context_back=context_back,
         head=3 * 2 * model.table * tokens / rate + logits,
         head_tensor=head_tensor,
         embed=4 * activation / tensor / chip.hbm_bandwidth,
@@ -161,14 +177,19 @@ class _Links:
     tensor: float
 
 
+def _block_of(job: PlannedJob, layout: MeshLayout, links: _Links) -> _Block:
+    sizes = layout.rows, layout.tensor, links.tensor
+    return _block(job, *sizes, layout.experts, layout.cut)
+
+
 def _links(job: PlannedJob, layout: MeshLayout) -> _Links:
-    """Axes of the torus: one each for `stage`, `expert` and `tensor`, the rest for `data`."""
+    """Axes of the torus: one for each of the others as long as there are, the rest for `data`."""
     chip, left = job.chip, job.chip.axes
     if not left:
         return _Links(chip.link, chip.link, chip.link)
     has_stage = layout.stage > layout.stage_slices
     has_data = layout.data > layout.data_slices
-    left -= has_stage + (layout.experts.ranks > 1)
+    left -= has_stage + (layout.experts.ranks > 1) + (layout.cut.ranks > 1)
     tensor = 1 if has_data else max(1, left)
     left -= tensor if layout.tensor > 1 else 0
     return _Links(chip.ring(max(1, left)), chip.ring(), chip.ring(tensor))
@@ -195,6 +216,8 @@ def _shared(
     """
     inside, outside = layout.data // layout.data_slices, across or layout.data_slices
     network = job.chip.network
+    if layout.schedule is None:  # which shards over `context` too
+        inside *= layout.cut.ranks
     return _gather(whole, inside * layout.experts.ranks, outside, links.data, network) + _gather(
         own, inside, outside, links.data, network
     )
@@ -214,7 +237,10 @@ def _messages(
 
 @dataclass(frozen=True)
 class _Stage:
-    """Seconds of one stage on one microbatch, FSDP's gathers included, and of head and lookup."""
+    """Seconds of one stage on one microbatch, FSDP's gathers included, and of head and lookup.
+
+    With slices those of a slice on average.
+    """
 
     f: float
     i: float
@@ -235,7 +261,7 @@ def _stage(job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block, n:
         own = each * model.expert_matrices / layout.experts.ranks
         gather = _shared(job, layout, links, whole, own)
     forward = n * (block.f + block.sends)
-    beside = n * block.sends + _again(layout, block, n) + gather
+    beside = n * block.sends_back + _again(layout, block, n) + gather
     over_tensor, words = _head_sends(job, layout, links, block)
     return _Stage(
         f=forward + gather,
@@ -274,14 +300,16 @@ def _words(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
 
     Ranks of `tensor` have positions of their own.
     """
-    S, tokens = layout.stage, layout.rows * job.seq / layout.tensor
+    S, tokens = layout.stage, layout.tokens(job.seq) / layout.tensor
     activation = COMPUTE_BYTES * tokens * job.model.width
     sent = 4 * 2 * (S - 1) / S * activation + (S - 1) * 12 * tokens
     return sent / (links.stage if layout.stage_slices == 1 else job.chip.network)
 
 
 def _skips(layout: MeshLayout) -> bool:
-    """Tell whether the last stage's F computes nothing."""
+    """Tell whether the last stage's F computes nothing; of slices it leaves keys and values."""
+    if layout.cut.slices > 1:
+        return False
     return is_last_forward_free(
         recomputes=layout.remat == "stage", shares_head=layout.vocabulary == "stage", writes=False
     )
@@ -289,22 +317,22 @@ def _skips(layout: MeshLayout) -> bool:
 
 def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
     """Durations of a pipeline's actions, in seconds."""
-    links = _links(job, layout)
-    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
-    activation = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
+    links, N = _links(job, layout), layout.cut.slices
+    block = _block_of(job, layout, links)
+    activation = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
     counts = layers_of_stages(job.model.layers, layout.stage * layout.chunks)
     stages = [_stage(job, layout, links, block, n) for n in counts]
     f = [one.f for one in stages]
     if _skips(layout):
         f[-1] = 0.0
-    return Costs(
-        f=f,
-        i=[one.i for one in stages],
-        w=[one.w for one in stages],
-        b=[one.b for one in stages],
-        comm=_messages(job, layout, activation),
-        head=stages[-1].head,
-        embed=stages[0].embed,
+    return Costs(  # of a microbatch, of which a schedule gives each slice its part
+        f=[N * one for one in f],
+        i=[N * one.i for one in stages],
+        w=[N * one.w for one in stages],
+        b=[N * one.b for one in stages],
+        comm=_messages(job, layout, N * activation),
+        head=N * stages[-1].head,
+        embed=N * stages[0].embed,
         host=stash_bytes(job, layout) / job.chip.host if layout.offload else 0.0,
         host_overlap=job.chip.host_overlap,
     )
@@ -322,42 +350,48 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         return Estimate(
             layout, _alone(job, layout), {} if bound else alone_bytes(job, layout), bound
         )
-    S, M, V = layout.stage, layout.microbatches, layout.chunks
+    S, V, N = layout.stage, layout.chunks, layout.cut.slices
+    units = layout.microbatches * N  # of work, a slice of a microbatch each
     links = _links(job, layout)
-    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
+    block = _block_of(job, layout, links)
     one = _stage(job, layout, links, block, job.model.layers / (S * V))
     layers, passes = job.model.layers / S, PASSES.get(layout.remat, 3)
     over_tensor, words = _head_sends(job, layout, links, block)
+    sizes = layout.schedule, S, V, layout.microbatches
     skips = _skips(layout)  # the last stage spares a forward, with what it sends
     spared = one.f * skips
     ends = one.head + 2 * one.embed
-    work = M * (V * (one.f + one.b) + (ends - spared) / S)
+    work = units * (V * (one.f + one.b) + (ends - spared) / S)
     if bound:  # the last rank has the head to itself, and layers like all
         shares = layout.vocabulary == "stage" or job.model.layers % (S * V) > 0
-        last = M * (V * (one.f + one.b) + one.head - spared)
+        last = units * (V * (one.f + one.b) + one.head - spared)
         whole = work if shares else max(work, last)
     else:
         shared = ("embed", "head") if layout.vocabulary == "stage" else ()
         costs = stage_costs(job, layout)
-        whole = makespan(layout.schedule, S, V, M, replace(costs, host=0.0), shared, job.clock)
-    compute = M * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
-    tensor = M * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
+        whole = makespan(*sizes, replace(costs, host=0.0), shared, job.clock, N=N)
+    compute = units * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
+    tensor = units * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
     again = 2 if layout.remat == GATHERED else passes
-    expert = M * (again - skips / (S * V)) * layers * block.expert
-    gathers = M * ((2 * V - skips / S) * one.gather + words)
+    runs = 1 if layout.remat in PASSES else 2  # of a forward
+    context = units * (runs - skips / (S * V)) * layers * block.context
+    context += units * layers * block.context_back
+    expert = units * (again - skips / (S * V)) * layers * block.expert
+    gathers = units * ((2 * V - skips / S) * one.gather + words)
     seconds = {
         "compute": compute,
         # And what halves of backwards add.
-        "recompute": work - compute - tensor - expert - gathers,
+        "recompute": work - compute - tensor - expert - context - gathers,
         "bubble": whole - work,
         "tensor": tensor,
         "expert": expert,
+        "context": context,
         "data": gathers + _reduce(job, layout, links),
         "update": _update(job, layout),
     }
     if layout.offload and not bound:
         keep: Keep = "input" if layout.remat == "stage" else "residuals"
-        moved = makespan(layout.schedule, S, V, M, costs, shared, job.clock, layout.offload, keep)
+        moved = makespan(*sizes, costs, shared, job.clock, layout.offload, keep)
         seconds["host"] = moved - whole
     return Estimate(layout, seconds, {} if bound else pipeline_bytes(job, layout), bound)
 
@@ -369,6 +403,11 @@ def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     times = WEIGHT * (1 if layout.data_parallel == "fsdp" else 2)
     whole = times * (held.whole + held.ends)
     seconds = _shared(job, layout, links, whole, times * held.experts)
+    if layout.cut.ranks > 1:  # an all-reduce over `context`, of a shard where there are any
+        is_whole = layout.data_parallel == "replicated"
+        own = held.all if is_whole else held.shards(layout.data, layout.experts.ranks)
+        R = layout.cut.ranks
+        seconds += 2 * (R - 1) / R * WEIGHT * own / job.chip.ring()
     ends = WEIGHT * held.ends / layout.rows_ranks
     if layout.vocabulary == "ends":
         S = layout.stage
@@ -387,21 +426,23 @@ def _update(job: PlannedJob, layout: MeshLayout) -> float:
     shared = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
     own = held.all
     if layout.data_parallel != "replicated":
-        own = held.shards(shared, layout.experts.ranks)
+        own = held.shards(shared, layout.experts.ranks * (layout.cut.ranks if alone else 1))
     return 7 * WEIGHT * own / job.chip.hbm_bandwidth
 
 
 def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Seconds without a pipeline: data and tensor parallelism, collectives beside work."""
     model, links, M = job.model, _links(job, layout), layout.microbatches
-    block = _block(job, layout.rows, layout.tensor, links.tensor, layout.experts)
+    block = _block_of(job, layout, links)
     L = model.layers
     passes = PASSES.get(layout.remat, 3)
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
-    recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0), L)
+    recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0, context=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)
     expert = M * L * passes * block.expert
-    busy = (compute + recompute + tensor + expert) / M
+    again = 1 if layout.remat is None else 2
+    context = M * L * (again * block.context + block.context_back)
+    busy = (compute + recompute + tensor + expert + context) / M
     outside, network = layout.data_slices, job.chip.network
     held = parameters_alone(job, layout)
     whole, own = held.whole + held.ends, held.experts
@@ -426,6 +467,7 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         "bubble": 0.0,
         "tensor": tensor,
         "expert": expert,
+        "context": context,
         "data": data,
         "update": _update(job, layout),
     }

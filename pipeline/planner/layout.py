@@ -1,7 +1,7 @@
 """The training job, and one way to spread it.
 
-Letters: S, D, E, T ranks on `stage`, `data`, `expert`, `tensor`; V stages on a rank, M
-microbatches.
+Letters: S, D, E, R, T ranks on `stage`, `data`, `expert`, `context`, `tensor`; V stages on a rank,
+M microbatches, N slices of each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline.planner.chips import Chip
 from pipeline.planner.experts import DISPATCHES, Dispatched
 from pipeline.planner.models import ModelSizes
+from pipeline.planner.sequences import WHOLE_CUT, SequenceCut
 from schedules import Costs
 
 BUT_ATTENTION = "block_but_attention"
@@ -37,6 +38,8 @@ class PlannedJob:
         ascending counts, each with its costs.
       dispatch: ways of taking tokens to experts that are tried.
       imbalance: load of the busiest expert over the mean.
+      context: sizes of the axis `context` that are tried; None for all that divide.
+      num_slices: numbers of slices of a sequence that are tried; None for all that divide.
     """
 
     model: ModelSizes
@@ -50,6 +53,13 @@ class PlannedJob:
     costs: tuple[tuple[int, Costs], ...] = ()
     dispatch: tuple[str, ...] = DISPATCHES
     imbalance: float = 1.25
+    context: tuple[int, ...] | None = (1,)
+    num_slices: tuple[int, ...] | None = (1,)
+
+    @property
+    def cuts(self) -> bool:
+        """True if sequences may be cut."""
+        return self.context != (1,) or self.num_slices != (1,)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class MeshLayout:
       vocabulary: "ends" or "stage".
       experts: E, and how tokens get there.
       offload: share of the stashes that lie in host memory, of a pipeline; None for none.
+      cut: of sequences, over ranks of `context` and into slices.
     """
 
     data: int
@@ -90,6 +101,15 @@ class MeshLayout:
     vocabulary: str = "ends"
     experts: Dispatched = ALL_HERE
     offload: float | None = None
+    cut: SequenceCut = WHOLE_CUT
+
+    def tokens(self, seq: int) -> float:
+        """Positions of an action on a rank, over the ranks of `tensor`: of a slice of a microbatch.
+
+        Args:
+          seq: positions of a sequence.
+        """
+        return self.rows * seq / self.cut.parts
 
     @property
     def rows_ranks(self) -> int:

@@ -1,6 +1,6 @@
 """Makespan of a schedule and peak memory of a rank, by name and sizes.
 
-Letters: S ranks, V stages on each, M microbatches.
+Letters: S ranks, V stages on each, M microbatches, N slices of each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from schedules import Costs, Schedule, build, simulate
+from schedules import Costs, Schedule, build, lower, simulate
+from schedules.build import takes_slices
 from schedules.clocks.hosted import Keep
 from schedules.core.flat import crossings_held, flatten, inputs_held
 
@@ -23,9 +24,10 @@ SAME = 1e-9  # relative
 
 
 @functools.lru_cache(maxsize=1024)
-def built(name: str, S: int, V: int, M: int) -> Schedule:
+def built(name: str, S: int, V: int, M: int, N: int = 1) -> Schedule:
     """A family's schedule."""
-    return build(name, num_ranks=S, num_microbatches=M, num_stages=S * V)
+    slices = N if takes_slices(name) else None
+    return build(name, num_ranks=S, num_microbatches=M, num_stages=S * V, num_slices=slices)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -39,6 +41,7 @@ def makespan(
     clock: str,
     offload: float | None = None,
     keep: Keep = "residuals",
+    N: int = 1,
 ) -> float:
     """Seconds, without optimizer; with ``offload`` and ``keep`` of `schedules.simulate`.
 
@@ -48,7 +51,7 @@ def makespan(
     moved: dict[str, Any] = {"offload": offload, "keep": keep}
 
     def timed(m: int) -> float:
-        one = built(name, S, V, m)
+        one = built(name, S, V, m, N)
         if clock == "event":
             return simulate(one, costs, shared=shared, **moved).makespan
         sends: dict[str, Any] = {"partners": True, "delayed": None} if clock == "lockstep" else {}
@@ -58,26 +61,28 @@ def makespan(
         return timed(M)
     first = _first(S, M)
     a, b, c = (timed(first + n * S) for n in range(3))
-    if abs((c - b) - (b - a)) > SAME * c and 3 * S * V * M <= MOST:
+    if abs((c - b) - (b - a)) > SAME * c and 3 * S * V * M * N <= MOST:
         return timed(M)
     return c + (c - b) * (M - first - 2 * S) / S
 
 
-def places(name: str, S: int, V: int, M: int) -> tuple[float, float]:
+def places(name: str, S: int, V: int, M: int, N: int = 1) -> tuple[float, float]:
     """Number of stashes a rank has room for, from F to B or I, and of crossings, from I to W.
 
-    Of either kind as many as the rank has that needs most of them.
+    Of either kind as many as the rank has that needs most of them. With slices each is one of a
+    slice.
 
     Args:
       name: of the family.
       S: ranks.
       V: stages on each.
       M: microbatches.
+      N: slices of each.
     """
     if M <= SHORT * S:
-        return _held(name, S, V, M)
+        return _held(name, S, V, M, N)
     first = _first(S, M)
-    b, c = (np.array(_held(name, S, V, first + n * S)) for n in (1, 2))
+    b, c = (np.array(_held(name, S, V, first + n * S, N)) for n in (1, 2))
     stashes, crossings = c + (c - b) * (M - first - 2 * S) / S
     return float(stashes), float(crossings)
 
@@ -87,12 +92,28 @@ def _first(S: int, M: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _held(name: str, S: int, V: int, M: int) -> tuple[int, int]:
+def _held(name: str, S: int, V: int, M: int, N: int) -> tuple[int, int]:
     """The most stashes, and the most crossings, that a rank holds during any action."""
-    flat = flatten(built(name, S, V, M))
+    flat = flatten(built(name, S, V, M, N))
     stashes = crossings = 0
     for kinds in np.split(flat.kind, flat.first[1:-1]):
         left = crossings_held(kinds)
         crossings = max(crossings, int(left.max()))
         stashes = max(stashes, int((inputs_held(kinds) - left).max()))
     return stashes, crossings
+
+
+@functools.lru_cache(maxsize=1024)
+def carry_places(name: str, S: int, M: int, N: int) -> tuple[int, int]:
+    """Number of carries a rank has room for, of slices, and of gradients for them.
+
+    Args:
+      name: of a family with slices.
+      S: ranks.
+      M: microbatches; beyond twice the ranks more of them need no more places.
+      N: slices of each.
+    """
+    if N == 1:
+        return 0, 0
+    program = lower(built(name, S, 1, min(M, 2 * S + 1), N))
+    return program.num_carries, program.num_carry_gradients

@@ -10,6 +10,7 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from pipeline.planner.layout import (
     BUT_ATTENTION,
@@ -20,8 +21,15 @@ from pipeline.planner.layout import (
     parameters_alone,
     parameters_of,
 )
-from pipeline.planner.makespan import places
+from pipeline.planner.makespan import carry_places, places
 from pipeline.planner.models import COMPUTE_BYTES
+from pipeline.planner.sequences import (
+    WIDE,
+    carry_bytes,
+    gathered_bytes,
+    kept_scores,
+    score_bytes,
+)
 
 # Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
 LOGIT_PARTS = 8
@@ -43,12 +51,48 @@ def usable(job: PlannedJob) -> float:
 
 def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, float]:
     """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
-    tokens = layout.rows * job.seq / layout.tensor
-    whole = COMPUTE_BYTES * layout.rows * job.seq * job.model.width
-    residuals = job.model.plain_residuals(layout.experts) * tokens
+    tokens = layout.tokens(job.seq) / layout.tensor
+    whole = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
+    residuals = job.model.plain_residuals(layout.experts) * tokens + _attended(job, layout)
     # Residuals and their gradients; under sequence parallelism also what was gathered.
-    beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0)
+    beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0) + _attending(job, layout)
     return whole / layout.tensor, residuals, beside
+
+
+def _cut(job: PlannedJob, layout: MeshLayout) -> tuple[Any, ...]:
+    return job.model, layout.cut, layout.rows, job.seq, layout.tensor
+
+
+def _attended(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that a block's attention by the formula keeps beside its own queries, keys and values.
+
+    Those are the weights of scores, and the keys and values gathered over `context`.
+    """
+    kept = kept_scores(*_cut(job, layout))
+    if layout.cut.way != "allgather":
+        return kept
+    R, N = layout.cut.ranks, layout.cut.slices
+    return kept + (R - 1) / R * gathered_bytes(*_cut(job, layout)) / N
+
+
+def _attending(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes of attention by the formula: scores, and float32 keys, values and their gradients."""
+    wide = WIDE / COMPUTE_BYTES * gathered_bytes(*_cut(job, layout))
+    return score_bytes(*_cut(job, layout)) + 2 * wide
+
+
+def _carries(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes of what slices keep for later ones, keys and values of all blocks, and its gradients.
+
+    Of either one more place than the timetable needs, into which goes what nobody reads.
+    """
+    if layout.cut.slices == 1:
+        return 0.0
+    n = -(-job.model.layers // (layout.stage * layout.chunks))
+    sizes = layout.stage, layout.microbatches, layout.cut.slices
+    values, gradients = carry_places(layout.schedule or "", *sizes)
+    each = n * carry_bytes(*_cut(job, layout))
+    return (values + 1 + (gradients + 1) * WIDE / COMPUTE_BYTES) * each
 
 
 def _whole(job: PlannedJob, layout: MeshLayout) -> float:
@@ -56,7 +100,7 @@ def _whole(job: PlannedJob, layout: MeshLayout) -> float:
 
     That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
     """
-    return job.model.ends_of_products * layout.rows * job.seq if layout.tensor > 1 else 0.0
+    return job.model.ends_of_products * layout.tokens(job.seq) if layout.tensor > 1 else 0.0
 
 
 def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -> float:
@@ -64,7 +108,7 @@ def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -
 
     What attention gave has a float32 log sum of each head beside it.
     """
-    tokens = layout.rows * job.seq / layout.tensor
+    tokens = layout.tokens(job.seq) / layout.tensor
     attention = (COMPUTE_BYTES * job.model.attended + 4 * job.model.heads) * tokens
     return {
         None: residuals + _whole(job, layout),
@@ -80,7 +124,7 @@ def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
     Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
     not gathered again.
     """
-    tokens = layout.rows * job.seq
+    tokens = layout.tokens(job.seq)
     gradients = job.model.ends_of_products * tokens
     inputs = gradients / layout.tensor if layout.remat == GATHERED else gradients
     return inputs + gradients + job.model.crossings(layout.experts) * tokens / layout.tensor
@@ -89,7 +133,7 @@ def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
 def _logits(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of logits and their gradient, float32."""
     parts = layout.tensor * (layout.stage if layout.vocabulary == "stage" else LOGIT_PARTS)
-    return 2 * 4 * layout.rows * job.seq * job.model.vocabulary / parts
+    return 2 * 4 * layout.tokens(job.seq) * job.model.vocabulary / parts
 
 
 def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
@@ -98,7 +142,8 @@ def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     if layout.remat == "stage":
         return given
     n = -(-job.model.layers // (layout.stage * layout.chunks))
-    kept = job.model.residuals(layout.experts) * layout.rows * job.seq / layout.tensor
+    kept = job.model.residuals(layout.experts) * layout.tokens(job.seq) / layout.tensor
+    kept += _attended(job, layout)
     return n * _left(job, layout, given, kept)
 
 
@@ -110,7 +155,7 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     n = -(-job.model.layers // (S * V))
     given, residuals, beside = _block_bytes(job, layout)
     workspace = beside + (n * residuals if layout.remat == "stage" else 0.0)
-    stashes, crossings = places(layout.schedule or "", S, V, M)
+    stashes, crossings = places(layout.schedule or "", S, V, M, layout.cut.slices)
     if layout.offload is not None:
         stashes += COPIES - math.floor(layout.offload * stashes + 1e-9)
     if crossings:
@@ -127,6 +172,8 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         "messages": 2 * V * given,
         "workspace": max(workspace, _logits(job, layout)),
     }
+    if layout.cut.slices > 1:
+        held["keys of slices"] = _carries(job, layout)
     if layout.data_parallel == "fsdp":
         held["weights"] = WEIGHT * parts
         held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * held_here.blocks / V  # of one action
@@ -135,7 +182,7 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
 
 def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip without a pipeline."""
-    L, E = job.model.layers, layout.experts.ranks
+    L, E = job.model.layers, layout.experts.ranks * layout.cut.ranks
     here = parameters_alone(job, layout)
     inside = layout.data // layout.data_slices
     shards = {"fsdp": layout.data, "hsdp": inside}.get(layout.data_parallel)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.base.arguments import DataParallel
+from pipeline.layers.attending.order import CONTEXT
 from pipeline.planner.costs import Estimate, mfu
 from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
@@ -20,7 +21,7 @@ GB = 10**9
 NEAR = 0.10
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {"recompute": "recomputed", "host": "host link"}
-SHARES |= {n: n for n in ("bubble", "tensor", "expert", "data")}
+SHARES |= {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
 
 
 class DoesNotFitError(ValueError):
@@ -126,12 +127,15 @@ def configuration(job: PlannedJob, chosen: Estimate) -> str:
     """TOML of a layout."""
     layout = chosen.layout
     ranks = layout.experts.ranks
+    axes = {} if job.model.experts is None else {"expert": ranks}
+    if layout.cut.ranks > 1:
+        axes |= {CONTEXT: layout.cut.ranks}
     parallel: Mapping[str, Any] = {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
         "tensor": layout.tensor,
-        **({} if job.model.experts is None else {"axes": {"expert": ranks}}),
+        **({"axes": axes} if axes else {}),
         "num_microbatches": layout.microbatches,
         "microbatch_size": layout.rows * ranks,
         "batch_size": job.batch,
@@ -157,6 +161,8 @@ def _assigned(values: Mapping[str, Any]) -> list[str]:
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(_assigned(value))} }}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
     return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
@@ -166,8 +172,13 @@ def _options(layout: MeshLayout) -> Mapping[str, Any]:
     options: dict[str, Any] = {"data_parallel": layout.data_parallel} if is_known else {}
     if layout.data_parallel == "fsdp":
         options["gather"] = "action"
+    if layout.cut.ranks > 1:
+        rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
+        options["batch"] = (rows, CONTEXT)
     if layout.schedule is None:
         return options
+    if layout.cut.slices > 1:
+        options["slices"] = layout.cut.slices
     return options | {
         "schedule": layout.schedule,
         "remat": layout.stage_remat or "none",
@@ -196,6 +207,8 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
             lines.append("embedding and head of pipeline.vocabulary with sequence_parallel=True")
     if job.model.experts is not None:
         lines.append(_about_experts(layout))
+    if layout.cut.ranks > 1:
+        lines.append(_about_context(layout))
     return [*lines, slices] if job.slices > 1 else lines
 
 
@@ -204,6 +217,15 @@ def _about_experts(layout: MeshLayout) -> str:
     factor = f", capacity_factor={at.capacity:g}" if at.way == "capacity" else ""
     rows = ', batch=PartitionSpec(("data", "expert"))'
     return f'MixtureOfExperts(dispatch="{at.way}"{factor}){rows}'
+
+
+def _about_context(layout: MeshLayout) -> str:
+    cut = layout.cut
+    order = f', "{cut.order}"' if cut.order != "contiguous" else ""
+    text = f'attention with Context("{CONTEXT}", "{cut.way}"{order})'
+    if cut.order == "zigzag":
+        text += f", batches reordered by pipeline.layers.zigzag(batch, {cut.ranks})"
+    return text
 
 
 def _counts(job: PlannedJob, layout: MeshLayout) -> str:
@@ -218,11 +240,14 @@ def _counts(job: PlannedJob, layout: MeshLayout) -> str:
 def short(layout: MeshLayout) -> str:
     """A layout in a few words."""
     at = layout.experts
-    names = {"data": layout.data, "expert": at.ranks, "stage": layout.stage}
-    names["tensor"] = layout.tensor
+    names = {"data": layout.data, "expert": at.ranks, CONTEXT: layout.cut.ranks}
+    names |= {"stage": layout.stage, "tensor": layout.tensor}
     mesh = " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one chip"
     mesh += f" by {_dispatch(at)}" * (at.ranks > 1)
-    how = layout.data_parallel.upper() if layout.rows_ranks > 1 else "no sharding"
+    mesh += f" by {layout.cut.way}" * (layout.cut.ranks > 1)
+    mesh += f" in {layout.cut.slices} slices" * (layout.cut.slices > 1)
+    shards = layout.rows_ranks * layout.cut.ranks
+    how = layout.data_parallel.upper() if shards > 1 else "no sharding"
     if layout.schedule is None:
         return f"{how.replace('ZERO1', 'ZeRO-1')} on {mesh}"
     return f"{layout.schedule} on {mesh}"
@@ -230,14 +255,17 @@ def short(layout: MeshLayout) -> str:
 
 def axes_of(job: PlannedJob) -> tuple[str, ...]:
     """Axes of a job's meshes."""
-    return ("data", "stage", "tensor") if job.model.experts is None else ("data", "expert", "stage")
+    own = (CONTEXT,) * (job.context != (1,))
+    if job.model.experts is None:
+        return ("data", *own, "stage", "tensor")
+    return ("data", "expert", *own, "stage")
 
 
 def sizes_of(job: PlannedJob, layout: MeshLayout) -> tuple[int, ...]:
     """Sizes of these axes."""
-    if job.model.experts is None:
-        return layout.mesh
-    return layout.data, layout.experts.ranks, layout.stage
+    sizes = dict(zip(("data", "stage", "tensor"), layout.mesh, strict=True))
+    sizes |= {"expert": layout.experts.ranks, CONTEXT: layout.cut.ranks}
+    return tuple(sizes[axis] for axis in axes_of(job))
 
 
 def _parameters(job: PlannedJob) -> str:
@@ -267,7 +295,7 @@ def limits(job: PlannedJob, one: Estimate) -> str:
 
 def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     has_experts = job.model.experts is not None
-    more = ("dispatch",) * has_experts
+    more = ("dispatch",) * has_experts + ("sequences",) * job.cuts
     rows = [(" x ".join(axes_of(job)), *more, *COLUMNS, "s", "MFU", "GB", "limited by")]
     for one in ranked:
         at = one.layout
@@ -275,6 +303,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
             (
                 " x ".join(map(str, sizes_of(job, at))),
                 *(_dispatch(at.experts) if at.experts.ranks > 1 else "-",) * has_experts,
+                *(str(at.cut),) * job.cuts,
                 at.schedule or "-",
                 str(at.chunks),
                 str(at.microbatches),
@@ -304,3 +333,43 @@ def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
     worst = max(more, key=lambda name: more[name])
     least = "at least " if one.bound else ""
     return f"{least}{one.step:.4g} s: {more[worst]:.3g} s more of {SHARES.get(worst, worst)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best pipeline with stashes in host memory beside the best without.
+
+    Attributes:
+      hosted: the best that offloads; None if none fits that does not fit without.
+      plain: the best that does not; None if none fits.
+    """
+
+    hosted: Estimate | None
+    plain: Estimate | None
+
+    def __str__(self) -> str:
+        """A sentence that says whether to offload, and why."""
+        if self.hosted is None:
+            return (
+                "do not offload: no pipeline that is short of memory fits with its stashes in host "
+                "memory"
+            )
+        one = f"{_named(self.hosted)} takes {self.hosted.step:.4g} s"
+        copies = f"copies that no work hides take {self.hosted.seconds['host']:.3g} s"
+        if self.plain is None:
+            return f"offload: {one}, of which {copies}; no pipeline fits without"
+        again = self.plain.seconds["recompute"]
+        other = (
+            f"the best pipeline without, {_named(self.plain)}, {self.plain.step:.4g} s, of which "
+            f"computing again takes {again:.3g} s"
+        )
+        if self.hosted.step < self.plain.step:
+            return f"offload: {one}, of which {copies}; {other}"
+        return f"do not offload: {other}; {one}, of which {copies}"
+
+
+def _named(one: Estimate) -> str:
+    """Name a layout with its remat, and its share in host memory."""
+    layout = one.layout
+    hosted = "" if layout.offload is None else f" and {layout.offload:.0%} of stashes on the host"
+    return f"{short(layout)} with remat {layout.remat or 'none'}{hosted}"

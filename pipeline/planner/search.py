@@ -14,17 +14,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.arguments import is_number, is_whole
-from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of
+from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of, with_offload
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate
 from pipeline.planner.experts import DISPATCHES
-from pipeline.planner.hosted import Comparison, with_offload
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
 from pipeline.planner.models import ModelSizes, find_model
-from pipeline.planner.plans import GB, NEAR, DoesNotFitError, Plans, axes_of, short, sizes_of, why
+from pipeline.planner.plans import (
+    GB,
+    NEAR,
+    Comparison,
+    DoesNotFitError,
+    Plans,
+    axes_of,
+    short,
+    sizes_of,
+    why,
+)
+from pipeline.planner.sequences import Sizes, check_sizes
 from schedules import Costs, names
+from schedules.build import takes_slices
+from schedules.families import SLICED
 
 KEPT = 3  # of those with a pipeline, and of those without
 MORE_DEVICES = tuple(2**n for n in range(1, 8))
@@ -47,6 +59,8 @@ def plan(
     dispatch: Sequence[str] = DISPATCHES,
     imbalance: float = 1.25,
     offload: Literal["auto"] | None = None,
+    context: Sizes = None,
+    num_slices: Sizes = None,
 ) -> Plans:
     """Find how to train a model on chips, which need not be there.
 
@@ -74,6 +88,11 @@ def plan(
       offload: "auto" to try stashes in host memory too, for pipelines that do not fit without: of
         each the smallest share that fits, against what computes again. `Plans.offload` says
         which wins, and why.
+      context: sizes of the mesh axis `context` that are tried, over which positions are split, such
+        as (1, 4, 8); "auto" for 1 to 32, None for 1. Each with Ulysses where its ranks share the
+        heads, elsewhere with an all-gather and with a ring in zig-zag order.
+      num_slices: numbers of slices of a sequence that are tried, of pipelines; "auto" for 1 to 32,
+        None for 1. The schedules of slices are those that `schedules` names, or all of them.
 
     Raises:
       DoesNotFitError: a ValueError that names what is nearest.
@@ -87,7 +106,8 @@ def plan(
             f"the mean; 1 where all experts get the same"
         )
     job = replace(job, dispatch=tuple(dispatch), imbalance=float(imbalance))
-    _check_known("schedules", schedules, names())
+    _check_known("schedules", schedules, (*names(), *SLICED))
+    job = _with_cuts(job, schedules, context, num_slices)
     _check_known("remat", remat, REMAT)
     if not job.chip.keeps_attention:
         remat = [one for one in remat if one != BUT_ATTENTION]
@@ -112,18 +132,57 @@ def plan(
             f"{'; '.join(_said(faults))}. Change devices or batch, so that {axes} is the "
             f"devices, data divides the batch and stage the layers"
         )
-    found = _search(job, layouts)
+    bounds = _bounds(job, layouts)
+    found = _search(job, bounds)
     if found is None:
         raise _refusal(job, layouts, schedules, remat)
     ranked, alone, piped = found
-    lost = _lost(job, layouts, ranked[0], piped, _said(faults))
-    said = str(_compared(job, layouts)) if offload == "auto" else ""
+    lost = _lost(job, bounds, ranked[0], piped, _said(faults))
+    said = str(_compared(job, bounds)) if offload == "auto" else ""
     return Plans(job, ranked, alone, piped, lost, len(layouts), said)
 
 
-def _compared(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Comparison:
+def _with_cuts(
+    job: PlannedJob, schedules: Sequence[str], context: Sizes, num_slices: Sizes
+) -> PlannedJob:
+    """The job with the cuts of sequences that are to be tried.
+
+    Raises:
+      ValueError: sizes that do not divide the sequence; cuts of measured blocks, whose parts nobody
+        measured, or of latent attention; a schedule of slices where none are asked for.
+    """
+    ranks = check_sizes("context", context, "the sizes of the axis")
+    slices = check_sizes("num_slices", num_slices, "the numbers of slices of a sequence")
+    for name, sizes in (("context", ranks), ("num_slices", slices)):
+        if wrong := [one for one in sizes or () if job.seq % one]:
+            fits = [n for n in range(1, 65) if job.seq % n == 0]
+            raise ValueError(
+                f"{name}={wrong[0]}: must divide the {job.seq} positions of seq=; up to 64 these "
+                f"do: {', '.join(map(str, fits))}. Or pad sequences"
+            )
+    named = [one for one in schedules if takes_slices(one)]
+    if slices == (1,) and named:
+        raise ValueError(
+            f"schedules has {named[0]!r}, which runs slices of sequences, and num_slices is "
+            f"{num_slices!r}: give num_slices='auto' or numbers of slices such as (1, 4, 8)"
+        )
+    job = replace(job, context=ranks, num_slices=slices)
+    if job.cuts and job.costs:
+        raise ValueError(
+            "costs= beside context= or num_slices=: measured seconds are those of blocks on whole "
+            "sequences; leave costs out"
+        )
+    if job.cuts and job.model.latent is not None:
+        raise ValueError(
+            "context= or num_slices= with latent attention: its keys and values on several ranks "
+            "are not counted; leave them out"
+        )
+    return job
+
+
+def _compared(job: PlannedJob, sorted_bounds: Iterable[Estimate]) -> Comparison:
     """Compare the best pipelines with and without stashes in host memory."""
-    bounds = [one for one in _bounds(job, layouts) if one.layout.schedule is not None]
+    bounds = [one for one in sorted_bounds if one.layout.schedule is not None]
     best = [
         _best(job, (one for one in bounds if (one.layout.offload is not None) is hosted))
         for hosted in (True, False)
@@ -224,7 +283,7 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
         if hbm(job, bound.layout) > usable(job):
             continue
         one = estimate(job, bound.layout)
-        key = sizes_of(job, bound.layout), bound.layout.schedule
+        key = sizes_of(job, bound.layout), bound.layout.schedule, bound.layout.cut.slices
         if key not in best or one.step < best[key].step:
             best[key] = one
             order = sorted(other.step for other in best.values())
@@ -233,10 +292,9 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
 
 
 def _search(
-    job: PlannedJob, layouts: Sequence[MeshLayout]
+    job: PlannedJob, bounds: Sequence[Estimate]
 ) -> tuple[tuple[Estimate, ...], Estimate | None, Estimate | None] | None:
     """The best few, the best without a pipeline and the best with one; None if nothing fits."""
-    bounds = _bounds(job, layouts)
     alone = _best(job, (one for one in bounds if one.layout.schedule is None), KEPT)
     piped = _best(job, (one for one in bounds if one.layout.schedule is not None), KEPT)
     ranked = sorted(alone + piped, key=lambda one: one.step)
@@ -249,16 +307,16 @@ def _search(
 
 def _lost(
     job: PlannedJob,
-    layouts: Sequence[MeshLayout],
+    bounds: Sequence[Estimate],
     best: Estimate,
     piped: Estimate | None,
     faults: Iterable[str],
 ) -> tuple[str, ...]:
     """A line on each mesh that lost, on each schedule of the best pipeline's mesh, on each rule."""
     lines: list[tuple[str, Estimate]] = []
-    meshes: dict[tuple[int, ...], list[MeshLayout]] = {}
-    for layout in layouts:
-        meshes.setdefault(sizes_of(job, layout), []).append(layout)
+    meshes: dict[tuple[int, ...], list[Estimate]] = {}
+    for bound in bounds:
+        meshes.setdefault(sizes_of(job, bound.layout), []).append(bound)
     for sizes, own in meshes.items():
         if sizes_of(job, best.layout) != sizes:
             named = zip(axes_of(job), sizes, strict=True)
@@ -267,8 +325,8 @@ def _lost(
     lines.sort(key=lambda line: (line[1].hbm > usable(job), line[1].step))
     if piped is not None:
         own = meshes[sizes_of(job, piped.layout)]
-        for name in dict.fromkeys(one.schedule for one in own):
-            alike = [one for one in own if one.schedule == name]
+        for name in sorted({str(one.layout.schedule) for one in own}):
+            alike = [one for one in own if one.layout.schedule == name]
             if name != piped.layout.schedule:
                 found = _nearest_of(job, alike, None)
                 lines.append((short(found.layout), found))
@@ -276,15 +334,14 @@ def _lost(
     return (*said, *faults)
 
 
-def _nearest_of(job: PlannedJob, layouts: Sequence[MeshLayout], best: Estimate | None) -> Estimate:
+def _nearest_of(job: PlannedJob, bounds: Sequence[Estimate], best: Estimate | None) -> Estimate:
     """The quickest that fits, or a bound above the best; else that of the fewest bytes."""
-    bounds = _bounds(job, layouts)
     for bound in bounds:
         if hbm(job, bound.layout) <= usable(job):
             if best is not None and bound.step > best.step:
                 return bound
             return _best(job, bounds)[0]
-    least = min(layouts, key=lambda layout: hbm(job, layout))
+    least = min((one.layout for one in bounds), key=lambda layout: hbm(job, layout))
     return estimate(job, least)
 
 
@@ -338,5 +395,5 @@ def _if_it_fits(
     layouts = list(layouts_of(job, schedules, remat, {}))
     if not any(hbm(job, layout) <= usable(job) for layout in layouts):
         return None
-    found = _search(job, layouts)
+    found = _search(job, _bounds(job, layouts))
     return None if found is None else Plans(job, *found, (), len(layouts))
