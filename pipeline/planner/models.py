@@ -35,6 +35,8 @@ class ModelSizes:
       tied: whether embedding and head share their table.
       experts: a mixture of experts in the place of the MLP.
       latent: multi-head latent attention; kv_heads and head_width are not read then.
+      mtp_modules: modules for multi-token prediction behind the blocks. No plan counts them; it
+        names them beside (`Plans.notes`).
     """
 
     layers: int
@@ -47,6 +49,7 @@ class ModelSizes:
     tied: bool = False
     experts: ExpertSizes | None = None
     latent: LatentSizes | None = None
+    mtp_modules: int = 0
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -63,6 +66,8 @@ class ModelSizes:
             for name, kind in kinds.items()
             if not isinstance(getattr(self, name), kind | None)
         ]
+        if not is_whole(self.mtp_modules, 0, numpy=True):
+            wrong.append(f"mtp_modules={self.mtp_modules!r} must be an integer >= 0")
         if not isinstance(self.tied, bool):
             wrong.append(f"tied={self.tied!r} must be True or False")
         if not wrong and self.heads % self.kv_heads:
@@ -163,6 +168,11 @@ class ModelSizes:
     def block(self) -> int:
         """Parameters of a block."""
         return self.block_matrices + 2 * self.width
+
+    @property
+    def module(self) -> int:
+        """Parameters of a module for multi-token prediction: a block, the join, and three norms."""
+        return self.block + 2 * self.width**2 + 3 * self.width
 
     @property
     def table(self) -> int:
@@ -293,6 +303,7 @@ MODELS: dict[str, ModelSizes] = {
         129280,
         experts=ExpertSizes(256, 8, hidden=2048, shared=2048, dense_layers=3),
         latent=LatentSizes(512, 128, 64, 128, query_rank=1536),
+        mtp_modules=1,
     ),
 }
 
@@ -327,6 +338,7 @@ def find_model(model: ModelSizes | str | Path) -> ModelSizes:
     return _read(Path(model))
 
 
+MODULES = "num_nextn_predict_layers"
 # Of experts, keys of which a family has one; and of latent attention.
 NUMBERS = ("n_routed_experts", "num_local_experts", "num_experts")
 COUNTS = ("first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")
@@ -339,7 +351,7 @@ LATENT_KEYS = {
 }
 EXPERT_KINDS: dict[str, Kind] = {
     **dict.fromkeys(NUMBERS, "size"),
-    **dict.fromkeys(COUNTS, "count"),
+    **dict.fromkeys((*COUNTS, MODULES), "count"),
     **dict.fromkeys(LATENT_KEYS.values(), "size"),
     "num_experts_per_tok": "size",
     "moe_intermediate_size": "size",
@@ -371,6 +383,7 @@ def _read(path: Path) -> ModelSizes:
             **{ours: content[theirs] for ours, theirs in KEYS.items() if theirs in content},
             experts=_experts(content) if has_experts else None,
             latent=_latent(content) if has_latent else None,
+            mtp_modules=content.get(MODULES) or 0,
         )
     except ValueError as error:
         raise ValueError(f"model={str(path)!r}: {error}") from error

@@ -85,6 +85,11 @@ class Plans:
             )
         return f"pipeline, {other}: {ratio:.2f} times as fast as {one} alone"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on parts of the model, and options of its layers, that no layout has."""
+        return notes_on(self.job)
+
     def __str__(self) -> str:
         """The verdict, a table of the best, and a line on each that lost."""
         job = self.job
@@ -101,6 +106,7 @@ class Plans:
             "",
             f"HBM of the best, GB of {job.chip.hbm / GB:.0f}: "
             + ", ".join(f"{what} {n / GB:.2f}" for what, n in self.best.bytes.items() if n),
+            *self.notes,
         ]
         if self.lost:
             lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost)]
@@ -209,7 +215,25 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
         lines.append(_about_experts(layout))
     if layout.cut.ranks > 1:
         lines.append(_about_context(layout))
+    lines += notes_on(job)
     return [*lines, slices] if job.slices > 1 else lines
+
+
+def notes_on(job: PlannedJob) -> tuple[str, ...]:
+    """Sentences on parts of a model, and options of its layers, that no layout of a plan has."""
+    model, found = job.model, []
+    if model.experts is not None:
+        found.append(
+            "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time and "
+            "computes them again in the backward."
+        )
+    if number := model.mtp_modules:
+        found.append(
+            f"Not counted: {number} module{'s' * (number > 1)} for multi-token prediction, "
+            f"{number * model.module / 1e9:.3g}e9 parameters and as many passes of the head more, "
+            f"by default on the last stage; mtp_layers=0 leaves them out."
+        )
+    return tuple(found)
 
 
 def _about_experts(layout: MeshLayout) -> str:

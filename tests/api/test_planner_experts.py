@@ -256,6 +256,36 @@ def test_experts_of_configurations(tmp_path, content, experts):
     )
 
 
+def test_a_plan_says_what_it_does_not_count(tmp_path):
+    """The modules of a configuration, and chunks of tokens."""
+    path = tmp_path / "config.json"
+    content = BASE | {"num_local_experts": 8, "num_nextn_predict_layers": 2}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    plans = plan(model=path, devices=1, chip="v5p", batch=4, seq=32)
+    assert plans.job.model == replace(MIXED, hidden=96, mtp_modules=2)
+    d = 64
+    block = 2 * d * (64 + 32) + d * 8 + 8 * 3 * d * 96 + 2 * d
+    number = 2 * (block + 2 * d * d + 3 * d)
+    chunks = (
+        "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time and "
+        "computes them again in the backward."
+    )
+    modules = (
+        f"Not counted: 2 modules for multi-token prediction, {number / 1e9:.3g}e9 parameters and "
+        f"as many passes of the head more, by default on the last stage; mtp_layers=0 leaves them "
+        f"out."
+    )
+    assert plans.notes == (chunks, modules)
+    assert all(note in str(plans).splitlines() for note in plans.notes)
+    written = plans.write(tmp_path / "plan.toml").read_text(encoding="utf-8")
+    assert all(f"# {note}" in written.splitlines() for note in plans.notes)
+    dense = plan(model="llama-8b", devices=16, chip="v5p", batch=64, seq=256, schedules=["gpipe"])
+    assert dense.notes == ()
+    with pytest.raises(ValueError) as error:
+        replace(MIXED, mtp_modules=-1)
+    assert str(error.value) == "ModelSizes: mtp_modules=-1 must be an integer >= 0"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "capacity"])
 def test_a_plan_holds_what_a_traced_step_holds(way, monkeypatch):
