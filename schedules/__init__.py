@@ -9,6 +9,7 @@ from schedules.lowering.lower import lower
 from schedules.lowering.program import Program
 from schedules.orders.schedule import Schedule, from_orders
 from schedules.search.auto import Choice, auto
+from schedules.timing.cuts import equal_time
 from schedules.timing.differences import Difference, differences
 from schedules.timing.report import Explanation, Report
 from schedules.timing.simulate import simulate
@@ -29,6 +30,7 @@ __all__ = [
     "check",
     "check_program",
     "differences",
+    "equal_time",
     "from_orders",
     "lower",
     "names",

@@ -60,6 +60,8 @@ def add_loss(x: T, value: Any) -> T:
     adding = _CONTEXT.value or Adding()
     adding.is_used = True
     value = jnp.asarray(value)
+    if adding.weight != 1:
+        value = value * adding.weight
     if adding.probe is None:
         share, probe = jnp.ones((), value.dtype), jnp.zeros((), real())
     else:
@@ -105,11 +107,13 @@ class Adding:
       share: the cotangent of values.
       probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
       is_used: whether any loss was added.
+      weight: of values, 1 but for slices of several lengths (`RankState.share`).
     """
 
     share: Any = None
     probe: Any = None
     is_used: bool = False
+    weight: float = 1.0
 
 
 # What JAX has traced is not taken for what the same function does in another context: an inner

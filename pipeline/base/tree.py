@@ -168,3 +168,21 @@ def pick(trees: Sequence[Tree], index: Index) -> Tree:
         range(1, len(trees)),
         trees[0],
     )
+
+
+def padded(tree: Tree, types: Tree) -> Tree:
+    """Pad arrays with zeros at the ends of their dims to the shapes of other arrays or types."""
+
+    def one(x: jax.Array, like: Any) -> jax.Array:
+        if x.shape == like.shape:
+            return x
+        sizes = [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)]
+        return jnp.pad(x, sizes)
+
+    return jax.tree.map(one, tree, types)
+
+
+def cropped(tree: Tree, types: Tree) -> Tree:
+    """Undo `padded`: crop arrays to the shapes of other arrays or types."""
+    cut = lambda x, like: x[tuple(map(slice, like.shape))] if x.shape != like.shape else x  # noqa: E731
+    return jax.tree.map(cut, tree, types)

@@ -15,12 +15,12 @@ from flax import nnx
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
-from pipeline.decoders.attention import check_not_remembered, check_whole
+from pipeline.decoders.attention import check_not_remembered
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear, rotary, rotate
 from pipeline.layers.attending.formula import HIDDEN, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import check_segments
+from pipeline.layers.attention import check_context, check_segments
 from pipeline.layers.weights import apply, scaled
 
 EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
@@ -37,7 +37,8 @@ class LatentAttention(nnx.Module):
       layer: which of its layers this is.
       rngs: has a stream ``params``.
       dtype: of the parameters; activations: of what is kept of latents, by default that.
-      context: how sequences lie on the ranks of an axis; whole ones alone.
+      context: how sequences lie on the ranks of an axis, which gather the latents of all; by no
+        other way.
     """
 
     prefills = True
@@ -52,7 +53,8 @@ class LatentAttention(nnx.Module):
         activations: Any = None,
         context: Context = WHOLE,
     ) -> None:
-        check_whole("latent attention", context)
+        _check_way(context)
+        self.context = context
         sizes = config.latent
         assert sizes is not None  # noqa: S101 - the block asks
         d, h = config.width, config.heads
@@ -118,7 +120,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         n, o, b, t = self.sizes.nope, self.sizes.rope, *x.shape[:2]
         if positions is None:
-            positions = part.places(t)[None]
+            positions = self.context.places_in(part, t)[None]
             positions = positions if first is None else positions + first
         q = self._queries(x).reshape(b, t, -1, n + o)
         both = apply(x, self.kv_down[...].astype(x.dtype))
@@ -136,13 +138,20 @@ class LatentAttention(nnx.Module):
             self.seen[...] = first + t
             both = self.latents[...].astype(x.dtype)
         check_segments(segments, q)
+        check_context(self.context)
         own = {"latents": both} | ({} if segments is None else {"segments": segments})
+        if first is None and self.context.size > 1:
+            own = {name: self.context.natural(self._gathered(one)) for name, one in own.items()}
         whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
-        places = part.places(t) if first is None else first + jnp.arange(t)
+        places = self.context.places_in(part, t) if first is None else first + jnp.arange(t)
         of = () if segments is None else (segments, whole["segments"])
         seen = visible(places, jnp.arange(whole["latents"].shape[1]), None, *of)
         y = self._read(q, whole["latents"][..., :-o], whole["latents"][..., -o:], seen)
         return self.out(y.reshape(b, t, -1)), own
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """Gather the positions of all ranks, `[b, T, ...]` rank by rank."""
+        return jax.lax.all_gather(x, self.context.axis, axis=1, tiled=True)
 
     def _queries(self, x: jax.Array) -> jax.Array:
         """`[b, t, h·(n + o)]` of this rank's heads."""
@@ -161,6 +170,20 @@ class LatentAttention(nnx.Module):
         scores = scale * (scores + jnp.einsum("btho,bso->bhts", wide_q[..., n:], wide_key))
         weights = jax.nn.softmax(jnp.where(seen[:, None], scores, HIDDEN), axis=-1)
         return jnp.einsum("bhts,bshw->bthw", weights, wide_kv[..., n:]).astype(q.dtype)
+
+
+def _check_way(context: Context) -> None:
+    """Refuse ways of exchanging keys and values that latents do not have.
+
+    Raises:
+      ValueError: Ulysses or a ring.
+    """
+    if context.axis is not None and context.way != "allgather":
+        raise ValueError(
+            f"latent attention with context={context!r}: ranks gather the latents, which are "
+            f"smaller than the keys and values of one head or two; take "
+            f"Context({context.axis!r}, 'allgather')"
+        )
 
 
 def _halves(x: jax.Array) -> jax.Array:

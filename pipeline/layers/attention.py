@@ -17,7 +17,7 @@ from flax import nnx
 from collectives import vary
 from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank, group_size
-from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
 from pipeline.layers.attending.formula import read, visible
@@ -281,7 +281,7 @@ def attend(
         divide; a sequence that is split over an axis "context" that is not named.
     """
     check_segments(segments, q)
-    _check_context(context)
+    check_context(context)
     if sinks is not None and implementation is None:
         implementation = "chunked"
     if sinks is not None and implementation != "chunked":
@@ -304,12 +304,7 @@ def attend(
         return _with_all_keys(
             q, k, v, segments, context, implementation, options | {"sinks": sinks}
         )
-    if implementation not in (None, "chunked"):
-        raise ValueError(
-            f"implementation={implementation!r} with context='ring': a ring adds up blocks of "
-            f"keys by the formula; take implementation=None or 'chunked', or context='ulysses', "
-            f"which runs any kernel"
-        )
+    _check_ring(implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk), sinks)
 
@@ -338,7 +333,7 @@ def attend_slice(
       segments: `[b, t]`, as of `attend`.
       implementation: as of `attend`; slices take the formula.
       context: as of `attend`: how a slice lies on ranks, whose keys and values are kept whole
-        ("allgather") or of a part of the heads ("ulysses").
+        ("allgather"), of a part of the heads ("ulysses") or of a part of the positions ("ring").
       options: the others of `attend`.
 
     Returns:
@@ -346,7 +341,7 @@ def attend_slice(
       of a whole sequence.
 
     Raises:
-      ValueError: as `attend`; a kernel asked for by name, a ring or a zig-zag, with slices.
+      ValueError: as `attend`; a kernel asked for by name, with slices.
     """
     if part.count == 1:
         more: dict[str, Any] = {"implementation": implementation, "context": context}
@@ -358,24 +353,36 @@ def attend_slice(
             f"implementation=None, 'chunked' or 'xla'"
         )
     check_segments(segments, q)
-    _check_context(context)
-    if context.size > 1 and (context.way == "ring" or context.order != "contiguous"):
-        raise ValueError(
-            f"slices of sequences with {context!r}: a slice is split over ranks in its own order, "
-            f"and its keys are kept, not sent around; take context='allgather' or 'ulysses' in "
-            f"contiguous order"
-        )
+    check_context(context)
     own = {"keys": k, "values": v} | ({} if segments is None else {"segments": segments})
+    if context.size > 1 and context.way == "ring":
+        _check_ring(implementation)
+        return _ring_slice(q, k, v, earlier, part, segments, context, **options), own
     places, sinks = context.places_in(part, q.shape[1]), options.get("sinks")
     exchanges = context.size > 1 and context.way == "ulysses"
     if exchanges:
-        q, own["keys"], own["values"], sinks = _with_own_heads(q, k, v, sinks, context)
+        q, k, v, sinks = _with_own_heads(q, k, v, sinks, context)
+        q, own["keys"], own["values"] = map(context.natural, (q, k, v))
         places = part.places(q.shape[1])
     elif context.size > 1:
-        own["keys"], own["values"] = (_gather(x, context.axis) for x in (k, v))
+        own["keys"], own["values"] = (context.natural(_gather(x, context.axis)) for x in (k, v))
     if segments is not None and context.size > 1:
-        own["segments"] = _gather(segments, context.axis)
+        own["segments"] = context.natural(_gather(segments, context.axis))
         segments = own["segments"] if exchanges else segments
+    by_formula = implementation in (None, "chunked") and not isinstance(part, FixedSlice)
+    if by_formula and (context.size == 1 or exchanges):
+        # The number of the slice is traced: one loop over earlier slices ends before later ones.
+        y = _ring_slice(
+            q,
+            own["keys"],
+            own["values"],
+            earlier,
+            part,
+            segments,
+            WHOLE,
+            **(options | {"sinks": sinks}),
+        )
+        return (_back(y, context) if exchanges else y), own
     whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
     chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
     chosen["query_chunk"] = chosen["query_chunk"] or _chunk(q.shape[1], whole["keys"].shape[1])
@@ -390,7 +397,43 @@ def attend_slice(
         sinks=sinks,
         **chosen,
     )
-    return (_exchange(y, context.axis, split=1, join=2) if exchanges else y), own
+    return (_back(y, context) if exchanges else y), own
+
+
+def _ring_slice(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    earlier: Any,
+    part: SequenceSlice,
+    segments: jax.Array | None,
+    context: Context,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_chunk: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attend from one slice by blocks of keys: of earlier slices, and of the ranks of an axis."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    each = q.shape[1] // (2 if context.order == "zigzag" else 1)
+    rule = Rule(context, scale, window, softcap, query_chunk or _chunk(each, k.shape[1]))
+    return ring(q, k, v, segments, rule, sinks, part=part, earlier=earlier)
+
+
+def _check_ring(implementation: kernels.Implementation | None) -> None:
+    """Refuse a kernel that a ring cannot run.
+
+    Raises:
+      ValueError: one was asked for.
+    """
+    if implementation not in (None, "chunked"):
+        raise ValueError(
+            f"implementation={implementation!r} with context='ring': a ring adds up blocks of "
+            f"keys by the formula; take implementation=None or 'chunked', or context='ulysses', "
+            f"which runs any kernel"
+        )
 
 
 MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
@@ -403,7 +446,7 @@ def _chunk(t: int, length: int) -> int | None:
     return max(n for n in range(1, t + 1) if t % n == 0 and (n == 1 or n * length <= MOST_PAIRS))
 
 
-def _check_context(context: Context) -> None:
+def check_context(context: Context) -> None:
     """Refuse whole-sequence attention where positions are split over the usual axis.
 
     Raises:
@@ -432,7 +475,11 @@ def _with_whole_sequences(
     q, k, v = map(context.natural, (q, k, v))
     if segments is not None:
         segments = context.natural(_gather(segments, context.axis))
-    y = run(q, k, v, segments, sinks=sinks)
+    return _back(run(q, k, v, segments, sinks=sinks), context)
+
+
+def _back(y: jax.Array, context: Context) -> jax.Array:
+    """Exchange heads for positions: undo `_with_own_heads` for what was read."""
     return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
 
 

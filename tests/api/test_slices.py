@@ -65,7 +65,11 @@ def message(run: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def test_options_that_do_not_fit():
     assert message(pipe_of, slices=0) == (
         "slices=0: must be an integer >= 1, the number of equal parts into which every sequence is "
-        "cut, or None for whole sequences"
+        "cut, the lengths of slices, or None for whole sequences"
+    )
+    assert message(pipe_of, slices=(8,)) == (
+        "slices=(8,): lengths of slices must be two or more integers >= 1, the positions of each "
+        "slice; give such, the number of equal slices, or None for whole sequences"
     )
     assert message(pipe_of, schedule="gpipe") == (
         "slices=2 with schedule='gpipe': this schedule runs whole sequences; leave slices out, or "
@@ -88,6 +92,10 @@ def test_options_that_do_not_fit():
         "slices=2 with offload='stash': carries of slices stay on the device: leave offload out, "
         "or leave slices out"
     )
+    given = schedules.build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=4)
+    assert message(pipe_of, schedule=given, slices=[5, 3]) == (
+        "slices=2 with schedule 'seq1f1b' of 4 slices; give slices=4, or leave it out"
+    )
 
 
 def test_default_schedule_and_one_slice():
@@ -103,6 +111,9 @@ def test_batches_that_cannot_be_cut():
     assert message(pipe.loss, X[:, :6], X[:, :6]) == (
         "inputs has 6 positions, which slices=4 cannot share equally; pad sequences to 8, or use "
         "slices=3 or 2"
+    )
+    assert message(pipe_of(slices=(4, 3)).loss, X, X) == (
+        "inputs has 8 positions, and slices=(4, 3) has 7 together; give lengths whose sum is 8"
     )
     assert message(pipe.loss, X, X[:, 0, 0]) == (
         "targets is float32[4]: slices=4 cuts dim 1 of every leaf, which has 8 positions in inputs "

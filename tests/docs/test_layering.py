@@ -32,7 +32,7 @@ LAZY = {
 PUBLIC = {
     "schedules": """
         Action Choice Costs Difference Explanation Kind Program Report Schedule ScheduleError auto
-        build check check_program differences from_orders lower names simulate
+        build check check_program differences equal_time from_orders lower names simulate
     """,
     "collectives": """
         DATA STAGE TENSOR axis_size check_divides check_mesh column_input describe_mesh exchange

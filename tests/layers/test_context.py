@@ -213,6 +213,10 @@ def test_zigzag_keeps_a_batch_together():
         assert np.array_equal(a, b)
     places = zigzag(np.arange(16)[None], 4).reshape(4, 4)
     assert (places + 1).sum(axis=1).tolist() == [34] * 4  # keys that each rank's queries read
+    places = zigzag(np.arange(16)[None], 2, slices=2).reshape(2, 2, 4)
+    assert places.tolist() == [[[0, 1, 6, 7], [2, 3, 4, 5]], [[8, 9, 14, 15], [10, 11, 12, 13]]]
+    back = unzigzag(zigzag(np.arange(16)[None], 2, slices=(8, 4, 4)), 2, slices=(8, 4, 4))
+    assert back.tolist() == [list(range(16))]
 
 
 # --- errors ---
@@ -222,6 +226,13 @@ def message(call: Any, *args: Any, **options: Any) -> str:
     with pytest.raises(ValueError) as caught:
         call(*args, **options)
     return str(caught.value)
+
+
+def test_slices_that_are_not_all_positions():
+    assert message(zigzag, np.zeros((1, 16)), 2, slices=(8, 4)) == (
+        "zigzag of 16 positions with slices=(8, 4): must be the number of equal slices, or their "
+        "lengths, as the pipeline has it; together they are all positions"
+    )
 
 
 def trace(ranks: int, layer: Any, t: int = T) -> Any:

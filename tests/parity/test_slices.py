@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.decoders import DecoderConfig, ExpertsConfig, LatentConfig, build, next_token_loss
-from pipeline.layers import Context
+from pipeline.layers import Context, zigzag
 from pipeline.training.batches import Batch, packed
 from tests.support.close import assert_close
 from tests.support.grids import covering, effort
@@ -184,6 +184,44 @@ def test_latent_attention_and_learned_positions_in_slices():
     batch = data()._replace(extras={})
     pipe = pipe_of(decoder(2, **learned), {"stage": 2}, slices=4)
     check(pipe, batch, plain(decoder(2, **learned), batch))
+
+
+LATENT: dict[str, Any] = {
+    "latent": LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4),
+    "windows": (None,) * LAYERS,
+    "head_dim": 8,
+    "kv_heads": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "slices", "options"),
+    [
+        ("contiguous", None, {"schedule": "1f1b"}),
+        ("zigzag", None, {"schedule": "zb_h1", "remat": None}),
+        ("contiguous", 2, {"schedule": "seq1f1b_zb", "remat": None}),
+        ("zigzag", (8, 4, 4), {}),
+    ],
+)
+def test_latent_attention_over_a_context_axis(order, slices, options):
+    parts = decoder(2, context=Context("context", "allgather", order), **LATENT)
+    batch = data()
+    if order == "zigzag":
+        batch = zigzag(batch, 2, slices=slices or 1)
+    sizes = {"stage": 2, "context": 2, "data": 1}
+    pipe = pipe_of(parts, sizes, slices=slices, batch=P("data", "context"), **options)
+    check(pipe, batch, plain(decoder(2, **LATENT), data()))
+
+
+def test_latent_attention_refuses_other_ways():
+    with pytest.raises(ValueError) as caught:
+        decoder(2, context=Context("context", "ring"), **LATENT)
+    assert str(caught.value) == (
+        "latent attention with context=Context(axis='context', way='ring', order='contiguous'): "
+        "ranks gather the latents, which are smaller than the keys and values of one head or two; "
+        "take Context('context', 'allgather')"
+    )
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Slices of sequences, as a stage sees them that is called on one of them.
 
-Letters: N slices of a sequence, b rows, t positions of a slice, T = N t of the sequence.
+Letters: N slices of a sequence, b rows, t positions of a slice, T of the sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ class SequenceSlice:
     index: Any
     count: int = field(metadata={"static": True})
 
+    def start(self, t: int) -> Any:
+        """The place of the slice's first position in the whole sequence, an integer or a scalar."""
+        return self.index * t
+
     def places(self, t: int) -> jax.Array:
         """`[t]` the places of the slice's positions in the whole sequence."""
-        return self.index * t + jnp.arange(t)
+        return self.start(t) + jnp.arange(t)
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
         """Join values of this slice and of earlier ones along positions: `[b, T, ...]`.
@@ -46,5 +50,38 @@ class SequenceSlice:
         return whole.reshape(own.shape[0], -1, *own.shape[2:])
 
 
+@dataclass(frozen=True)
+class FixedSlice(SequenceSlice):
+    """The place of a slice whose number is known when a stage is traced (``slices=(t0, t1, ...)``).
+
+    Attributes:
+      index: its number, an integer.
+      lengths: [N] positions of all slices.
+    """
+
+    index: int = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
+    lengths: tuple[int, ...] = field(metadata={"static": True})
+
+    def start(self, t: int) -> int:
+        """The place of the first position; of t that are a share of the slice's, that share."""
+        return sum(self.lengths[: self.index]) * t // self.lengths[self.index]
+
+    def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
+        """Join values of this slice and of earlier ones: `[b, s, ...]`, no places of later slices.
+
+        Args:
+          own: `[b, t, ...]`.
+          earlier: `[N, b, u, ...]`, what slices left, padded to the u positions of the longest.
+        """
+        if earlier is None:
+            return own
+        t, mine = own.shape[1], self.lengths[self.index]
+        before = self.lengths[: self.index]
+        parts = [earlier[n][:, : t * length // mine] for n, length in enumerate(before)]
+        return jnp.concatenate([*parts, own], axis=1)
+
+
 jax.tree_util.register_dataclass(SequenceSlice)
+jax.tree_util.register_dataclass(FixedSlice)
 WHOLE_SEQUENCE = SequenceSlice(0, 1)

@@ -23,7 +23,14 @@ from pipeline.core.executors.actions import Actions, Row
 from pipeline.core.executors.carries import make_carries
 from pipeline.core.executors.hosted import HostView, with_hosted
 from pipeline.core.executors.masked import run_masked
-from pipeline.core.executors.memory import Memory, PoolView, StepRequest, TotalView, make_memory
+from pipeline.core.executors.memory import (
+    Memory,
+    PaddedPool,
+    PoolView,
+    StepRequest,
+    TotalView,
+    make_memory,
+)
 from pipeline.core.jaxpr import scopes
 from pipeline.core.model.overlay import Spot, View
 from pipeline.core.rank.groups import (
@@ -125,6 +132,9 @@ class GroupActions(Actions):
                 seen["host_crossings"] = HostView(memory.host_crossings, view, None, own.axes)
         if whole.carries:
             seen["carries"] = whole.carries[index]
+        if group.part is not None:
+            seen["results"] = PaddedPool(memory.results)
+            seen["input_grads"] = PaddedPool(memory.input_grads)
         seen["keep"] = own.keep
         if whole.step.training:
             seen["chunk_grads"] = _own_totals(memory, group)
@@ -150,7 +160,11 @@ class GroupActions(Actions):
         if not ops:
             return part, row
         mine = jnp.asarray(table)[jax.lax.axis_index(STAGE)]
-        return part, {**row, "op": mine[row["op"]]}
+        chosen_op = mine[row["op"]]
+        if self.group.part is not None:
+            own = row["microbatch"] % schedule.num_slices == self.group.part
+            chosen_op = jnp.where(own, chosen_op, 0)
+        return part, {**row, "op": chosen_op}
 
     def _run(self, op: Op, row: Row) -> Tree:
         total = self.memory.chunk_grads[op.chunk]

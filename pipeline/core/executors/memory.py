@@ -25,6 +25,7 @@ from pipeline.base.tree import (
     at,
     blank,
     is_key,
+    padded,
     partition,
     real,
     shape_text,
@@ -331,6 +332,18 @@ def scale_in_place(refs: Leaves, factor: jax.Array) -> None:
         return jnp.zeros_like(wanted)
 
     jax.lax.while_loop(lambda wanted: wanted, body, factor != 1)
+
+
+class PaddedPool:
+    """A pool as slices see it that are shorter than the longest: what is written gets zeros."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def __setitem__(self, place: Any, value: Tree) -> None:
+        leaves = jax.tree.leaves(value)
+        types = [jax.ShapeDtypeStruct(ref.shape[1:], ref.dtype) for ref in self._pool.refs]
+        self._pool[place] = padded(leaves, types)
 
 
 class PoolView:

@@ -69,7 +69,8 @@ def make_operands(
             f"Pipeline(..., loss_fn=f) with f(outputs, targets) of one microbatch"
         )
     stages_of, M = plan.schedule.stages_of, num_microbatches or plan.schedule.num_microbatches
-    cut = {} if num_microbatches else {"num_slices": plan.schedule.num_slices}
+    cut: dict[str, Any] = {"num_slices": plan.schedule.num_slices, "lengths": plan.lengths}
+    cut = {} if num_microbatches else cut
     batch = make_batch(inputs, targets, extras, num_microbatches=M, axes=axes or plan.axes, **cut)
     batch = place(untyped(batch, plan.mesh), plan.mesh)
     # Modules are split anew in every call, for their arrays; what is asked of their static halves

@@ -127,7 +127,7 @@ def input_gradients(memory: Memory, plan: Plan, specs: Sequence[PartitionSpec]) 
     # Of an input that is whole over a position axis each rank there has an addend.
     over = [(STAGE, *plan.axes.missing_in(spec)) for spec in specs]
     found = totals_over(memory.input_grads.all(), over)
-    return [_joined(x, plan.schedule.num_slices) for x in found]
+    return [_joined(x, plan) for x in found]
 
 
 def outputs_of(memory: Memory, plan: Plan) -> Tree:
@@ -137,12 +137,12 @@ def outputs_of(memory: Memory, plan: Plan) -> Tree:
     check_positions(found, plan.axes.output_spec)
     check_sliced(found, slices)
     total = total_over(jax.tree.map(as_numbers, found), (STAGE,))
-    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), slices), found, total)
+    return jax.tree.map(lambda like, x: _joined(numbers_as(like, x), plan), found, total)
 
 
 def own_logits_of(memory: Memory, plan: Plan) -> jax.Array:
     """[n, M * b, ...] the logits of this rank's words, where all ranks share the head."""
-    return jnp.moveaxis(_joined(memory.results.all(), plan.schedule.num_slices), -1, 0)
+    return jnp.moveaxis(_joined(memory.results.all(), plan), -1, 0)
 
 
 def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bool) -> Kept:
@@ -157,9 +157,15 @@ def state_after(local: LocalModel, weights: Weights, plan: Plan, *, training: bo
     return chunks, [ends[n] for n in declared.ends_cells]
 
 
-def _joined(x: jax.Array, num_slices: int) -> jax.Array:
-    """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, N * t, ...]."""
-    if num_slices > 1:
-        x = x.reshape(-1, num_slices, *x.shape[1:])
+def _joined(x: jax.Array, plan: Plan) -> jax.Array:
+    """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, T, ...]."""
+    N = plan.schedule.num_slices
+    if plan.lengths and N > 1:
+        most = max(plan.lengths)
+        own = [one * x.shape[2] // most for one in plan.lengths]
+        parts = [x[n::N, :, :length] for n, length in enumerate(own)]
+        x = jnp.concatenate(parts, axis=2)
+    elif N > 1:
+        x = x.reshape(-1, N, *x.shape[1:])
         x = jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, *x.shape[4:])
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -458,7 +458,7 @@ def _in_order(plan: Plan, leaf: Any, spec: P | None, *, back: bool = False) -> A
     ranks = plan.axes.size(axes_in(spec[1])) if spec is not None and len(spec) > 1 else 1
     if plan.schedule.num_slices == 1 or ranks == 1:
         return leaf
-    return dealt(leaf, plan.schedule.num_slices, ranks, back=back)
+    return dealt(leaf, plan.schedule.num_slices, ranks, plan.lengths, back=back)
 
 
 def _state_specs(chunks: Tree, ends: Tree, of_chunks: Any, of_ends: Any) -> Any:
@@ -519,11 +519,14 @@ def rank_state(
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
-        return x if slices == 1 else cut(x, slices)
+        return x if slices == 1 else cut(x, slices, plan.lengths)
 
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
     gathers = plan.gather == "action"
-    return RankState(model, local, batch, axes, gathers=gathers, num_slices=slices, parts=parts)
+    sliced: dict[str, Any] = {"num_slices": slices}
+    if slices > 1 and plan.lengths:
+        sliced |= {"lengths": plan.lengths, "part": plan.lengths.index(max(plan.lengths))}
+    return RankState(model, local, batch, axes, gathers=gathers, parts=parts, **sliced)
 
 
 def _squeeze(tree: Tree) -> Tree:

@@ -82,7 +82,8 @@ class MicrobatchLoss:
     """The loss of one microbatch.
 
     Attributes:
-      total, weight: float scalars; a mean is a sum of weight 1. The weight may have a gradient.
+      total, weight: float scalars; a mean is a sum of weight 1, or of a slice's share. The weight
+        may have a gradient.
       is_mean: whether it was one.
       sums: scalars to be added up for ``metrics``, which is None without any.
     """
@@ -95,7 +96,12 @@ class MicrobatchLoss:
 
 
 def take_loss(
-    loss_fn: LossFn, outputs: Any, targets: Any, *, has_aux: bool | None = False
+    loss_fn: LossFn,
+    outputs: Any,
+    targets: Any,
+    *,
+    has_aux: bool | None = False,
+    share: float = 1.0,
 ) -> MicrobatchLoss:
     """Call ``loss_fn`` on one microbatch.
 
@@ -104,6 +110,7 @@ def take_loss(
       outputs: of the microbatch.
       targets: of the microbatch.
       has_aux: whether it returns (loss, metrics); with None it may, and metrics are dropped.
+      share: the weight of a mean, which is that of a slice of sequences among longer ones.
 
     Raises:
       ValueError: it returned something else; or metrics that cannot be added up.
@@ -132,6 +139,8 @@ def take_loss(
         )
     total, weight = (jnp.asarray(x).astype(real()) for x in pair)
     is_mean = not isinstance(loss, (tuple, list))
+    if is_mean and share != 1:
+        total, weight = total * share, weight * share
     if not has_aux:
         return MicrobatchLoss(total, weight, is_mean, [], None)
     return MicrobatchLoss(total, weight, is_mean, *_summed(given, jax.lax.stop_gradient(weight)))

@@ -29,6 +29,7 @@ def make_batch(
     num_microbatches: int,
     axes: Axes,
     num_slices: int = 1,
+    lengths: Sequence[int] = (),
 ) -> Batch:
     """Arrays of a step, [N, ...] on every leaf.
 
@@ -78,7 +79,7 @@ def make_batch(
         _check_positions(name, leaf, spec, axes)
     if num_slices > 1:
         ranks_of = {name: axes.size(axes_in(spec[1])) for name, _, spec in split if len(spec) > 1}
-        check_cuts(leaves, num_slices, ranks_of)
+        check_cuts(leaves, lengths or num_slices, ranks_of)
     return batch
 
 
@@ -225,13 +226,13 @@ def _check_positions(name: str, leaf: Any, spec: PartitionSpec, axes: Axes) -> N
 
 
 def check_cuts(
-    leaves: Sequence[tuple[str, Any]], num_slices: int, ranks_of: Mapping[str, int]
+    leaves: Sequence[tuple[str, Any]], slices: int | Sequence[int], ranks_of: Mapping[str, int]
 ) -> None:
     """Check that the sequences of a batch can be cut into slices.
 
     Args:
       leaves: (name, array) of every leaf with a batch axis, inputs first.
-      num_slices: how many.
+      slices: how many, or their lengths.
       ranks_of: by the name of a leaf, over how many devices its positions are split.
 
     Raises:
@@ -240,11 +241,26 @@ def check_cuts(
     long = [(name, leaf) for name, leaf in leaves if leaf.ndim > 1 and leaf.shape[1] > 1]
     if not long:
         raise ValueError(
-            f"slices={num_slices}, and no leaf of the batch has positions, a dim of more than 1 "
+            f"slices={slices}, and no leaf of the batch has positions, a dim of more than 1 "
             f"behind its rows; leave slices out"
         )
     first, length = long[0][0], long[0][1].shape[1]
-    ranks = ranks_of.get(first, 1)
+    if isinstance(slices, int):
+        _check_equal(first, length, slices, ranks_of.get(first, 1))
+    else:
+        _check_lengths(first, length, slices, ranks_of.get(first, 1))
+    for name, leaf in leaves:
+        is_cut = leaf.shape[1] in (1, length) if leaf.ndim > 1 else name.startswith("extras")
+        if not is_cut:
+            has = "no positions" if leaf.ndim == 1 else f"{leaf.shape[1]} in dim 1"
+            raise ValueError(
+                f"{name} is {shape_text(leaf)}: slices={slices} cuts dim 1 of every leaf, "
+                f"which has {length} positions in {first} and {has} here; give one entry for each "
+                f"position, or [rows, 1, ...] for what is the same in all, or leave slices out"
+            )
+
+
+def _check_equal(first: str, length: int, num_slices: int, ranks: int) -> None:
     if length % (num_slices * ranks) and ranks > 1:
         unit = num_slices * ranks
         raise ValueError(
@@ -258,38 +274,68 @@ def check_cuts(
             f"sequences to {length + -length % num_slices}, or use slices="
             f"{' or '.join(map(str, sorted(fits, key=lambda n: abs(n - num_slices))[:2]))}"
         )
-    for name, leaf in leaves:
-        is_cut = leaf.shape[1] in (1, length) if leaf.ndim > 1 else name.startswith("extras")
-        if not is_cut:
-            has = "no positions" if leaf.ndim == 1 else f"{leaf.shape[1]} in dim 1"
-            raise ValueError(
-                f"{name} is {shape_text(leaf)}: slices={num_slices} cuts dim 1 of every leaf, "
-                f"which has {length} positions in {first} and {has} here; give one entry for each "
-                f"position, or [rows, 1, ...] for what is the same in all, or leave slices out"
-            )
 
 
-def cut(x: jax.Array, num_slices: int) -> jax.Array:
+def _check_lengths(first: str, length: int, lengths: Sequence[int], ranks: int) -> None:
+    if sum(lengths) != length:
+        raise ValueError(
+            f"{first} has {length} positions, and slices={lengths} has {sum(lengths)} together; "
+            f"give lengths whose sum is {length}"
+        )
+    if any(one % ranks for one in lengths):
+        raise ValueError(
+            f"slices={lengths} and {first}, whose positions {ranks} devices split: each slice is "
+            f"split over them; give multiples of {ranks}"
+        )
+
+
+def cut(x: jax.Array, num_slices: int, lengths: Sequence[int] = ()) -> jax.Array:
     """[M, b, ...] of microbatches as units: [M * num_slices, b, t, ...].
 
-    What has no positions, or one for all, is the same in every slice.
+    What has no positions, or one for all, is the same in every slice. With lengths, slices are
+    padded with zeros to the longest.
     """
     M, b, *rest = x.shape
     if not rest or rest[0] == 1:
         return jnp.repeat(x, num_slices, axis=0)
-    x = jnp.moveaxis(x.reshape(M, b, num_slices, rest[0] // num_slices, *rest[1:]), 2, 1)
+    if lengths:
+        own = local_lengths(lengths, rest[0])
+        parts = jnp.split(x, np.cumsum(own)[:-1].tolist(), axis=2)
+        sizes = [(0, 0)] * (x.ndim - 3)
+        most = max(own)
+        parts = [jnp.pad(p, [(0, 0), (0, 0), (0, most - p.shape[2]), *sizes]) for p in parts]
+        x = jnp.stack(parts, axis=1)
+    else:
+        x = jnp.moveaxis(x.reshape(M, b, num_slices, rest[0] // num_slices, *rest[1:]), 2, 1)
     return x.reshape(M * num_slices, b, *x.shape[3:])
 
 
-def dealt(x: jax.Array, num_slices: int, ranks: int, *, back: bool = False) -> jax.Array:
+def local_lengths(lengths: Sequence[int], size: int) -> list[int]:
+    """Compute [N] how many of so many positions, all or those of a rank, each slice has."""
+    return [one * size // sum(lengths) for one in lengths]
+
+
+def dealt(
+    x: jax.Array,
+    num_slices: int,
+    ranks: int,
+    lengths: Sequence[int] = (),
+    *,
+    back: bool = False,
+) -> jax.Array:
     """Order positions [b, T, ...] so that each rank of an axis has its part of every slice.
 
     Args:
       x: a batch, whose dim 1 is then split over an axis.
       num_slices: N.
       ranks: of the axis.
+      lengths: of slices, if they differ.
       back: whether to undo it.
     """
+    if lengths:
+        slices = np.split(np.arange(x.shape[1]), np.cumsum(lengths)[:-1])
+        order = np.concatenate([s.reshape(ranks, -1)[r] for r in range(ranks) for s in slices])
+        return jnp.take(x, np.argsort(order) if back else order, axis=1)
     first, second = (ranks, num_slices) if back else (num_slices, ranks)
     parts = x.reshape(x.shape[0], first, second, -1, *x.shape[2:])
     return jnp.swapaxes(parts, 1, 2).reshape(x.shape)

@@ -34,24 +34,37 @@ def check_microbatches(num_microbatches: Any) -> int:
     return found
 
 
-def check_slices(slices: Any) -> int | None:
-    """N, or None; ValueError for anything else."""
+def check_slices(slices: Any) -> int | tuple[int, ...] | None:
+    """N, or [N] lengths, or None; ValueError for anything else."""
+    if isinstance(slices, Sequence | np.ndarray) and not isinstance(slices, str):
+        lengths = [integer(one) for one in slices]
+        if len(lengths) < 2 or any(one is None or one < 1 for one in lengths):
+            raise ValueError(
+                f"slices={slices!r}: lengths of slices must be two or more integers >= 1, the "
+                f"positions of each slice; give such, the number of equal slices, or None for "
+                f"whole sequences"
+            )
+        return tuple(one for one in lengths if one is not None)
     found = integer(slices)
     if slices is not None and (found is None or found < 1):
         raise ValueError(
             f"slices={slices!r}: must be an integer >= 1, the number of equal parts into which "
-            f"every sequence is cut, or None for whole sequences"
+            f"every sequence is cut, the lengths of slices, or None for whole sequences"
         )
     return found
 
 
-def check_sliced(num_slices: int, *, bubbles: str, offload: Any) -> None:
+def check_sliced(
+    num_slices: int, slices: Any, *, bubbles: str, offload: Any, vocabulary: str
+) -> None:
     """Check the options beside slices.
 
     Args:
       num_slices: N of the timetable.
+      slices: as of `Options`, checked.
       bubbles: as of `Options`.
       offload: as of `Options`.
+      vocabulary: as of `Options`.
 
     Raises:
       ValueError: one that slices do not run with.
@@ -66,8 +79,14 @@ def check_sliced(num_slices: int, *, bubbles: str, offload: Any) -> None:
         )
     elif offload:
         wrong = f"offload={offload!r}", "carries of slices stay on the device: leave offload out"
+    elif vocabulary == "stage" and isinstance(slices, tuple):
+        wrong = (
+            "vocabulary='stage'",
+            f"all ranks share the head's work on slices of one length: give slices={num_slices}",
+        )
     if wrong:
-        raise ValueError(f"slices={num_slices} with {wrong[0]}: {wrong[1]}, or leave slices out")
+        shown = slices or num_slices
+        raise ValueError(f"slices={shown} with {wrong[0]}: {wrong[1]}, or leave slices out")
 
 
 def refuse_slices(method: str, schedule: Schedule) -> None:

@@ -68,7 +68,9 @@ class Options:
         default with slices, and "seq1f1b_zb"; None or 1 for whole sequences. Dim 1 of every leaf of
         the batch is cut, and a rank holds 1/N of a microbatch where it held a whole one. A stage
         that mixes positions has a method ``call_slice(x, earlier, part, **extras)``, as those of
-        `pipeline.decoders` and `pipeline.layers.Attention` have.
+        `pipeline.decoders` and `pipeline.layers.Attention` have. Or the lengths of N slices in
+        positions, such as (6, 4, 3, 3): later ones read more keys, and shorter ones take equal time
+        (`schedules.equal_time`). Each slice then has a compiled body of its own.
       wrt: what is trained: any nnx filter, such as nnx.LoRAParam. It is asked about the plain
         model: about variables under ("stages", k, *path), ("embed", *path), ("head", *path). What
         is frozen has no gradient, and stages before the first that is trained no backward.
@@ -136,7 +138,7 @@ class Options:
     _: KW_ONLY
     # The cut.
     schedule: str | os.PathLike[str] | Schedule | None = None
-    slices: int | None = None
+    slices: int | Sequence[int] | None = None
     # The model.
     wrt: Filter = nnx.Param
     state: Filter | None = None

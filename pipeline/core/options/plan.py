@@ -107,6 +107,11 @@ class Plan(Options):
         return self.schedule.num_stages // self.schedule.num_ranks
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """[N] positions of the slices, if they were given; else empty: slices are equal."""
+        return self.slices if isinstance(self.slices, tuple) else ()
+
+    @property
     def tracks_varying(self) -> bool:
         """True if the kernel's types say over which mesh axes a value varies (``check_vma``).
 

@@ -93,7 +93,8 @@ def make_plan(
         "options": options,
     }
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
-    check_sliced(timetable.num_slices, bubbles=bubbles, offload=options.offload)
+    also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}
+    check_sliced(timetable.num_slices, options.slices, bubbles=bubbles, **also)
     return Plan(**(options.to_dict() | chosen))
 
 
@@ -125,6 +126,7 @@ def _timetable(
 ) -> tuple[Schedule, str]:
     """The timetable that the user asked for, or the one that is chosen; and why it runs."""
     schedule, origin = given
+    slices: Any = options.slices
     return choose_schedule(
         schedule,
         num_ranks=mesh.shape[STAGE],
@@ -137,6 +139,6 @@ def _timetable(
         if costs is None
         else costs,
         shared=shared,
-        slices=options.slices,
+        slices=len(slices) if isinstance(slices, tuple) else slices,
         origin=origin,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Activations:
       adding: [K] whether a stage adds losses.
       sums: by name, the types of the sums of a stage's outcome.
       carries: [K] types of what a slice leaves for later ones; () without slices.
+      by_slice: [N] the activations of each slice, if they have lengths of their own; else empty.
     """
 
     types: list[Tree]
@@ -60,6 +61,7 @@ class Activations:
     adding: tuple[bool, ...]
     sums: dict[str, list[Any]]
     carries: tuple[Tree, ...]
+    by_slice: tuple[Activations, ...] = ()
 
 
 def follow(state: RankState) -> tuple[RankState, Activations]:
@@ -101,18 +103,37 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         state = dataclasses.replace(state, checks=True)
     if any(makes_ref(body) for body in found.bodies):
         state = dataclasses.replace(state, has_refs=True)
-    return dataclasses.replace(state, adding_stages=found.adding, stage_sums=found.sums), found
+    state = dataclasses.replace(state, adding_stages=found.adding, stage_sums=found.sums)
+    if state.lengths:
+        of = tuple(
+            found if one is state else _follow(one, _first_type(one), found.carries)
+            for one in state.by_slice
+        )
+        found = dataclasses.replace(found, by_slice=of)
+    return state, found
 
 
-def _follow(state: RankState, x: Tree) -> Activations:
-    """Activations 1..K, and 0, whose type is given."""
+def _first_type(state: RankState) -> Tree:
+    """The type of activation 0."""
+    inputs = at(state.batch.inputs, 0)
+    return jax.eval_shape(lambda: embed(state, state.ends, inputs, 0).value)
+
+
+def _follow(state: RankState, x: Tree, earlier: Sequence[Tree] | None = None) -> Activations:
+    """Activations 1..K, and 0, whose type is given.
+
+    Args:
+      state: the rank's.
+      x: the type of activation 0.
+      earlier: [K] types of the carries of the longest slice, if this is another.
+    """
     found, bodies, adding, known = [x], [], [], {}
     sums: dict[str, list[Any]] = {}
     carries = []
     for k, seat in enumerate(state.model.stages):
         key = state.code(seat), signature(x)
         if key not in known:
-            known[key] = _output(state, k, found)
+            known[key] = _output(state, k, found, earlier and earlier[k])
         outcome, body, adds = known[key]
         x = outcome.value
         sums |= outcome.sums
@@ -123,14 +144,18 @@ def _follow(state: RankState, x: Tree) -> Activations:
     return Activations(found, bodies, tuple(adding), sums, tuple(carries))
 
 
-def _output(state: RankState, k: int, before: list[Tree]) -> tuple[Outcome, Any, bool]:
+def _output(
+    state: RankState, k: int, before: list[Tree], earlier: Tree = None
+) -> tuple[Outcome, Any, bool]:
     """The types of stage k's outcome, the jaxpr of the stage, and whether it adds losses."""
     stage = Forward(state, state.model.stages[k])
 
     def run(x: Tree) -> tuple[Outcome, Any]:
         weights, fixed, side = stage.stage_arguments(stage.home, 0)
         own: Tree = ()
-        if state.num_slices > 1:
+        if earlier is not None:
+            own = earlier
+        elif state.num_slices > 1:
             first = lambda: stage.stage(  # noqa: E731
                 weights, fixed, side, SlicedInput(blank(x, ()), None)
             )

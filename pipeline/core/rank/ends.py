@@ -18,7 +18,7 @@ from flax import nnx
 from collectives import vary
 from collectives.compat import without_refs
 from pipeline.base.added import adding_losses
-from pipeline.base.agreed.slices import SequenceSlice
+from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
 from pipeline.base.precision import as_computed
 from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
@@ -169,7 +169,8 @@ def take_loss_of(
     is_module = isinstance(state.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", state.model.loss_fn)
     with noted("loss_fn", (outputs, targets)):
-        taken = take_loss(loss_fn, outputs, targets, has_aux=state.model.has_aux)
+        options: dict[str, Any] = {"has_aux": state.model.has_aux, "share": state.share}
+        taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after
 
 
@@ -331,6 +332,8 @@ def slice_of(state: RankState, unit: Any) -> Any:
     """The place of a unit in its sequence; () where sequences are whole."""
     if state.num_slices == 1:
         return ()
+    if state.part is not None:
+        return FixedSlice(state.part, state.num_slices, state.lengths)
     index = jnp.asarray(unit, jnp.int32) % state.num_slices
     return SequenceSlice(vary(index, state.axes), state.num_slices)
 

@@ -38,6 +38,7 @@ class Forward:
       x: a tree of types, such a stage's input; None as long as that is not known.
       y: the type of its output, or None.
       carry: types of what a slice leaves for later ones.
+      earlier: of what one of the longest slice leaves, if slices have lengths of their own.
       adds: whether such a stage adds losses.
 
     Attributes:
@@ -47,7 +48,7 @@ class Forward:
         params_tree: their structure.
       streams, fixed: [V] its random streams, and its other state that is no parameter.
       ends_weights: leaves of embed and head.
-      activation, output, carry: x, y and carry.
+      activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class Forward:
         y: Tree = None,
         *,
         carry: Tree = (),
+        earlier: Tree = None,
         adds: bool = False,
     ) -> None:
         self.state, self._seat = state, seat
         self.model, self.batch, self.axes = state.model, state.batch, state.axes
         self.home, self.num_chunks = seat.chunk, state.num_chunks
         self.activation, self.output, self.adds = x, y, adds
-        self.carry = carry
+        self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = state.ends
         self.weights: Sequence[Leaves]
         self.streams: Sequence[Tree]
@@ -146,7 +148,7 @@ class Forward:
     @property
     def blank(self) -> Tree:
         """Zeros of the type of such a stage's input."""
-        return blank_input(self.state, self.activation, self.carry, self.axes)
+        return blank_input(self.state, self.activation, self.earlier, self.axes)
 
     def stage_arguments(
         self, chunk: Index, microbatch: Any, *, now: bool = False
@@ -196,7 +198,7 @@ class Forward:
 
         def run(values: Values) -> tuple[Tree, Values]:
             found = with_values(flat, paths, values)
-            x = blank_input(self.state, self.activation, self.carry, ())
+            x = blank_input(self.state, self.activation, self.earlier, ())
             outcome = self.stage(weights, (found, narrow), side, x, paths=paths)
             return outcome.value, outcome.state.get("stage", [])
 

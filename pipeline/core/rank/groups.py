@@ -8,6 +8,9 @@ everything is as if all stages were equal: its `LocalModel` and its `Actions` ar
 model of equal stages, and find weights, messages and stashes in arrays that all groups share
 (`pipeline.core.model.overlay`).
 
+Slices of sequences that have lengths of their own are groups too: every slice has branches for its
+stages, in which it is as long as it is, and reads no later slice.
+
 A model of equal stages has no groups, and nothing here but `make_local_model` is run for it.
 
 Messages are as large as the largest activation between two stages. The model's first input and
@@ -18,7 +21,7 @@ backward needs of it is stashed beside its residuals.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +47,7 @@ class StageGroup:
       stages: their indices; seat: that of the first.
       local: their functions.
       x_view, y_view: their input and output as messages, None where no message has that type.
+      part: the slice of sequences that it runs, if not all.
     """
 
     stages: tuple[int, ...]
@@ -51,6 +55,7 @@ class StageGroup:
     local: LocalModel
     x_view: View | None
     y_view: View | None
+    part: int | None = None
 
 
 class GroupedModel(LocalModel):
@@ -60,31 +65,37 @@ class GroupedModel(LocalModel):
       groups: of all stages.
     """
 
-    def __init__(
-        self,
-        state: RankState,
-        types: Sequence[Tree],
-        ways: Sequence[Way],
-        carries: Sequence[Tree],
-    ) -> None:
-        between = {signature(x): x for x in types[1:-1]}
+    def __init__(self, state: RankState, activations: Activations, ways: Sequence[Way]) -> None:
+        found = list(zip(state.by_slice, activations.by_slice, strict=True))
+        found = found or [(state, activations)]
+        types = activations.types
+        between = {signature(x): x for _, of in found for x in of.types[1:-1]}
         wire, views = overlay_trees(list(between.values()))
         super().__init__(state, state.model.stages[0], types[0], types[-1], ways[0], wire)
         view_of = dict(zip(between, views, strict=True))
-        all_ends = list(itertools.pairwise(map(signature, types)))
 
-        def group(stages: list[int], ends: Any, way: Way) -> StageGroup:
-            k = stages[0]
-            seat = self.model.stages[k]
-            adds = state.adding_stages[k]
-            of = state, seat, types[k], types[k + 1], way, wire
-            local = LocalModel(*of, carry=carries[k], adds=adds)
-            return StageGroup(tuple(stages), seat, local, *map(view_of.get, ends))
+        def groups(state: RankState, own: Activations) -> Iterator[StageGroup]:
+            all_ends = list(itertools.pairwise(map(signature, own.types)))
+            for (_, _, ends, way), stages in state.same_stages(all_ends, ways).items():
+                k = stages[0]
+                seat = self.model.stages[k]
+                of = state, seat, own.types[k], own.types[k + 1], way, wire
+                more = {"carry": own.carries[k], "earlier": activations.carries[k]}
+                local = LocalModel(*of, **more, adds=state.adding_stages[k])
+                x_view, y_view = map(view_of.get, ends)
+                yield StageGroup(tuple(stages), seat, local, x_view, y_view, state.part)
 
-        self.groups = tuple(
-            group(stages, ends, way)
-            for (_, _, ends, way), stages in state.same_stages(all_ends, ways).items()
-        )
+        self.groups = tuple(group for one in found for group in groups(*one))
+
+    def weight_of_targets(self) -> jax.Array | None:
+        """The weight of all losses, also where slices have lengths of their own."""
+        if not self.state.lengths:
+            return super().weight_of_targets()
+        last = len(self.model.stages) - 1
+        ends = [group.local for group in self.groups if last in group.stages]
+        found = [local.weight_of_targets() for local in ends]
+        known = [one for one in found if one is not None]
+        return sum(known[1:], known[0]) if len(known) == len(found) else None
 
     def residuals(self) -> Any:
         """The pullbacks of all groups."""
@@ -105,11 +116,12 @@ def make_local_model(state: RankState, activations: Activations, ways: Sequence[
     """
     types, stages = activations.types, state.model.stages
     codes = set(map(state.code, stages))
-    if len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1:
+    is_alike = len(codes) == len(set(map(signature, types))) == len(set(ways)) == 1
+    if is_alike and not state.lengths:
         (x, *_), adds = types, any(state.adding_stages)
         carry = activations.carries[0]
         return LocalModel(state, stages[0], x, x, ways[0], x, carry=carry, adds=adds)
-    return GroupedModel(state, types, ways, activations.carries)
+    return GroupedModel(state, activations, ways)
 
 
 class WithOutput:

@@ -41,6 +41,7 @@ class LocalModel(Forward):
       way: how far its backward goes.
       wire: a tree of types, a message; where all stages are alike, that is x.
       carry: types of what a slice leaves for later ones.
+      earlier: as of `Forward`.
       adds: whether such a stage adds losses.
 
     Attributes:
@@ -57,9 +58,10 @@ class LocalModel(Forward):
         wire: Tree,
         *,
         carry: Tree = (),
+        earlier: Tree = None,
         adds: bool = False,
     ) -> None:
-        super().__init__(state, seat, x, y, carry=carry, adds=adds)
+        super().__init__(state, seat, x, y, carry=carry, earlier=earlier, adds=adds)
         self.trained, self.wire, self.way = way.weights, wire, way
 
     @property
@@ -129,8 +131,13 @@ class LocalModel(Forward):
         return needed_inputs(lean(read_block(closed), wanted, ()), wanted, (), adds=False)[-1]
 
     def weight_of_targets(self) -> jax.Array | None:
-        """The weight of all losses of a data shard, where it follows from the targets alone."""
+        """The weight of all losses of a data shard, where it follows from the targets alone.
+
+        Of one slice of every microbatch, if slices have lengths of their own.
+        """
         targets, y = self.batch.targets, blank(self.output, self.axes)
+        if (part := self.state.part) is not None:
+            targets = jax.tree.map(lambda x: x[part :: self.state.num_slices], targets)
 
         def weigh(y: Tree, of_one: Tree) -> jax.Array:
             return jax.lax.stop_gradient(self._weight(self.ends_weights, y, 0, targets=of_one))

@@ -7,7 +7,9 @@ pipeline uses, so that no gradient is reduced before the end of the step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +64,9 @@ class RankState:
       stage_sums: by name, the types of the sums of a stage's outcome.
       mean: the step's loss, where its gradient needs that: a sum over a weight that has a gradient.
       num_slices: N, into how many slices the sequences of a microbatch are cut.
+      lengths: [N] positions of the slices, if each has a compiled body of its own; else empty.
+      part: the slice of which this is the state; the longest, before there is one for each. None
+        without lengths.
       held: the declared state while it is written (`pipeline.core.rank.held`), None if nothing is.
       parts: [V] the leaves of each chunk's parameters before they were gathered for the step; empty
         if they were not.
@@ -87,6 +92,8 @@ class RankState:
     stage_sums: dict[str, Leaves] = field(default_factory=dict)
     mean: Any = None
     num_slices: int = 1
+    lengths: tuple[int, ...] = ()
+    part: int | None = None
     held: Any = None
     parts: Sequence[Leaves] = ()
     narrow: Sequence[Leaves] = ()
@@ -101,10 +108,34 @@ class RankState:
         """True if `add_loss` adds to the loss."""
         return self.adding_ends or any(self.adding_stages)
 
+    @property
+    def by_slice(self) -> list[RankState]:
+        """[N] the state for each slice, whose units are as long as it; of lengths alone."""
+        longest = max(self.lengths, default=0)
+
+        def cropped(x: jax.Array, length: int) -> jax.Array:
+            """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
+            return x[:, :, : x.shape[2] * length // longest] if x.ndim > 2 else x
+
+        def one(part: int, length: int) -> RankState:
+            if part == self.part:
+                return self
+            batch = self.batch.map_rows(lambda x: cropped(x, length), lambda x: x)
+            return dataclasses.replace(self, part=part, batch=batch)
+
+        return list(itertools.starmap(one, enumerate(self.lengths)))
+
+    @property
+    def share(self) -> float:
+        """Weight of a mean over a slice's positions among those of all: 1 where they are equal."""
+        if self.part is None:
+            return 1.0
+        return self.num_slices * self.lengths[self.part] / sum(self.lengths)
+
     def adding(self) -> Adding:
         """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""
         share = vary(jnp.asarray(self.added_share, real()), self.axes)
-        return Adding(share, vary(jnp.zeros((), real()), self.axes))
+        return Adding(share, vary(jnp.zeros((), real()), self.axes), weight=self.share)
 
     @functools.cached_property
     def shards(self) -> list[Leaves]:

@@ -10,6 +10,7 @@ Letters: R = ranks on the axis, T = positions of a sequence, t = T / R.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class Context:
           length: t.
         """
         places = self.places(length)
-        return places if part.count == 1 else places + part.index * (length * self.size)
+        return places if part.count == 1 else places + part.start(length * self.size)
 
     def check_length(self, length: int) -> None:
         """Check that a rank's positions are two blocks where the order is zig-zag.
@@ -141,7 +142,7 @@ def zigzag_places(length: int, ranks: int) -> np.ndarray:
     return np.concatenate([blocks[[r, 2 * ranks - 1 - r]].ravel() for r in range(ranks)])
 
 
-def zigzag(tree: Tree, ranks: int) -> Tree:
+def zigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree:
     """Reorder batches for `Attention(context_order="zigzag")`: all leaves [N, T, ...] together.
 
     Give it all of a batch at once, inputs, targets, positions and segments; what is reordered alone
@@ -151,27 +152,47 @@ def zigzag(tree: Tree, ranks: int) -> Tree:
     Args:
       tree: a `pipeline.training.batches.Batch`, or any tree of arrays.
       ranks: R, the size of the context axis.
+      slices: as the pipeline's ``slices=``, if it has any: each slice is reordered by itself.
 
     Raises:
-      ValueError: leaves of several lengths, or a length that 2R does not divide.
+      ValueError: leaves of several lengths, slices that do not fit them, or a length of a sequence
+        or a slice that 2R does not divide.
     """
-    return _reordered(tree, ranks, zigzag_places)
+    return _reordered(tree, ranks, slices, lambda order: order)
 
 
-def unzigzag(tree: Tree, ranks: int) -> Tree:
+def unzigzag(tree: Tree, ranks: int, *, slices: int | Sequence[int] = 1) -> Tree:
     """Undo `zigzag`, for outputs and log-probabilities.
 
     Args:
       tree: arrays [N, T, ...].
       ranks: R.
+      slices: as of `zigzag`.
 
     Raises:
       ValueError: as `zigzag`.
     """
-    return _reordered(tree, ranks, lambda *sizes: np.argsort(zigzag_places(*sizes)))
+    return _reordered(tree, ranks, slices, np.argsort)
 
 
-def _reordered(tree: Tree, ranks: int, make: Any) -> Tree:
+def _sliced_places(length: int, ranks: int, slices: int | Sequence[int]) -> np.ndarray:
+    """Compute [T] which position stands where if each slice is in zig-zag order by itself."""
+    if isinstance(slices, Sequence):
+        lengths = list(slices)
+    else:
+        fits = is_size(slices) and length % slices == 0
+        lengths = [length // slices] * slices if fits else []
+    if not all(map(is_size, lengths)) or sum(lengths) != length:
+        raise ValueError(
+            f"zigzag of {length} positions with slices={slices!r}: must be the number of equal "
+            f"slices, or their lengths, as the pipeline has it; together they are all positions"
+        )
+    starts = np.cumsum([0, *lengths[:-1]])
+    pairs = zip(starts, lengths, strict=True)
+    return np.concatenate([start + zigzag_places(one, ranks) for start, one in pairs])
+
+
+def _reordered(tree: Tree, ranks: int, slices: int | Sequence[int], turn: Any) -> Tree:
     leaves = [
         (jax.tree_util.keystr(path), np.shape(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -187,5 +208,5 @@ def _reordered(tree: Tree, ranks: int, make: Any) -> Tree:
                 f"{list(shape)}: all leaves of two dims or more are [N, T, ...] with one T; "
                 f"reorder what has no positions by itself"
             )
-    order = make(shape[1], ranks)
+    order = turn(_sliced_places(shape[1], ranks, slices))
     return jax.tree.map(lambda x: x[:, order] if np.ndim(x) > 1 else x, tree)

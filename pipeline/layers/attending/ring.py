@@ -6,22 +6,26 @@ rank at a time. The backward sends them around once more, and with them the sums
 In zig-zag order a rank reads two of the four pairs of half blocks of another rank, the same number
 on every rank (`pipeline.layers.attending.order`).
 
-Letters: R = ranks on the axis, h = blocks of a rank (2 in zig-zag order), b = sequences, n =
-positions of a block, k = heads of keys and values, g = heads of queries for each, c = width of a
-head.
+With slices of sequences a rank keeps its part of the keys and values of every slice. Those of the
+slice and of earlier ones travel together, and later slices are not read.
+
+Letters: R = ranks on the axis, N = slices, h = blocks of a rank (2 in zig-zag order), b =
+sequences, n = positions of a block, k = heads of keys and values, g = heads of queries for each, c
+= width of a head.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from collectives import ring_shift, vary, varying_axes
 from collectives.tensor import group_rank
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.layers.attending.formula import HIDDEN, visible
 from pipeline.layers.attending.order import Context
 
@@ -36,6 +40,8 @@ class Rule:
       window: how many positions a query reads; None for all before it.
       softcap: of the scores, if any.
       chunk: how many queries of a block are read at a time; None for all.
+      start: the place of the first position, of a slice whose number is known.
+      starts: those of earlier slices, if so.
     """
 
     context: Context
@@ -43,6 +49,8 @@ class Rule:
     window: int | None
     softcap: float | None
     chunk: int | None
+    start: int = 0
+    starts: tuple[int, ...] = ()
 
 
 class Sums(NamedTuple):
@@ -66,6 +74,9 @@ def ring(
     segments: jax.Array | None,
     rule: Rule,
     sinks: jax.Array | None = None,
+    *,
+    part: SequenceSlice = WHOLE_SEQUENCE,
+    earlier: Any = None,
 ) -> jax.Array:
     """Attend over the ranks of an axis: `[b, t, k·g, c]`, the positions of this rank.
 
@@ -78,6 +89,9 @@ def ring(
       segments: `[b, t]` integers, or None where a row is one document.
       rule: which keys are read, and how.
       sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
+      part: the place of the slice, of which q, k, v and segments are this rank's positions.
+      earlier: [N, ...] leaves, the keys, values and segments that slices have left on this rank, by
+        name; None without any.
 
     Raises:
       ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
@@ -98,47 +112,135 @@ def ring(
     own = () if segments is None else (cut(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis = rule.context.axis
-    both = frozenset({axis} - {None}).union(*map(varying_axes, (q, k, v, *own, *low)))
+    rule, index, before = _before(rule, part, earlier, q.shape[1], packed=segments is not None)
+    every = q, k, v, *own, *low, *jax.tree.leaves((index, before))
+    both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
-    given = vary((cut(grouped), cut(k), cut(v), own, low), axes)
+    given = vary((cut(grouped), cut(k), cut(v), own, low, index, before), axes)
     y = jnp.moveaxis(_ring(rule, *given), 0, 1)
     return y.reshape(q.shape).astype(q.dtype)
 
 
+def _before(
+    rule: Rule, part: SequenceSlice, earlier: Any, length: int, *, packed: bool
+) -> tuple[Rule, Any, Any]:
+    """The rule of a slice, its number if that is traced, and the groups of earlier slices' keys.
+
+    A group is (keys, values, segments), [n, ...] of equal slices. There is one of all N where the
+    number is traced, and otherwise one for each earlier slice, as long as it is.
+    """
+    if part.count == 1 or earlier is None:
+        return rule, (), ()
+    names = ("keys", "values", *(("segments",) if packed else ()))
+    group = [earlier[name] for name in names]
+    if not isinstance(part, FixedSlice):
+        return rule, (jnp.asarray(part.index, jnp.int32),), ((*group[:2], tuple(group[2:])),)
+    every = length * rule.context.size
+    lengths = [length * one // part.lengths[part.index] for one in part.lengths]
+    starts = tuple(sum(part.lengths[:n]) for n in range(part.index))
+    groups = []
+    for n in range(part.index):
+        keys, values, *of_keys = (x[n : n + 1, :, : lengths[n]] for x in group)
+        groups.append((keys, values, tuple(of_keys)))
+    return replace(rule, start=part.start(every), starts=starts), (), tuple(groups)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+    rule: Rule,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Any,
+    sinks: Any,
+    index: Any,
+    before: Any,
 ) -> jax.Array:
-    return _forward(rule, q, k, v, segments, sinks)[0]
+    return _forward(rule, q, k, v, segments, sinks, index, before)[0]
+
+
+def _each_before(
+    rule: Rule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
+) -> Any:
+    """Apply ``read(group, n, slot, places of its keys, sums)`` to every earlier slice.
+
+    Args:
+      rule: of the scores.
+      index: the number of the slice, if it is traced.
+      before: the groups.
+      length: how many positions of a slice each rank has, of slices whose number is traced.
+      other: the rank that the keys are of.
+      read: gives new sums.
+      sums: the first.
+    """
+    context = rule.context
+    for number, group in enumerate(before):
+        places = context.places(group[0].shape[2], other)
+        if not index:
+            slot = jax.tree.map(lambda x: x[0], group)
+            sums = read(number, 0, slot, rule.starts[number] + places, sums)
+            continue
+
+        def one(n: Any, sums: Any, group: Any = group, places: Any = places) -> Any:
+            slot = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, 0, False), group)
+            return read(0, n, slot, n * (length * context.size) + places, sums)
+
+        # Later slices are not read: the loop ends before them.
+        sums = jax.lax.fori_loop(jnp.zeros_like(index[0]), index[0], one, sums)
+    return sums
+
+
+def _start(rule: Rule, index: Any, length: int) -> Any:
+    """The place of the first position of this slice, of which a rank has so many positions."""
+    return index[0] * (length * rule.context.size) if index else rule.start
 
 
 def _forward(
-    rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any
+    rule: Rule,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Any,
+    sinks: Any,
+    index: Any,
+    before: Any,
 ) -> Any:
     """The output `[h, b, n, k, g, c]`, and what the backward reads."""
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
+    length = q.shape[0] * n
+    start = _start(rule, index, length)
     like = functools.partial(_like, q)
     sums = Sums(
         like(jnp.zeros(q.shape, jnp.float32)),
         like(jnp.full((q.shape[0], b, *heads, n), HIDDEN)),
         like(jnp.zeros((q.shape[0], b, *heads, n))),
     )
-    here = _places(context, n, group_rank(context.axis))
+    here = start + _places(context, n, group_rank(context.axis))
+
+    def add(i: Any, k: Any, v: Any, there: Any, of_keys: Any, sums: Sums) -> Sums:
+        wanted = here[i], there, *(x[i] for x in segments), *of_keys
+        found = _read_block(rule, wide[i], k, v, wanted, Sums(*(x[i] for x in sums)))
+        return Sums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
 
     def meet(step: Any, held: Any, sums: Sums) -> Sums:
         """Read the keys of one rank."""
-        k, v, of_keys = held
+        (k, v, of_keys), before = held
         rank = group_rank(context.axis)
         other = (rank - step) % context.size
-        there = _places(context, n, other)
+        there = start + _places(context, n, other)
         for i, j in _pairs(context, step, rank, other):
-            wanted = here[i], there[j], *(x[i] for x in segments), *(x[j] for x in of_keys)
-            found = _read_block(rule, wide[i], k[j], v[j], wanted, Sums(*(x[i] for x in sums)))
-            sums = Sums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
-        return sums
+            sums = add(i, k[j], v[j], there[j], [x[j] for x in of_keys], sums)
 
-    held = k, v, segments
+        def read(_: int, __: Any, slot: Any, places: Any, sums: Sums) -> Sums:
+            k, v, of_keys = slot
+            for i in range(q.shape[0]):
+                sums = add(i, k, v, places, of_keys, sums)
+            return sums
+
+        return cast("Sums", _each_before(rule, index, before, length, other, read, sums))
+
+    held = (k, v, segments), before
     sums = meet(0, held, sums)
 
     def step(carry: Any, number: jax.Array) -> Any:
@@ -146,54 +248,80 @@ def _forward(
         held = _sent(held, context.axis)
         return (held, meet(number, held, sums)), None
 
-    (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
+    if context.size > 1:
+        (_, sums), _ = jax.lax.scan(step, (held, sums), jnp.arange(1, context.size))
     level = sums.largest + jnp.log(sums.total)
     for sink in sinks:
         level = jnp.logaddexp(level, sink[None, None, ..., None])
     y = sums.values * jnp.moveaxis(jnp.exp(sums.largest - level), -1, 2)[..., None]
-    return y, (q, k, v, segments, sinks, y, level)
+    return y, (q, k, v, segments, sinks, index, before, y, level)
 
 
 def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
-    """Gradients of queries, keys, values and sinks."""
-    q, k, v, segments, sinks, y, level = kept
+    """Gradients of queries, keys, values, sinks, and keys and values of earlier slices."""
+    q, k, v, segments, sinks, index, before, y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
+    length = q.shape[0] * n
+    start = _start(rule, index, length)
     slope = jnp.moveaxis(jnp.sum(g * y, axis=-1), 2, -1)  # [h, b, k, g, n]
-    here = _places(context, n, group_rank(context.axis))
+    here = start + _places(context, n, group_rank(context.axis))
 
-    def meet(step: Any, held: Any, sums: Any) -> Any:
-        k, v, of_keys = held
+    def unread(i: Any, k: Any, v: Any, there: Any, of_keys: Any) -> Any:
+        wanted = here[i], there, *(x[i] for x in segments), *of_keys
+        return _unread_block(rule, (wide[i], g[i], level[i], slope[i]), k, v, wanted)
+
+    def meet(step: Any, held: Any, dq: Any, sums: Any) -> Any:
+        (k, v, of_keys), before = held
         rank = group_rank(context.axis)
         other = (rank - step) % context.size
-        there = _places(context, n, other)
-        dq, dk, dv = sums
+        there = start + _places(context, n, other)
+        (dk, dv), of_before = sums
         for i, j in _pairs(context, step, rank, other):
-            wanted = here[i], there[j], *(x[i] for x in segments), *(x[j] for x in of_keys)
-            of_queries = wide[i], g[i], level[i], slope[i]
-            more = _unread_block(rule, of_queries, k[j], v[j], wanted)
+            more = unread(i, k[j], v[j], there[j], [x[j] for x in of_keys])
             dq = dq.at[i].add(more[0])
             dk, dv = dk.at[j].add(more[1]), dv.at[j].add(more[2])
-        return dq, dk, dv
 
-    zeros = [_like(q, jnp.zeros(x.shape, jnp.float32)) for x in (q, k, v)]
-    held = k, v, segments
-    dq, dk, dv = meet(0, held, tuple(zeros))
+        def read(group: int, m: Any, slot: Any, places: Any, sums: Any) -> Any:
+            dq, of_before = sums
+            k, v, of_keys = slot
+            dk, dv = of_before[group]
+            for i in range(q.shape[0]):
+                more = unread(i, k, v, places, of_keys)
+                dq = dq.at[i].add(more[0])
+                dk, dv = dk.at[m].add(more[1]), dv.at[m].add(more[2])
+            return dq, (*of_before[:group], (dk, dv), *of_before[group + 1 :])
+
+        both = dq, of_before
+        dq, of_before = _each_before(rule, index, before, length, other, read, both)
+        return dq, ((dk, dv), of_before)
+
+    def zeros(*like: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_like(q, jnp.zeros(x.shape, jnp.float32)) for x in like)
+
+    held = (k, v, segments), before
+    (dq,) = zeros(q)
+    sums: Any = zeros(k, v), tuple(zeros(*group[:2]) for group in before)
+    dq, sums = meet(0, held, dq, sums)
 
     def step(carry: Any, number: jax.Array) -> Any:
         held, dq, sums = carry
         held, sums = _sent((held, sums), context.axis)
-        dq, *sums = meet(number, held, (dq, *sums))
-        return (held, dq, tuple(sums)), None
+        return (held, *meet(number, held, dq, sums)), None
 
-    carry = held, dq, (dk, dv)
-    (_, dq, sums), _ = jax.lax.scan(step, carry, jnp.arange(1, context.size))
-    dk, dv = _sent(sums, context.axis)  # home
+    if context.size > 1:
+        (_, dq, sums), _ = jax.lax.scan(step, (held, dq, sums), jnp.arange(1, context.size))
+    (dk, dv), of_before = _sent(sums, context.axis)  # home
     found = (x.astype(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
     low = tuple(
         -jnp.sum(jnp.exp(sink[None, None, ..., None] - level) * slope, axis=(0, 1, 4))
         for sink in sinks
     )
-    return *found, tuple(None for _ in segments), low
+    none = functools.partial(jax.tree.map, lambda _: None)
+    earlier = tuple(
+        (dk.astype(k.dtype), dv.astype(v.dtype), none(of_keys))
+        for (dk, dv), (k, v, of_keys) in zip(of_before, before, strict=True)
+    )
+    return *found, none(segments), low, none(index), earlier
 
 
 _ring.defvjp(_forward, _backward)

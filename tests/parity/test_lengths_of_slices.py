@@ -1,0 +1,246 @@
+"""`Pipeline(slices=(t0, t1, ...))`, and rings beside slices, against whole sequences (issue 41).
+
+One layer of attention in each of two stages. Letters: S ranks, N slices, M microbatches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from collectives import make_mesh
+from pipeline import Pipeline, add_loss
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE
+from pipeline.layers import Attention, zigzag
+from tests.parity.test_slices import MESHES, Recurrent, check, data, decoder, pipe_of, wanted
+from tests.support.close import assert_close
+
+T, ROWS, M, D = 16, 4, 2, 8
+make = np.random.default_rng(0)
+X, Y = (jnp.asarray(make.normal(size=(ROWS, T, D)), jnp.float32) for _ in range(2))
+EXTRAS = {"segments": jnp.asarray(np.sort(make.integers(1, 4, (ROWS, T)), axis=1), jnp.int32)}
+LENGTHS = (7, 5, 4)
+
+
+class Stage(nnx.Module):
+    """Attention and a pointwise part; it may add a loss."""
+
+    adds = False
+
+    def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
+        self.attention = Attention(D, 4, 2, rngs, **options)
+        self.up = nnx.Param(0.3 * rngs.params.normal((D, D)))
+
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        return self.call_slice(x, None, WHOLE_SEQUENCE, segments)[0]
+
+    def call_slice(self, x: Any, earlier: Any, part: Any, segments: Any = None) -> Any:
+        if self.adds:
+            x = add_loss(x, 0.1 * jnp.square(x).mean())
+        y, own = self.attention.call_slice(x, earlier, part, segments=segments)
+        x = x + y
+        return x + jnp.tanh(x @ self.up[...]), own
+
+
+class Adding(Stage):
+    """A stage that adds a mean over its positions."""
+
+    adds = True
+
+
+def loss(y: jax.Array, targets: jax.Array) -> Any:
+    counts = targets[..., 0] > -1.0
+    return (jnp.square(y - targets).sum(-1) * counts).sum(), counts.sum()
+
+
+def mean(y: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.square(y - targets).mean()
+
+
+def measured(y: jax.Array, targets: jax.Array) -> Any:
+    positive = targets[..., 0] > 0
+    return mean(y, targets), {
+        "mean": jnp.abs(y).mean(),
+        "pair": (jnp.where(positive, y[..., 0], 0.0).sum(), positive.sum()),
+        "count": positive.sum(),
+    }
+
+
+def pipe(
+    slices: Any, kind: type = Stage, layer: dict[str, Any] | None = None, **options: Any
+) -> Pipeline:
+    sizes = options.pop("sizes", {"stage": 2})
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    stages = [kind(nnx.Rngs(k), **(layer or {})) for k in range(2)]
+    given: dict[str, Any] = {"loss_fn": loss, "mesh": make_mesh(**sizes, devices=devices)}
+    return Pipeline(stages, M, slices=slices, **(given | options))
+
+
+def stepped(one: Pipeline, batch: Any = (X, Y, EXTRAS), **options: Any) -> Any:
+    x, y, extras = batch
+    value, grads = one.value_and_grad(x, y, extras=extras, **options)
+    return value, one.to_layers(grads)["stages"]
+
+
+@functools.cache
+def whole() -> Any:
+    return stepped(pipe(None))
+
+
+def same(found: Any, expected: Any) -> None:
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert_close(a, b)
+
+
+def test_stages_that_carry_a_state_in_slices_of_several_lengths():
+    x, y = X[:, :8, :4], Y[:, :8, :4]
+    scale = jnp.asarray(make.uniform(size=(ROWS, 1, 1)), jnp.float32)
+
+    def step(slices: Any) -> Any:
+        rngs, mesh = nnx.Rngs(3), make_mesh(stage=2, devices=jax.devices()[:2])
+        stages = [Recurrent(rngs) for _ in range(2)]
+        one = Pipeline(stages, M, loss_fn=mean, mesh=mesh, slices=slices)
+        return one.value_and_grad(x, y, extras={"scale": scale})
+
+    same(step((3, 3, 2)), step(None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "slices", "remat"),
+    [
+        ("2x1", "seq1f1b_zb", (7, 5, 4), None),
+        ("2x2", "seq1f1b", (9, 7), "stage"),
+        ("4x1", "seq1f1b_zb", (6, 4, 3, 3), "stage"),
+        ("1x1", "seq1f1b", (4, 12), None),
+        ("2x1", "seq1f1b", (8, 8), jax.checkpoint_policies.dots_saveable),
+    ],
+)
+def test_decoders(mesh, schedule, slices, remat):
+    """Packed rows, windows shorter than a slice, grouped queries."""
+    stage, shards = MESHES[mesh]
+    sizes = {"stage": stage, "data": shards}
+    given = {"schedule": schedule, "slices": slices, "remat": remat}
+    check(pipe_of(decoder(stage), sizes, **given), data(), wanted(stage))
+
+
+@pytest.mark.slow
+def test_slices_and_microbatches_without_a_token():
+    given = pipe_of(decoder(2), {"stage": 2}, slices=(4, 4, 6, 2))
+    check(given, data(masked=True), wanted(2, masked=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_unlike_stages(remat):
+    def parts() -> Any:
+        stages, embed, head = decoder(4)
+        stages[1].blocks = nnx.List([])
+        return stages, embed, head
+
+    batch = data()
+    given: dict[str, Any] = {"extras": batch.extras}
+    sliced = pipe_of(parts(), {"stage": 4}, schedule="seq1f1b_zb", slices=LENGTHS, remat=remat)
+    found, expected = (
+        one.value_and_grad(batch.inputs, batch.targets, **given)
+        for one in (sliced, sliced.replace(slices=None, schedule="1f1b"))
+    )
+    same(found, expected)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[Pipeline], Any]]] = {
+    "outputs": ({}, lambda one: one(X, extras=EXTRAS)),
+    "gradients for inputs": ({}, lambda one: jax.grad(lambda x: one.loss(x, Y, extras=EXTRAS))(X)),
+    "differentiated outputs": (
+        {},
+        lambda one: jax.grad(lambda x: jnp.sin(one(x, extras=EXTRAS)).sum())(X),
+    ),
+    "means and metrics": (
+        {"loss_fn": measured},
+        lambda one: one.value_and_grad(X, Y, extras=EXTRAS, has_aux=True),
+    ),
+    "weights of means": (
+        {"loss_fn": measured},
+        lambda one: one.loss(X, Y, extras=EXTRAS, has_aux=True, weighed=True),
+    ),
+    "scaled sums": ({}, lambda one: one.value_and_grad(X, Y, extras=EXTRAS, loss_scale=2.0**10)),
+    "added losses": ({"kind": Adding}, lambda one: one.value_and_grad(X, Y, extras=EXTRAS)),
+    "evaluated added losses": ({"kind": Adding}, lambda one: one.loss(X, Y, extras=EXTRAS)),
+    "weights with a gradient": (
+        {"loss_fn": lambda y, t: (jnp.square(y - t).sum(), jnp.exp(y).sum())},
+        lambda one: one.value_and_grad(X, Y, extras=EXTRAS),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_beside_gradients(name):
+    options, call = OTHERS[name]
+    same(call(pipe(LENGTHS, **options)), call(pipe(None, **options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [4, LENGTHS])
+def test_beside_a_tensor_axis(slices):
+    given = {"schedule": "seq1f1b_zb", "remat": None, "sizes": {"stage": 2, "tensor": 2}}
+    same(stepped(pipe(slices, **given)), whole())
+
+
+CONTEXTS = [
+    ("ring", "contiguous", 2, "seq1f1b_zb", None),
+    ("ring", "contiguous", (8, 4, 4), "seq1f1b", "stage"),
+    ("ring", "zigzag", 2, "seq1f1b", "stage"),
+    ("ring", "zigzag", (8, 4, 4), "seq1f1b_zb", None),
+    ("allgather", "zigzag", (8, 4, 4), "seq1f1b", "stage"),
+    ("ulysses", "zigzag", 2, "seq1f1b", None),
+    ("ulysses", "contiguous", (6, 6, 4), "seq1f1b", None),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "order", "slices", "schedule", "remat"), CONTEXTS)
+def test_slices_over_a_context_axis(way, order, slices, schedule, remat):
+    layer = {"context_axis": "context", "context": way, "context_order": order}
+    given = {"batch": P("data", "context"), "sizes": {"stage": 2, "context": 2}}
+    one = pipe(slices, layer=layer, schedule=schedule, remat=remat, **given)
+    batch: Any = X, Y, EXTRAS
+    if order == "zigzag":
+        batch = zigzag(batch, 2, slices=slices)
+    same(stepped(one, batch), whole())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [4, LENGTHS])
+def test_windows_soft_caps_and_chunks(slices):
+    layer = {"window": 3, "softcap": 2.0, "query_chunk": 1}
+    one = pipe(slices, layer=layer, schedule="seq1f1b_zb", remat=None)
+    same(stepped(one), stepped(pipe(None, layer=layer)))
+
+
+def own_of_many_shapes(slices: Sequence[int]) -> Pipeline:
+    class Odd(Stage):
+        """A stage that leaves more of a short slice than of a long one."""
+
+        def call_slice(self, x: Any, earlier: Any, part: Any, segments: Any = None) -> Any:
+            y, _ = super().call_slice(x, None, WHOLE_SEQUENCE, segments)
+            return y, jnp.zeros((x.shape[0], 20 - x.shape[1]))
+
+    return pipe(slices, kind=Odd)
+
+
+def test_own_of_a_slice_that_does_not_fit():
+    with pytest.raises(ValueError) as caught:
+        own_of_many_shapes((10, 6)).loss(X, Y)
+    assert str(caught.value).partition("\n")[0] == (
+        "call_slice returned as own float32[2,14] for slice 1, and float32[2,10] for the longest: "
+        "own has the same leaves for every slice, as long as the slice or of one shape for all"
+    )
