@@ -331,7 +331,8 @@ def attend_slice(
         sequences.
       part: the place of the slice.
       segments: `[b, t]`, as of `attend`.
-      implementation: as of `attend`; slices take the formula.
+      implementation: as of `attend`; slices take the formula, and on a TPU those of given lengths
+        the kernel.
       context: as of `attend`: how a slice lies on ranks, whose keys and values are kept whole
         ("allgather"), of a part of the heads ("ulysses") or of a part of the positions ("ring").
       options: the others of `attend`.
@@ -346,11 +347,14 @@ def attend_slice(
     if part.count == 1:
         more: dict[str, Any] = {"implementation": implementation, "context": context}
         return attend(q, k, v, segments=segments, **more, **options), ()
-    if implementation in ("splash", "cudnn"):
+    splits = context.size > 1 and context.way != "ulysses"
+    fixed = isinstance(part, FixedSlice) and not splits
+    if implementation == "cudnn" or (implementation == "splash" and not fixed):
         raise ValueError(
             f"implementation={implementation!r} with slices of sequences: which keys a query reads "
             f"depends on the slice, and the kernel's mask is the same for all; take "
-            f"implementation=None, 'chunked' or 'xla'"
+            f"implementation=None, 'chunked' or 'xla', or for 'splash' slices of given lengths, "
+            f"slices=(t0, t1, ...), whose positions no axis splits in attention"
         )
     check_segments(segments, q)
     check_context(context)
@@ -386,6 +390,10 @@ def attend_slice(
     whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
     chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
     chosen["query_chunk"] = chosen["query_chunk"] or _chunk(q.shape[1], whole["keys"].shape[1])
+    start = part.start(q.shape[1]) if fixed else None
+    if implementation is None and fixed and sinks is None:
+        kernel = kernels.choose(q, softcap=chosen["softcap"], start=start or 0)
+        implementation = "splash" if kernel == "splash" else None
     y = _attend(
         q,
         whole["keys"],
@@ -393,6 +401,7 @@ def attend_slice(
         segments,
         implementation=implementation or "chunked",
         places=places,
+        start=start or 0,
         segments_of_keys=whole.get("segments"),
         sinks=sinks,
         **chosen,
@@ -561,12 +570,14 @@ def _attend(
     query_chunk: int | None,
     implementation: kernels.Implementation | None,
     places: jax.Array | None = None,
+    start: int = 0,
     segments_of_keys: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend with all keys `[b, s, k, c]` at hand.
 
-    Args: as of `attend`; places: `[t]` of the queries among the keys, by default 0..t-1.
+    Args: as of `attend`; places: `[t]` of the queries among the keys, by default 0..t-1; start: the
+    first of these, if a kernel reads consecutive ones.
     """
     t, length, usual = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     window = None if window is None or window >= length else window
@@ -574,7 +585,8 @@ def _attend(
     if implementation != "chunked" and scale not in (None, usual):
         q = q * jnp.asarray(scale / usual, q.dtype)
     if implementation == "splash":
-        return kernels.splash(q, k, v, segments, window=window, softcap=softcap)
+        own_keys: dict[str, Any] = {"start": start, "segments_of_keys": segments_of_keys}
+        return kernels.splash(q, k, v, segments, window=window, softcap=softcap, **own_keys)
     if implementation == "cudnn":
         return kernels.cudnn(q, k, v, segments, window=window, softcap=softcap)
     if implementation == "xla":

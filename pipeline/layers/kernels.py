@@ -9,6 +9,7 @@ of queries for each of them, all of them this device's.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -41,8 +42,10 @@ def check_name(implementation: Any) -> None:
         )
 
 
-def choose(q: jax.Array, *, softcap: float | None = None) -> Implementation:
+def choose(q: jax.Array, *, softcap: float | None = None, start: int = 0) -> Implementation:
     """The implementation for the platform that is traced for, and for queries `[b, t, k·g, c]`.
+
+    Queries whose places begin at ``start``, behind those of so many keys, take splash alone.
 
     The platform is that of the mesh, which may be of devices that are not there. A compiler cannot
     cut a kernel into parts: with mesh axes left to it, or without a mesh among several devices, it
@@ -52,8 +55,10 @@ def choose(q: jax.Array, *, softcap: float | None = None) -> Implementation:
     if mesh.empty and jax.device_count() > 1:
         return "chunked"
     on, c = platform(), q.shape[-1]
-    if on == "tpu" and not _wrong_for_splash(q):
+    if on == "tpu" and not _wrong_for_splash(q, start):
         return "splash"
+    if start:
+        return "chunked"
     # Described GPUs call themselves by their runtime, those that are there do not.
     on_gpu = on in ("gpu", "cuda")
     takes = on_gpu and c <= WIDEST_BEFORE_HOPPER and not _wrong_for_cudnn(q, softcap)
@@ -71,24 +76,29 @@ def splash(
     window: int | None = None,
     softcap: float | None = None,
     blocks: SplashBlocks | None = None,
+    start: int = 0,
+    segments_of_keys: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention by JAX's splash attention, `[b, t, k·g, c]`; interpreted where no TPU is.
 
     Args:
       q: queries, `[b, t, k·g, c]`.
-      k: keys, `[b, t, k, c]`.
+      k: keys, `[b, s, k, c]`, of places 0..s-1.
       v: values, the same.
       segments: `[b, t]` integers; a query reads keys of its own segment.
       window: how many positions a query reads; None for all before it.
       softcap: of the scores, if any.
       blocks: of positions; None for those of the length and the chip.
+      start: the place of the first query.
+      segments_of_keys: `[b, s]`, where keys are not those of the queries' positions.
 
     Raises:
       ValueError: sizes that the kernel does not take, or a mesh with axes left to the compiler.
     """
-    _check("splash", q, _wrong_for_splash(q))
+    _check("splash", q, _wrong_for_splash(q, start))
     interpret = platform() != "tpu"
     _, t, heads, c = q.shape
+    of_keys = segments if segments_of_keys is None else segments_of_keys
 
     def heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         return [jnp.swapaxes(x, 1, 2) for x in (q * c**-0.5, k, v)]
@@ -97,9 +107,12 @@ def splash(
     # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
     # are `local` too: a stage keeps them as they are here, not what they could be made of again.
     arguments = local(heads_first)(q, k, v)
-    blocks = blocks or choose_blocks(device_kind(), t, c, q.dtype.itemsize, window)
-    run = _kernel(heads, t, blocks, window=window, softcap=softcap, interpret=interpret)
-    own = () if segments is None else (segments,)
+    sizes = t, k.shape[1], start
+    # Blocks of queries and of keys have one size, which divides both.
+    common = math.gcd(t, k.shape[1])
+    blocks = blocks or choose_blocks(device_kind(), common, c, q.dtype.itemsize, window)
+    run = _kernel(heads, *sizes, blocks, window=window, softcap=softcap, interpret=interpret)
+    own = () if segments is None else (segments, of_keys)
     y = local(jax.vmap(run))(*arguments, *own)
     return jnp.swapaxes(y, 1, 2)
 
@@ -107,6 +120,8 @@ def splash(
 def _kernel(
     heads: int,
     t: int,
+    s: int,
+    start: int,
     blocks: SplashBlocks,
     *,
     window: int | None,
@@ -124,8 +139,8 @@ def _kernel(
         make_splash_mha_single_device,
     )
 
-    whole = CausalMask((t, t))
-    mask = whole if window is None else LocalMask((t, t), (window - 1, 0), 0)
+    whole = CausalMask((t, s), start)
+    mask = whole if window is None else LocalMask((t, s), (window - 1, 0), start)
     kernel = make_splash_mha_single_device(
         MultiHeadMask([mask] * heads),
         block_sizes=BlockSizes(**blocks.sizes()),
@@ -135,7 +150,7 @@ def _kernel(
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        ids = SegmentIds(*segments, *segments) if segments else None
+        ids = SegmentIds(*segments) if segments else None
         found: jax.Array = kernel(q, k, v, ids)
         return found
 
@@ -187,8 +202,10 @@ def _check(name: str, q: jax.Array, wrong: list[str]) -> None:
         )
 
 
-def _wrong_for_splash(q: jax.Array) -> list[str]:
+def _wrong_for_splash(q: jax.Array, start: int = 0) -> list[str]:
     t, wrong = q.shape[1], _wrong_for_any(q)
+    if start % LEAST:
+        wrong.append(f"{start} positions before them are no multiple of {LEAST}")
     if t % LEAST:
         wrong.append(f"{t} positions are no multiple of {LEAST}: pad sequences to {t + -t % LEAST}")
     return wrong

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
 from pipeline.layers import Attention, attention, kernels
 from tests.support import chips, models
 from tests.support.close import assert_close
@@ -216,4 +217,72 @@ def test_an_unknown_implementation():
     assert message(Attention, 16, 4, 2, nnx.Rngs(0), implementation="flash") == (
         "implementation='flash': must be one of 'splash', 'cudnn', 'xla', 'chunked', or None for "
         "that of the platform"
+    )
+
+
+# --- slices of given lengths ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 200])
+def test_splash_attention_of_a_slice(window):
+    """Slices read the keys of earlier ones; segments cross their borders; two heads read one."""
+    lengths, T = (256, 128), 384
+    make = np.random.default_rng(0)
+    q, k, v, ct = (
+        jnp.asarray(make.normal(size=(1, T, heads, 8)), jnp.float32) for heads in (2, 1, 1, 2)
+    )
+    segments = jnp.asarray(np.repeat([1, 2, 3], (100, 200, 84))[None], jnp.int32)
+
+    def whole(q, k, v):
+        y = attention.attend(
+            q, k, v, segments=segments, window=window, implementation="chunked", query_chunk=128
+        )
+        return jnp.vdot(y, ct), y
+
+    def sliced(q, k, v):
+        parts, earlier, start = [], None, 0
+        for n, length in enumerate(lengths):
+            own = [x[:, start : start + length] for x in (q, k, v, segments)]
+            y, left = attention.attend_slice(
+                *own[:3],
+                earlier,
+                FixedSlice(n, 2, lengths),
+                segments=own[3],
+                window=window,
+                implementation="splash",
+            )
+            parts.append(y)
+            earlier = jax.tree.map(lambda x: jnp.stack([x, jnp.zeros_like(x)]), left)
+            start += length
+        y = jnp.concatenate(parts, axis=1)
+        return jnp.vdot(y, ct), y
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        for f in (sliced, whole)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert_close(a, b)
+
+
+def test_kernels_refuse_slices_whose_number_is_traced():
+    x = jnp.zeros((1, 128, 2, 8))
+    with pytest.raises(ValueError) as caught:
+        attention.attend_slice(x, x, x, None, SequenceSlice(0, 2), implementation="splash")
+    assert str(caught.value) == (
+        "implementation='splash' with slices of sequences: which keys a query reads depends on the "
+        "slice, and the kernel's mask is the same for all; take implementation=None, 'chunked' or "
+        "'xla', or for 'splash' slices of given lengths, slices=(t0, t1, ...), whose positions no "
+        "axis splits in attention"
+    )
+    with pytest.raises(ValueError) as caught:
+        own = jnp.zeros((1, 128, 2, 8))
+        fixed = FixedSlice(1, 2, (64, 128))
+        earlier = {"keys": jnp.zeros((2, 1, 128, 2, 8)), "values": jnp.zeros((2, 1, 128, 2, 8))}
+        attention.attend_slice(own, own, own, earlier, fixed, implementation="splash")
+    assert str(caught.value) == (
+        "implementation='splash' for queries float32[1, 128, 2, 8] of [sequences, positions, "
+        "heads, head_dim]: 64 positions before them are no multiple of 128; or take "
+        "implementation='chunked', the formula, which takes any"
     )
