@@ -276,11 +276,10 @@ def test_kernels_refuse_slices_whose_number_is_traced():
         "'xla', or for 'splash' slices of given lengths, slices=(t0, t1, ...), whose positions no "
         "axis splits in attention"
     )
+    fixed, left = FixedSlice(1, 2, (64, 128)), jnp.zeros((2, *x.shape))
+    earlier = {"keys": left, "values": left}
     with pytest.raises(ValueError) as caught:
-        own = jnp.zeros((1, 128, 2, 8))
-        fixed = FixedSlice(1, 2, (64, 128))
-        earlier = {"keys": jnp.zeros((2, 1, 128, 2, 8)), "values": jnp.zeros((2, 1, 128, 2, 8))}
-        attention.attend_slice(own, own, own, earlier, fixed, implementation="splash")
+        attention.attend_slice(x, x, x, earlier, fixed, implementation="splash")
     assert str(caught.value) == (
         "implementation='splash' for queries float32[1, 128, 2, 8] of [sequences, positions, "
         "heads, head_dim]: 64 positions before them are no multiple of 128; or take "

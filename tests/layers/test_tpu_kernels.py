@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import local, make_mesh
 from pipeline import Pipeline
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE
 from pipeline.layers import Attention, kernels
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
@@ -36,6 +37,17 @@ class Splash(nnx.Module):
 
     def __call__(self, x):
         return x + self.attention(x)
+
+
+class Sliced(Splash):
+    """Splash attention, told of slices."""
+
+    def __call__(self, x):
+        return self.call_slice(x, None, WHOLE_SEQUENCE)[0]
+
+    def call_slice(self, x, earlier, part):
+        y, own = self.attention.call_slice(x, earlier, part)
+        return x + y, own
 
 
 class Flash(Splash):
@@ -92,6 +104,17 @@ def test_a_kernel_compiles_in_a_stage(kind, topology, family, tensor):
     calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     assert len(calls) >= 3
     assert f",{T},{T}]" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["stage", None])
+def test_slices_of_given_lengths_take_the_kernel(remat):
+    """Each slice has its forward and both kernels of the backward."""
+    slices = (512, 256, 256)
+    options = {"tensor": 1, "slices": slices, "remat": remat}
+    text = compiled(Sliced, "v5e:2x4", "seq1f1b_zb", **options)
+    calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    assert len(calls) >= 3 * len(slices)
 
 
 @pytest.mark.slow
