@@ -100,6 +100,25 @@ def test_muon_of_each_expert_alone():
     assert_close(found["down"], jnp.stack(alone), tolerance=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "sharding"), [(ALL, "replicated"), ((2, 4, 1), "zero1"), (ALL, "fsdp")], ids=str
+)
+def test_the_gradient_norm_counts_every_expert_once(sizes, sharding):
+    """And the update of a clipped step is the plain model's."""
+    pipe = piped(2, 2, sizes, {"bias": True}, schedule="1f1b", data_parallel=sharding)
+    before = [nnx.state(stage, nnx.Param) for stage in pipe.stages()]
+    _, grads, _ = plain(2, 1, bias=True)
+    norm = optax.tree.norm(grads)
+    metrics = Step(pipe, make_optimizer(pipe, optax.sgd(1.0)), clip=float(norm) / 3)(X, T)
+    assert_close(metrics.grad_norm, norm)
+    after = [nnx.state(stage, nnx.Param) for stage in pipe.stages()]
+    moved = jax.tree.map(jnp.subtract, before, after)
+    for found, want in zip(moved, grads, strict=True):
+        want = jax.tree.map(lambda g: g / 3, want)
+        assert_close(nnx.to_pure_dict(found), nnx.to_pure_dict(want), tolerance=2e-5)
+
+
 # --- state ---
 
 STATE: dict[str, Any] = {
