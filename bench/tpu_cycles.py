@@ -1,7 +1,7 @@
 """A whole step's time by the TPU compiler: ``python -m bench.tpu_cycles 8B-best``.
 
-The cycles of each action of `bench.tpu_llama`'s steps, or of the same model as others write it
-(`bench.tpu_peers`), and what follows of them for a step: for ours by `schedules.simulate`, for
+The cycles of each action of the steps of `bench.tpu_llama` and `bench.tpu_experts`, or of the same
+models as others write them (`bench.tpu_peers`), and what follows of them for a step: for ours by `schedules.simulate`, for
 others from the program's own loops. Nothing runs; needs `libtpu` and no TPU. What is printed stands
 in docs/tpu.md. Numbers that contradict each other are not printed.
 
@@ -23,20 +23,26 @@ from typing import Any
 
 from bench import (
     tpu,  # before jax
+    tpu_experts,
     tpu_peers,
 )
 from bench.measure import ContradictionError, table
-from bench.tpu_llama import CASES, Case
+from bench.tpu_llama import CASES as LLAMA
+from bench.tpu_llama import Case
 
 import jax  # isort: skip
 import optax  # type: ignore[import-untyped]
+from jax.sharding import Mesh
 
+from collectives.places.sizes import EXPERT
 from pipeline import make_optimizer
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
+from pipeline.insight.forecast.step_memory import predict_step
 from schedules import simulate
 
 GB = 10**9
+CASES = {**LLAMA, **tpu_experts.CASES}
 BLOCK = 512  # positions; of those on the diagonal the kernels compute the masked half too
 
 
@@ -47,10 +53,12 @@ class Compiled:
     Attributes:
       text: the optimised HLO.
       hbm: bytes of a chip: arguments, results that lie elsewhere, temporaries.
+      predicted: of them, by the pipeline's forecast; None where there is none.
     """
 
     text: str
     hbm: int
+    predicted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Step:
       actions: of one run of each action, or of all of a step that has none.
       seconds: of a step; waits: those of them that are waits for collectives, where known.
       used: the part of the chips' rate that the model's own operations are.
-      hbm: bytes of a chip.
+      hbm: bytes of a chip; predicted: by the pipeline's forecast.
+      sent: bytes that a device sends over ``expert``; by_formula: by the formula of the dispatch.
     """
 
     actions: dict[str, Cycles]
@@ -69,11 +78,14 @@ class Step:
     waits: float
     used: float
     hbm: int
+    predicted: int | None = None
+    sent: float = 0.0
+    by_formula: float = 0.0
 
 
 def model_operations(case: Case) -> float:
     """Operations of a step: 6 for each weight and token, and attention, half of it masked."""
-    config, tokens = case.config, case.rows * case.length * case.microbatches * case.axes["data"]
+    config, tokens = case.config, case.rows * case.length * case.microbatches * case.shards
     tables = config.vocab_size * config.hidden_size
     weights = config.count() - tables  # a lookup multiplies nothing
     attention = 2 * config.num_hidden_layers * case.length * config.hidden_size
@@ -93,39 +105,74 @@ def used(case: Case, machine: Machine, seconds: float) -> float:
     return found
 
 
-def compiled(lower: Callable[[], jax.stages.Lowered], keep: Path | None, name: str) -> Compiled:
-    """Compile a step, or read what was compiled before."""
+def compiled(
+    lower: Callable[[], jax.stages.Lowered],
+    keep: Path | None,
+    name: str,
+    forecast: Callable[[], int | None] = lambda: None,
+) -> Compiled:
+    """Compile a step, or read what was compiled before.
+
+    Args:
+      lower: of the step.
+      keep: a folder for programs, or None.
+      name: of the step.
+      forecast: of its bytes, once it was lowered.
+    """
     hlo, sizes = (keep / f"{name}.{end}" if keep else None for end in ("hlo", "json"))
     if hlo is not None and sizes is not None and hlo.exists() and sizes.exists():
-        text, hbm = hlo.read_text(encoding="utf-8"), json.loads(sizes.read_text(encoding="utf-8"))
-        return Compiled(text, hbm)
+        found = json.loads(sizes.read_text(encoding="utf-8"))
+        numbers = found if isinstance(found, list) else [found]
+        return Compiled(hlo.read_text(encoding="utf-8"), *numbers)
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = lower().compile()
+        lowered = lower()
+        predicted = forecast()
+        if predicted is not None:
+            print(f"{name}: {predicted / GB:.1f} GB predicted", file=sys.stderr, flush=True)
+        made = lowered.compile()
     print(f"{name} compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     said = made.memory_analysis()
     outside = said.output_size_in_bytes - said.alias_size_in_bytes
     hbm = said.argument_size_in_bytes + outside + said.temp_size_in_bytes
     if hlo is not None and sizes is not None:
         hlo.write_text(made.as_text() or "", encoding="utf-8")
-        sizes.write_text(json.dumps(hbm), encoding="utf-8")
-    return Compiled(made.as_text() or "", hbm)
+        sizes.write_text(json.dumps([hbm, predicted]), encoding="utf-8")
+    return Compiled(made.as_text() or "", hbm, predicted)
 
 
-def ours(case: Case, keep: Path | None, name: str) -> Step:
+def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float) -> Machine:
+    """The machine of a slice.
+
+    Args:
+      case: on the slice.
+      mesh: of the program.
+      devices: of the whole slice.
+      grouped: of the peak, in grouped products. Of the rows that they are given, one in as many as
+        there are ranks of experts is multiplied, if all experts get equally many tokens.
+    """
+    chip, _ = find_slice(case.topology)
+    machine = machine_of(chip, mesh, devices)
+    return replace(machine, grouped=grouped * case.axes.get(EXPERT, 1))
+
+
+def ours(case: Case, keep: Path | None, name: str, grouped: float) -> Step:
     """A step of a pipeline."""
-    chip, devices = find_slice(case.topology)
+    _, devices = find_slice(case.topology)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe, words = case.pipeline(devices), case.words()
-    machine = machine_of(chip, pipe.mesh, devices)
+        optimizer = make_optimizer(pipe, optax.adam(1e-4))
+    machine = machine_for(case, pipe.mesh, devices, grouped)
 
     def lower() -> jax.stages.Lowered:
-        optimizer = make_optimizer(pipe, optax.adam(1e-4))
         return pipe.lower(words, words, optimizer=optimizer)
 
-    made = compiled(lower, keep, name)
+    def forecast() -> int:
+        return predict_step(pipe, optimizer, *pipe.plan.facts.last).total
+
+    made = compiled(lower, keep, name, forecast)
     read = cycles(made.text, machine)
     plan, tokens = pipe.plan, case.rows * case.length // case.axes.get("tensor", 1)
     message = 2 * tokens * case.config.hidden_size
@@ -142,7 +189,16 @@ def ours(case: Case, keep: Path | None, name: str) -> Step:
         for scope, each in read.items()
         if not scope.action.endswith(("first", "last"))
     )
-    return Step(actions, seconds, waits / machine.clock, used(case, machine, seconds), made.hbm)
+    return Step(
+        actions,
+        seconds,
+        waits / machine.clock,
+        used(case, machine, seconds),
+        made.hbm,
+        made.predicted,
+        tpu_experts.sent_over_experts(made.text, machine, pipe.mesh, plan),
+        tpu_experts.formula(case, again=False),
+    )
 
 
 def by_action(read: dict[Scope, Cycles]) -> dict[str, Cycles]:
@@ -163,13 +219,14 @@ def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]
         found in more or fewer layers than a stage has.
     """
     config, tokens = case.config, case.rows * case.length
-    stages = case.chunks * case.axes["stage"]
+    stages, ranks = case.chunks * case.axes["stage"], case.axes.get(EXPERT, 1)
     d, t = config.hidden_size, case.length
     weights = config.count() - 2 * config.vocab_size * d
     attention = 2 * config.num_hidden_layers * t * d  # of a position forward, half of them masked
     share = stages * case.axes.get("tensor", 1)
     ideal = tokens * (2 * weights + attention) / share / machine.rate
     kernels = tokens * attention * (1 + BLOCK / t) / share / machine.rate / EFFICIENCY
+    kernels += tokens * 2 * case.grouped / share / machine.rate * ranks / machine.grouped
     forward, backward = (actions.get(kind, Cycles()) for kind in "FB")
     if forward.total < ideal:
         raise ContradictionError(
@@ -186,29 +243,39 @@ def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]
         )
 
 
-def peer(name: str, keep: Path | None) -> Step:
+def peer(name: str, keep: Path | None, grouped: float) -> Step:
     """A step of somebody else's, which is one program without actions."""
     kind, case = tpu_peers.PEERS[name]
-    chip, devices = find_slice(case.topology)
+    _, devices = find_slice(case.topology)
     mesh, lower = tpu_peers.lower(kind, case, devices)
     made = compiled(lower, keep, name)
-    machine = machine_of(chip, mesh, devices)
+    machine = machine_for(case, mesh, devices, grouped)
     read = cycles(made.text, machine)
     total = read[Scope(ONCE)]
     seconds = total.total / machine.clock
     waits = total.waits / machine.clock
-    return Step({ONCE: total}, seconds, waits, used(case, machine, seconds), made.hbm)
+    return Step(
+        {ONCE: total},
+        seconds,
+        waits,
+        used(case, machine, seconds),
+        made.hbm,
+        sent=tpu_experts.sent_over_experts(made.text, machine, mesh, None),
+        by_formula=tpu_experts.formula(case, again=case.config.scan_layers),
+    )
 
 
-def report(name: str, keep: Path | None, attention: str | None = None) -> tuple[Case, Step]:
+def report(
+    name: str, keep: Path | None, attention: str | None = None, grouped: float = EFFICIENCY
+) -> tuple[Case, Step]:
     """A step by name."""
     if name in tpu_peers.PEERS:
-        return tpu_peers.PEERS[name][1], peer(name, keep)
+        return tpu_peers.PEERS[name][1], peer(name, keep, grouped)
     case = CASES[name]
     if attention is not None:
         case = replace(case, config=replace(case.config, attention=attention))
         name = f"{name}-{attention}"
-    return case, ours(case, keep, name)
+    return case, ours(case, keep, name, grouped)
 
 
 def row(name: str, case: Case, found: Step) -> list[str]:
@@ -225,11 +292,25 @@ def row(name: str, case: Case, found: Step) -> list[str]:
         f"{found.waits:.2f}",
         f"{found.used:.1%}",
         f"{found.hbm / GB:.1f}",
+        "" if found.predicted is None else f"{found.predicted / GB:.1f}",
         fits,
+        f"{found.sent / GB:.3f}",
+        f"{found.by_formula / GB:.3f}",
     ]
 
 
-HEADER = ["step", "mesh", "seconds", "of them waits", "MFU", "HBM, GB", "of a chip"]
+HEADER = [
+    "step",
+    "mesh",
+    "seconds",
+    "of them waits",
+    "MFU",
+    "HBM, GB",
+    "predicted",
+    "of a chip",
+    "over expert, GB",
+    "by formula",
+]
 
 
 def main() -> None:
@@ -240,6 +321,12 @@ def main() -> None:
     )
     parser.add_argument("--attention", help="as LlamaConfig takes it, such as chunked")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs, read if there")
+    parser.add_argument(
+        "--grouped",
+        type=float,
+        default=EFFICIENCY,
+        help=f"of the peak, in grouped products of experts ({EFFICIENCY}, assumed)",
+    )
     options = parser.parse_args()
     if not tpu.is_here():
         print(tpu.ABSENT)
@@ -250,7 +337,7 @@ def main() -> None:
     rows = []
     for name in options.names:
         try:
-            case, found = report(name, options.keep, options.attention)
+            case, found = report(name, options.keep, options.attention, options.grouped)
         except ContradictionError as error:
             sys.exit(f"contradiction: {name}: {error}")
         lines = [

@@ -9,11 +9,12 @@ no TPU. What is printed stands in docs/llama.md; docs/tpu.md has times (`bench.t
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.experimental import topologies
+from jax.sharding import PartitionSpec as P
 
-from collectives import STAGE, make_mesh
+from collectives import DATA, STAGE, make_mesh
+from collectives.places.sizes import EXPERT
 from pipeline import Pipeline, make_optimizer
 from pipeline.insight.forecast.step_memory import predict_step
 from pipeline.planner import CHIPS
@@ -62,9 +65,9 @@ class Case:
     length: int = 8192
     microbatches: int = 32
 
-    def parts(self) -> tuple[Any, Any, Any]:
-        """Stages, embed and head."""
-        stages, *ends = build(self.config, self.chunks * self.axes[STAGE], seed=0)
+    def parts(self, num_stages: int | None = None) -> tuple[Any, Any, Any]:
+        """Stages, embed and head; of as many stages as the pipeline has by default."""
+        stages, *ends = build(self.config, num_stages or self.chunks * self.axes[STAGE], seed=0)
         if self.shares_words:
             *ends, _ = ends_by_stage(self.config, seed=0)
         embed, head = ends
@@ -84,13 +87,33 @@ class Case:
             mesh=make_mesh(devices=devices, **self.axes),
             embed=embed,
             head=head,
-            loss_fn=CrossEntropy() if self.shares_words else loss_fn(self.config),
+            loss_fn=CrossEntropy() if self.shares_words else self.losses(),
+            batch=P(self.row_axes),
             **self.options,
         )
 
+    def losses(self) -> Callable[..., Any]:
+        """The loss of a microbatch, as its sum and weight."""
+        return loss_fn(self.config)
+
+    @property
+    def grouped(self) -> int:
+        """Parameters of experts that a token passes."""
+        return 0
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Axes over which the rows of a batch are split."""
+        return tuple(axis for axis in (DATA, EXPERT) if axis in self.axes)
+
+    @property
+    def shards(self) -> int:
+        """Ranks with rows of their own."""
+        return math.prod(self.axes[axis] for axis in self.row_axes)
+
     def words(self) -> jax.ShapeDtypeStruct:
         """Inputs, and targets, of a step."""
-        rows = self.microbatches * self.axes["data"] * self.rows
+        rows = self.microbatches * self.shards * self.rows
         return jax.ShapeDtypeStruct((rows, self.length), jnp.int32)
 
 

@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from bench import tpu  # noqa: F401  (before jax)
+from bench import (
+    tpu,  # noqa: F401  (before jax)
+    tpu_experts,
+)
 from bench.tpu_llama import CASES, Case
 
 import jax  # isort: skip
@@ -36,9 +40,8 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline.layers import attention, kernels
 
-from llama import build, loss_fn  # isort: skip  (bench.tpu_llama knows where it is)
-
 Loss = Callable[..., jax.Array]  # of (weights, words, targets)
+ROWS = "data", "expert"
 # Options of a model whose blocks are computed again.
 AGAIN = ("scan_layers", "remat_blocks", "keep_attention")
 
@@ -84,6 +87,7 @@ PEERS = {
         rows=2,
         microbatches=4,
     ),
+    **tpu_experts.PEERS,
 }
 
 
@@ -98,7 +102,7 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
         "fsdp": (fsdp, spread),
     }[kind]
     S = sizes["stage"]
-    parts = nnx.eval_shape(lambda: build(case.config, S, seed=0))
+    parts = nnx.eval_shape(lambda: case.parts(S))
     graphs, states = zip(*(nnx.split(part) for part in (parts[0][0], *parts[1:])), strict=True)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((S, *w.shape), w.dtype), states[0])
     weights = (stacked, *states[1:])
@@ -135,11 +139,11 @@ def lower(kind: str, case: Case, devices: Any) -> tuple[Mesh, Callable[[], jax.s
             updates, state = tx.update(grads, state, weights)
             return optax.apply_updates(weights, updates), state, value
 
-        rows = sizes["data"] * case.rows
+        rows = case.shards * case.rows
         if one_by_one:
-            shape, spec = (M, rows, case.length), P(None, "data")
+            shape, spec = (M, rows, case.length), P(None, case.row_axes)
         else:
-            shape, spec = (M * rows, case.length), P("data")
+            shape, spec = (M * rows, case.length), P(case.row_axes)
         words = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
         with jax.set_mesh(mesh):
             return step.lower(weights, state, words, words)
@@ -162,6 +166,11 @@ def summed(
     return jax.tree.map(lambda x: x / words.shape[0], total)
 
 
+def _axes(name: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a spec."""
+    return name if isinstance(name, tuple) else () if name is None else (name,)
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
@@ -179,19 +188,21 @@ def staged(weights: Any, sizes: dict[str, int], lead: int) -> Any:
 def spread(weights: Any, sizes: dict[str, int], lead: int) -> Any:
     """Every weight over ``data``, along its first axis that can be cut but stages and layers.
 
-    Layers that are cut over ``tensor`` say along which axis.
+    Layers that are cut over ``tensor`` or ``expert`` say along which axis; what is not cut over
+    ``expert`` is spread over it too.
     """
     stages, *ends = weights
-    cut = over_tensor(stages, sizes, before=1), *(over_tensor(end, sizes) for end in ends)
+    cut = over_layers(stages, sizes, before=1), *(over_layers(end, sizes) for end in ends)
     return owned(weights, cut, sizes, lead)
 
 
-def over_tensor(state: Any, sizes: dict[str, int], before: int = 0) -> Any:
+def over_layers(state: Any, sizes: dict[str, int], before: int = 0) -> Any:
     """Specs of weights as their layers cut them; axes that were put ``before`` are whole."""
 
     def spec(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        names = variable.get_metadata("out_sharding", None) if "tensor" in sizes else None
-        return variable.replace(P() if names is None else P(*[None] * before, *names))
+        names = variable.get_metadata("out_sharding", None) or ()
+        kept = [name if name in sizes else None for name in names]
+        return variable.replace(P(*[None] * before, *kept) if any(kept) else P())
 
     return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
@@ -203,9 +214,12 @@ def owned(weights: Any, specs: Any, sizes: dict[str, int], lead: int) -> Any:
     def one(first: int) -> Any:
         def of(w: Any, spec: P) -> P:
             names = [*spec, *[None] * (len(w.shape) - len(spec))]
-            for axis in range(len(names) if "data" in names else first, len(names)):
-                if names[axis] is None and w.shape[axis] % sizes["data"] == 0:
-                    names[axis] = "data"
+            rows = ("data",) if "expert" in names or "expert" not in sizes else ROWS
+            ranks = math.prod(sizes[axis] for axis in rows)
+            done = any("data" in _axes(name) for name in names)
+            for axis in range(len(names) if done else first, len(names)):
+                if names[axis] is None and w.shape[axis] % ranks == 0:
+                    names[axis] = rows if len(rows) > 1 else "data"
                     break
             return P(*names)
 
@@ -219,7 +233,7 @@ def owned(weights: Any, specs: Any, sizes: dict[str, int], lead: int) -> Any:
 
 def mean_of(case: Case, head: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
     """The sum of the losses of [n, rows, t, d] microbatches, one after the other."""
-    losses = loss_fn(case.config)
+    losses = case.losses()
 
     @jax.checkpoint
     def one(pair: Any) -> jax.Array:
@@ -318,8 +332,8 @@ def fsdp(case: Case, mesh: Mesh, graphs: Any, specs: Any) -> Loss:
     """Weights are gathered in bfloat16, and their gradients summed in it."""
 
     def whole(w: jax.Array, spec: P, drop: int = 0) -> jax.Array:
-        axis = next(n for n, name in enumerate(spec) if name == "data") - drop
-        return jax.lax.all_gather(w.astype(jnp.bfloat16), "data", axis=axis, tiled=True)
+        axis, names = next((n, _axes(x)) for n, x in enumerate(spec) if "data" in _axes(x))
+        return jax.lax.all_gather(w.astype(jnp.bfloat16), names, axis=axis - drop, tiled=True)
 
     def local(weights: Any, words: jax.Array, targets: jax.Array) -> jax.Array:
         stage, embed, head = (nnx.merge(g, s) for g, s in zip(graphs, weights, strict=True))
@@ -350,10 +364,11 @@ def fsdp(case: Case, mesh: Mesh, graphs: Any, specs: Any) -> Loss:
 
                 x = block(x, state)
         total = mean_of(case, head, x[:, None], targets[:, None])
-        return jax.lax.psum(total, "data") / (words.size * mesh.shape["data"])
+        return jax.lax.psum(total, case.row_axes) / (words.size * case.shards)
 
     # Every weight is gathered, whose transpose sums, so no types are needed but by layers over
     # `tensor`; and with them kernels are regions (`collectives.local`) into which a policy of
     # `jax.checkpoint` looks for names to keep, and for nothing else.
-    given, typed = (specs, P("data"), P("data")), "tensor" in mesh.shape
+    rows, typed = P(case.row_axes), "tensor" in mesh.shape
+    given = specs, rows, rows
     return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=P(), check_vma=typed)

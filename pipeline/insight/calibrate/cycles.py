@@ -6,6 +6,7 @@ cycles are their sum, times the trips of the loops inside it. Two things carry n
 
 * Pallas kernels: their operations are counted, by the estimate that a kernel carries or, of splash
   attention, by the blocks that its mask leaves, and are taken to run at `EFFICIENCY` of the peak.
+  `jax.lax.ragged_dot` is such a kernel, whose estimate is of all rows (`Machine.grouped`).
 * Collectives: their bytes go over the links of `pipeline.planner.chips`. A collective that has a
   start and an end travels while what stands between them runs; what that does not cover is a wait.
   Messages between stages are left out: the clock of a schedule knows them (`Costs.comm`).
@@ -34,6 +35,8 @@ EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 FUSED_PRODUCTS = 5  # of one kernel for all gradients
+# Kernels that the compiler makes of `jax.lax.ragged_dot`, and the one that plans their tiles.
+GROUPED, BESIDE_GROUPED = "ragged-dot", "ragged-dot-metadata"
 AROUND = "ticks"  # what stands in ticks outside of actions
 ONCE = "step"  # and outside of ticks
 
@@ -109,11 +112,14 @@ class Machine:
       places: [devices, d] the place of each device in the torus, in the program's order; None
         where there is only one, or nobody knows.
       size: [d] how many chips the torus has along each axis.
+      grouped: of the peak, in the kernels of `jax.lax.ragged_dot`, over all rows that they are
+        given; more where many of these belong to no group.
     """
 
     chip: Chip
     places: NDArray[np.int64] | None = None
     size: tuple[int, ...] = ()
+    grouped: float = EFFICIENCY
 
     @property
     def clock(self) -> float:
@@ -252,8 +258,8 @@ class _HloWalk:
         return float(count) if count < _NOT_KNOWN else 0.0
 
     def _kernel(self, line: str) -> float:
-        operations = kernel_operations(line)
-        return operations / self.machine.rate / EFFICIENCY
+        efficiency = self.machine.grouped if _name(line).startswith(GROUPED) else EFFICIENCY
+        return kernel_operations(line) / self.machine.rate / efficiency
 
     def _is_start(self, line: str) -> bool:
         return " async-start(" in line or (
@@ -322,7 +328,7 @@ def kernel_operations(line: str) -> float:
     Raises:
       CalibrationError: nobody says how many they are.
     """
-    if _KERNEL not in line:
+    if _KERNEL not in line or _name(line).startswith(BESIDE_GROUPED):
         return 0.0
     if match := _FLOPS.search(line):
         return float(match[1])

@@ -140,6 +140,22 @@ def test_a_kernel_counts_by_its_operations(line: str, operations: float) -> None
     assert sum(one.kernels for one in found.values()) == operations / 2 / EFFICIENCY
 
 
+def grouped(name: str, told: str = "") -> str:
+    return (
+        f"  %{name} = bf16[8] custom-call(%sizes), "
+        f'custom_call_target="tpu_custom_call", backend_config={{{told}}}'
+    )
+
+
+@pytest.mark.parametrize("share", [EFFICIENCY, 1.5])
+def test_grouped_products_have_a_rate_of_their_own(share: float) -> None:
+    """One kernel of `jax.lax.ragged_dot` plans the tiles of the others, and multiplies nothing."""
+    products = grouped("ragged-dot-none.3", '"cost_estimate":{"flops":"600","transcendentals":"0"}')
+    lines = [grouped("ragged-dot-metadata.1"), products, fusion("jit(step)/add", 1)]
+    machine = dataclasses.replace(MACHINE, grouped=share)
+    assert cycles(program(main=lines), machine)[Scope("step")].kernels == 600 / 2 / share
+
+
 GATHER = "all-gather{}(%x), replica_groups=[1,4]<=[4], dimensions={{0}}"
 
 
