@@ -1,9 +1,9 @@
 """A whole step's time by the TPU compiler: ``python -m bench.tpu_cycles 8B-best``.
 
 The cycles of each action of the steps of `bench.tpu_llama` and `bench.tpu_experts`, or of the same
-models as others write them (`bench.tpu_peers`), and what follows of them for a step: for ours by `schedules.simulate`, for
-others from the program's own loops. Nothing runs; needs `libtpu` and no TPU. What is printed stands
-in docs/tpu.md. Numbers that contradict each other are not printed.
+models as others write them (`bench.tpu_peers`), and what follows of them for a step: for ours by
+`schedules.simulate`, for others from the program's own loops. Nothing runs; needs `libtpu` and no
+TPU. What is printed stands in docs/tpu.md. Numbers that contradict each other are not printed.
 
 Letters: t = positions, d = width.
 """
