@@ -9,12 +9,13 @@ import gc
 import itertools
 import os
 import resource
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
 MANY_MAPS, BETWEEN_LOOKS = 20_000, 8
 MUCH_MEMORY = 1_300 * 2**20  # bytes
-MANY_CASES, STRIDE = 3, 8
+STRIDE = 8
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -50,9 +51,10 @@ def standard_promotion():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow cases: of a dear test `make test` runs the first case, and CI the rest.
+    """Mark slow cases: of a dear test `make test` runs the first case, and CI others.
 
-    Where a test has many slow cases, CI runs every eighth of them; `make test-all` runs all.
+    Of a test's slow cases CI runs every eighth, and one at least: which one it begins with is
+    drawn from the test's name. `make test-all` runs all.
     """
     of_test = defaultdict(list)
     for item in items:
@@ -65,11 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
             of_test[item.nodeid.partition("[")[0]].append(item)
-    for cases in of_test.values():
-        if len(cases) > MANY_CASES:
-            for n, item in enumerate(cases):
-                if n % STRIDE:
-                    item.add_marker(pytest.mark.exhaustive)
+    for name, cases in of_test.items():
+        first = zlib.crc32(name.encode()) % min(len(cases), STRIDE)
+        for n, item in enumerate(cases):
+            if n % STRIDE != first:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish() -> None:

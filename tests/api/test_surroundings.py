@@ -100,6 +100,17 @@ def test_constraints_over_the_pipelines_own_axes(name, remat):
     )
 
 
+def test_constraints_to_another_mesh():
+    """As layers have them that place their activations on the mesh they are built with."""
+    other = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+    pipe = make(constrained(NamedSharding(other, PartitionSpec())), MESH)
+    assert refusal(pipe.value_and_grad, X, T) == (
+        "stages[1] constrains an array (with_sharding_constraint) to a mesh of its own, fsdp=1, "
+        "tensor=1, and runs on a mesh of 4 devices: build the module with the pipeline's mesh, or "
+        "leave the constraint out"
+    )
+
+
 # --- pipelines within ---
 
 

@@ -16,6 +16,7 @@ from pipeline.training.checkpoints import Checkpoints
 from tests.zoo.entry import Case, Entry
 
 MICROBATCHES = 4
+EXACT, TIMES = 1e-5, 3.0
 # Adam's first step divides a gradient by itself: where a gradient is zero but for rounding, a small
 # eps would make a full step of the rounding.
 ADAMW = optax.adamw(1e-2, eps=1e-2)
@@ -52,9 +53,10 @@ class Plain:
         self.model = nnx.clone(case.model)
         self.optimizer = nnx.Optimizer(self.model, ADAMW, wrt=entry.wrt)
         self.step = nnx.jit(self._step)
+        self.gradients = nnx.jit(self._gradients, static_argnums=3)
 
-    def _step(self, model, optimizer, args, targets):
-        case, parts = self.case, MICROBATCHES if self.entry.by_microbatch else 1
+    def _gradients(self, model, args, targets, parts):
+        case = self.case
         call = case.call or (lambda model, *args: model(*args))
 
         def loss(model):
@@ -64,9 +66,26 @@ class Plain:
             ]
             return sum(case.loss_fn(call(model, *some), t) for some, t in pieces) / parts
 
-        loss, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, self.entry.wrt))(model)
+        return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, self.entry.wrt))(model)
+
+    def _step(self, model, optimizer, args, targets):
+        parts = MICROBATCHES if self.entry.by_microbatch else 1
+        loss, grads = self._gradients(model, args, targets, parts)
         optimizer.update(model, grads)
         return loss, grads
+
+    def moved(self) -> float:
+        """Distance of its gradients, microbatch by microbatch, from those of the whole batch.
+
+        Both are the model's own in exact numbers: the distance is how far rounding moves them.
+        """
+        if self.entry.by_microbatch:
+            return 0.0
+        parts, whole = (
+            self.gradients(self.model, self.case.args, self.case.targets, parts)[1]
+            for parts in (MICROBATCHES, 1)
+        )
+        return distance(parts, whole)
 
     def next(self) -> tuple[float, Any, Any]:
         """Loss, gradients and weights after one more step."""
@@ -79,9 +98,12 @@ class Trained:
 
     def __init__(self, entry: Entry, case: Case, schedule: str) -> None:
         stages, ranks = CUTS[schedule]
+        mesh = make_mesh(stage=ranks)
+        if entry.by_mesh:
+            case = entry.make(mesh)  # the same weights, from the same seeds
         self.entry, self.case = entry, case
         self.parts = split(case.model, stages, *case.args, call=case.call)
-        options = {"loss_fn": case.loss_fn, "mesh": make_mesh(stage=ranks), **dict(entry.pipe)}
+        options = {"loss_fn": case.loss_fn, "mesh": mesh, **dict(entry.pipe)}
         if entry.wrt is not nnx.Param:
             options["wrt"] = entry.wrt
         self.pipe = Pipeline(
@@ -113,9 +135,16 @@ class Trained:
         )
 
 
-def distances(entry: Entry, case: Case, folder: Path) -> dict[str, tuple[float, float, float]]:
-    """Distances of a first step by schedule, and of a second from a checkpoint of another cut."""
+def distances(
+    entry: Entry, case: Case, folder: Path
+) -> tuple[dict[str, tuple[float, float, float]], float]:
+    """Distances of a first step by schedule, and of a second from a checkpoint of another cut.
+
+    The second value is the largest that is allowed: `EXACT`, or `TIMES` the distance by which
+    rounding moves the plain model's own gradients, whichever is larger.
+    """
     plain, found = Plain(entry, case), {}
+    moved = [plain.moved()]
     wanted = plain.next()
     for schedule in ("1f1b", "zb_h1"):
         trained = Trained(entry, case, schedule)
@@ -130,5 +159,6 @@ def distances(entry: Entry, case: Case, folder: Path) -> dict[str, tuple[float, 
     restored = Trained(entry, case, "interleaved_1f1b")
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.restore(restored.pipe, restored.optimizer) == 1
+    moved.append(plain.moved())
     found["interleaved_1f1b, restored"] = restored.compare(plain.next())
-    return found
+    return found, max(EXACT, TIMES * max(moved))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from collectives import make_mesh
 from tests.splitting.parity import cross_entropy, squares
 from tests.zoo.entry import (
     LENGTH,
@@ -40,6 +43,22 @@ def of_mamba(model, tokens):
 
 def of_dantinox(model, tokens):
     return model(tokens, deterministic=True).logits
+
+
+def of_maxtext(model, tokens, positions):
+    decoder, table = model.decoder, model.token_embedder
+    x = decoder.embed_tokens(table, tokens, "train")
+    for k in range(model.config.num_decoder_layers):
+        x, _ = getattr(decoder, f"layers_{k}")(x, None, positions, True, "train")
+    return decoder.apply_output_head(table, x, True, "train")
+
+
+def without_streams(model):
+    """Layers share one random stream, which a checkpoint of another cut would hold elsewhere."""
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "rngs"):
+            module.rngs = None
+    return model
 
 
 def of_attnax(model, tokens):
@@ -193,6 +212,47 @@ def mamba3() -> Case:
     return of_state_space(Mamba3Config, Mamba3ForCausalLM)
 
 
+def maxtext(mesh: Mesh | None = None) -> Case:
+    """MaxText's Llama layers, configured as its trainer does.
+
+    Each layer constrains its activations to the mesh that it is built with.
+    """
+    import maxtext as package
+    from maxtext.configs import pyconfig
+    from maxtext.models.models import Transformer
+
+    sizes = {
+        "base_emb_dim": 16,
+        "base_mlp_dim": 24,
+        "base_num_query_heads": 2,
+        "base_num_kv_heads": 1,
+        "base_num_decoder_layers": 5,
+        "head_dim": 8,
+        "vocab_size": WORDS,
+        "max_target_length": LENGTH,
+    }
+    options = {
+        "run_name": "zoo",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+        "log_config": False,
+        "enable_checkpointing": False,
+        "dataset_type": "synthetic",
+        "per_device_batch_size": 1,
+        "attention": "dot_product",
+        "dtype": "float32",
+        "matmul_precision": "float32",
+        "scan_layers": False,
+    }
+    defaults = Path(package.__file__).parent / "configs" / "base.yml"
+    config = pyconfig.initialize(
+        ["", str(defaults), *(f"{name}={value}" for name, value in {**options, **sizes}.items())]
+    )
+    model = Transformer(config, mesh or make_mesh(stage=1), None, rngs=nnx.Rngs(0))
+    model = stirred(without_streams(model))
+    return Case(model, (words(), positions_and_mask()[0]), words(), cross_entropy, of_maxtext)
+
+
 def attnax() -> Case:
     """A decoder stack without a head."""
     from attnax import TransformerConfig, TransformerDecoder
@@ -216,7 +276,6 @@ DECODERS = (
         "google-tunix",
         gemma4,
         (of_tunix,),
-        allowed=1e-4,
     ),
     Entry("Gemma 3 with its image encoder", "google-tunix", gemma3, (with_images,)),
     Entry("Qwen 2", "google-tunix", qwen2, (of_tunix,)),
@@ -224,5 +283,6 @@ DECODERS = (
     Entry("Transformer", "dantinox", dantinox, (of_dantinox,)),
     Entry("Mamba 2", "mamba2-jax", mamba2, (of_mamba,)),
     Entry("Mamba 3", "mamba3-jax", mamba3, (of_mamba,)),
+    Entry("Llama", "maxtext", maxtext, (of_maxtext, without_streams), by_mesh=True),
     Entry("Decoder", "attnax", attnax, (of_attnax,)),
 )

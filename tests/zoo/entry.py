@@ -33,24 +33,24 @@ class Entry:
     Attributes:
       name: Row of the table.
       package: Distribution that has the model.
-      make: Builds the case; imports the package, so only where it is installed.
+      make: Builds the case; imports the package, so only where it is installed. Takes the mesh if
+        `by_mesh`.
       glue: Functions and classes that a user writes beside the call of `split`.
       pipe: Options of `Pipeline` that the model needs.
       wrt: Trained variables.
       by_microbatch: True where the loss of a batch is not the mean of its parts' losses
         because layers normalise over the batch: the reference then runs microbatch by microbatch.
-      allowed: Largest difference; more than 1e-5 only where the plain model moves as much by
-        itself, when it computes its loss microbatch by microbatch.
+      by_mesh: True where layers place their activations on the mesh that they are built with.
     """
 
     name: str
     package: str
-    make: Callable[[], Case]
+    make: Callable[..., Case]
     glue: tuple[Callable[..., Any], ...] = ()
     pipe: tuple[tuple[str, Any], ...] = ()
     wrt: Any = nnx.Param
     by_microbatch: bool = False
-    allowed: float = 1e-5
+    by_mesh: bool = False
 
     @property
     def lines(self) -> int:

@@ -112,19 +112,27 @@ def check_constraints(stage: str, body: Any) -> None:
     Raises:
       ValueError: there is one.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if any(set(axes) & set(manual) for axes in _constrained(body)):
-        raise _of_constraint(stage)
+    own = jax.sharding.get_abstract_mesh()
+    for sharding in _constraints(body):
+        if sharding.mesh.size != own.size:
+            sizes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+            raise ValueError(
+                f"{stage} constrains an array (with_sharding_constraint) to a mesh of its own, "
+                f"{sizes}, and runs on a mesh of {own.size} devices: build the module with the "
+                f"pipeline's mesh, or leave the constraint out"
+            )
+        if set(jax.tree.leaves(tuple(sharding.spec))) & set(own.manual_axes):
+            raise _of_constraint(stage)
 
 
-def _constrained(body: Any) -> Iterator[list[str]]:
-    """The mesh axes that each constraint in a jaxpr names."""
+def _constraints(body: Any) -> Iterator[jax.sharding.NamedSharding]:
+    """Each sharding over a mesh that a jaxpr constrains an array to."""
     for eqn in body.eqns:
-        spec = getattr(eqn.params.get("sharding"), "spec", None)
-        if eqn.primitive.name == "sharding_constraint" and spec is not None:
-            yield jax.tree.leaves(tuple(spec))
+        sharding = eqn.params.get("sharding")
+        if eqn.primitive.name == "sharding_constraint" and hasattr(sharding, "spec"):
+            yield sharding
         for inner in held(eqn):
-            yield from _constrained(inner)
+            yield from _constraints(inner)
 
 
 def check_constraint_error(stage: str, error: Exception) -> None:
