@@ -23,6 +23,7 @@ from collectives.tensor import group_rank, group_size
 from collectives.vocabulary import (
     IGNORED,
     LOWEST,
+    check_labels,
     check_parts,
     combine,
     find_rows,
@@ -60,10 +61,12 @@ def linear_cross_entropy(
       `[...]` float32, equal on all ranks; NaN for a label that is no word and is not ignored.
 
     Raises:
-      ValueError: C does not divide v; or the table does not vary over the axis.
+      ValueError: C does not divide v; the table does not vary over the axis; or labels of another
+        shape.
     """
     rows = table.shape[0]
     check_parts("table", table, axis)
+    check_labels("x", x, labels)
     if chunks < 1 or rows % chunks:
         fits = ", ".join(str(c) for c in range(1, min(rows, 64) + 1) if rows % c == 0)
         raise ValueError(

@@ -83,9 +83,11 @@ def vocabulary_cross_entropy(
       one whose logit is -inf gives inf.
 
     Raises:
-      ValueError: the logits do not vary over the axis, so they are not a part of anything.
+      ValueError: the logits do not vary over the axis, so they are not a part of anything; or
+        labels of another shape.
     """
     check_parts("logits", logits, axis)
+    check_labels("logits", logits, labels)
     logits = vary(logits, tuple(varying_axes(labels) - varying_axes(logits) - {axis}))
     losses = _cross_entropy(logits, labels, axis)
     return mask_losses(losses, labels, group_size(axis) * logits.shape[-1], ignore)
@@ -205,6 +207,15 @@ def mask_losses(losses: jax.Array, labels: jax.Array, size: int, ignore: int | N
     known = (labels >= 0) & (labels < size)
     losses = jnp.where(known, losses, jnp.nan)
     return losses if ignore is None else jnp.where(labels == ignore, 0.0, losses)
+
+
+def check_labels(name: str, x: jax.Array, labels: jax.Array) -> None:
+    """Refuse labels of another shape, which would be broadcast or read in another order."""
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels{list(labels.shape)}: must have a label for each token of "
+            f"{name}{list(x.shape)}, so the shape {list(x.shape[:-1])}"
+        )
 
 
 def check_parts(name: str, x: jax.Array, axis: str | None) -> None:

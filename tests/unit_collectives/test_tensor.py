@@ -333,6 +333,19 @@ def test_refusals_of_the_vocabulary() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (3, 2), (6,)])
+def test_labels_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    """They would be broadcast, or read in another order."""
+    labels = jnp.zeros(shape, jnp.int32)
+    with pytest.raises(ValueError) as caught:
+        vocabulary.vocabulary_cross_entropy(normal(2, 3, 8), labels, None)
+    wanted = f"labels{list(shape)}: must have a label for each token of "
+    assert str(caught.value) == f"{wanted}logits[2, 3, 8], so the shape [2, 3]"
+    with pytest.raises(ValueError) as caught:
+        chunked.linear_cross_entropy(normal(2, 3, 4), normal(8, 4), labels, None, chunks=2)
+    assert str(caught.value) == f"{wanted}x[2, 3, 4], so the shape [2, 3]"
+
+
 # --- what is exchanged and kept ---
 
 
