@@ -16,7 +16,7 @@ from pipeline.training.checkpoints import Checkpoints
 from tests.zoo.entry import Case, Entry
 
 MICROBATCHES = 4
-EXACT, TIMES = 1e-5, 3.0
+EXACT, TIMES, COARSE = 1e-5, 3.0, 1e-3
 # Adam's first step divides a gradient by itself: where a gradient is zero but for rounding, a small
 # eps would make a full step of the rounding.
 ADAMW = optax.adamw(1e-2, eps=1e-2)
@@ -142,6 +142,9 @@ def distances(
 
     The second value is the largest that is allowed: `EXACT`, or `TIMES` the distance by which
     rounding moves the plain model's own gradients, whichever is larger.
+
+    Raises:
+      AssertionError: rounding moves them by so much that a comparison would show nothing.
     """
     plain, found = Plain(entry, case), {}
     moved = [plain.moved()]
@@ -161,4 +164,5 @@ def distances(
         assert checkpoints.restore(restored.pipe, restored.optimizer) == 1
     moved.append(plain.moved())
     found["interleaved_1f1b, restored"] = restored.compare(plain.next())
+    assert max(moved) < COARSE, (moved, found)
     return found, max(EXACT, TIMES * max(moved))

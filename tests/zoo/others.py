@@ -89,25 +89,6 @@ def uno() -> Case:
     return Case(stirred(model), (normal(N, 1, 8, 8),), normal(N, 1, 8, 8, seed=2), squares)
 
 
-def swin() -> Case:
-    """Windows of patches, merged and expanded; skips from early to late blocks."""
-    from heal_swin_nnx.models.swin import SwinParams, SwinUnet
-
-    params = SwinParams(
-        img_size=16,
-        in_channels=3,
-        out_channels=2,
-        patch_size=2,
-        window_size=2,
-        embed_dim=8,
-        depths=(2, 2),
-        num_heads=(2, 2),
-        drop_path_rate=0.0,
-    )
-    model = stirred(SwinUnet(params, rngs=nnx.Rngs(0)))
-    return Case(model, (normal(N, 16, 16, 3),), normal(N, 16, 16, 2, seed=2), squares)
-
-
 def dino() -> Case:
     """A vision transformer with a class token and register tokens.
 
@@ -128,6 +109,5 @@ OTHERS = (
     Entry("Fourier neural operator (FNO)", "opifex", fno),
     Entry("Transolver", "opifex", transolver),
     Entry("U-shaped neural operator (U-NO)", "opifex", uno),
-    Entry("Swin U-Net", "heal-swin-nnx", swin),
     Entry("DINOv2", "jimmy-vision", dino),
 )
