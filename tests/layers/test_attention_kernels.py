@@ -285,3 +285,23 @@ def test_kernels_refuse_slices_whose_number_is_traced():
         "heads, head_dim]: 64 positions before them are no multiple of 128; or take "
         "implementation='chunked', the formula, which takes any"
     )
+
+
+@pytest.mark.parametrize("window", [None, 1, 200, 256, 257, 600])
+def test_masks_by_blocks_are_those_of_jax(window):
+    """Blocks that are all seen or all hidden are told without comparing their positions."""
+    splash = pytest.importorskip("jax.experimental.pallas.ops.tpu.splash_attention")
+    info = splash.splash_attention_mask_info
+    for t, s, start in (1024, 1024, 0), (512, 1024, 512), (256, 768, 300):
+        given = splash.CausalMask((t, s), start)
+        if window is not None:
+            given = splash.LocalMask((t, s), (window - 1, 0), start)
+        for process in info.process_mask, info.process_mask_dkv:
+            for block in (128, 128), (256, 256):
+                found, wanted = (
+                    process(splash.MultiHeadMask([mask] * 2), block)[0]
+                    for mask in (kernels._mask(t, s, window, start), given)
+                )
+                for name, mine, theirs in zip(found._fields, found, wanted, strict=True):
+                    assert (mine is None) == (theirs is None), name
+                    assert mine is None or np.array_equal(mine, theirs), name
