@@ -1,0 +1,316 @@
+"""Llama 8B on 131,072 tokens by the TPU compiler: ``python -m bench.tpu_long --block``.
+
+A context axis, slices of sequences, or both, on a described v5p slice of 64 chips: 16 rows of a
+step, as many tokens as 256 rows of 8192. The planner's prediction stands beside what the compiler
+writes. With ``--block`` one block is compiled, forward and backward, a matter of half a minute of a
+core. Without, whole steps are, of as many layers as ``--layers`` says: seconds and bytes of more
+layers follow from two runs, for a stage runs its blocks one after the other. Nothing runs; needs
+`libtpu` and no TPU. What is printed stands in docs/tpu.md.
+
+Letters: S ranks on `stage`, R on `context`, N slices, M microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import tpu  # before jax
+from bench.measure import table
+from bench.tpu_cycles import Compiled, compiled
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from collectives import make_mesh
+from pipeline import Pipeline, make_optimizer
+from pipeline.base.agreed.slices import SequenceSlice
+from pipeline.decoders import DecoderConfig, build
+from pipeline.decoders.block import Block
+from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
+from pipeline.insight.calibrate.cycles import ONCE, Cycles, Machine, Scope, cycles
+from pipeline.planner import CHIPS, MODELS
+from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs
+from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
+from pipeline.planner.sequences import SequenceCut, sent_bytes
+from pipeline.vocabulary import CrossEntropy
+from schedules import simulate
+
+GB = 10**9
+TOPOLOGY, CHIP, LENGTH, ROWS = "v5p:4x4x4", CHIPS["v5p"], 131072, 16
+MODEL = MODELS["llama-8b"]
+BASE: dict[str, Any] = {"data_parallel": "zero1", "vocabulary": "stage", "remat": "stage"}
+EIGHT = SequenceCut(8, "ulysses")
+CASES = {
+    "context": MeshLayout(2, 4, 1, schedule="eager_1f1b", microbatches=8, cut=EIGHT, **BASE),
+    "slices": MeshLayout(
+        16, 4, 1, schedule="seq1f1b", microbatches=1, cut=SequenceCut(slices=16), **BASE
+    ),
+    "both": MeshLayout(
+        2, 4, 1, schedule="seq1f1b", microbatches=8, cut=replace(EIGHT, slices=4), **BASE
+    ),
+}
+
+
+def job_of(layers: int) -> PlannedJob:
+    """The model with so many layers, on the slice."""
+    model = replace(MODEL, layers=layers)
+    return PlannedJob(model, CHIP, 64, ROWS, LENGTH, 1, "lockstep", CHIP.efficiency)
+
+
+def config_of(layers: int) -> DecoderConfig:
+    """The decoder of so many layers."""
+    return DecoderConfig(
+        vocabulary=MODEL.vocabulary,
+        width=MODEL.width,
+        layers=layers,
+        heads=MODEL.heads,
+        kv_heads=MODEL.kv_heads,
+        head_dim=MODEL.width // MODEL.heads,
+        hidden=MODEL.hidden,
+    )
+
+
+def mesh_of(layout: MeshLayout, devices: list[Any]) -> Mesh:
+    """The mesh of a layout."""
+    axes = {"data": layout.data, "stage": layout.stage}
+    if layout.cut.ranks > 1:
+        axes["context"] = layout.cut.ranks
+    return make_mesh(devices=devices, **axes)
+
+
+@dataclass(frozen=True)
+class BlockCycles:
+    """One block of one action: forward, and backward with the block computed again.
+
+    Attributes:
+      forward, both: of its program.
+      machine: of the slice.
+      sent: bytes of all-to-alls and all-gathers in both, by the compiled program.
+    """
+
+    forward: Cycles
+    both: Cycles
+    machine: Machine
+    sent: float
+
+    def seconds(self, one: Cycles) -> float:
+        """The seconds of a program."""
+        return one.total / self.machine.clock
+
+
+def block(name: str, keep: Path | None) -> BlockCycles:
+    """Compile one block of a case, forward alone and forward with its gradients."""
+    layout = CASES[name]
+    cut = layout.cut
+    chip, devices = find_slice(TOPOLOGY)
+    mesh = mesh_of(layout, devices)
+    machine = machine_of(chip, mesh, devices)
+    types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": cut.context}
+    one = nnx.eval_shape(lambda: Block(config_of(4), 0, nnx.Rngs(0), **types))
+    graphdef, state = nnx.split(one)
+    t = LENGTH // cut.slices
+    part = functools.partial(SequenceSlice, count=cut.slices)
+    spec = P(("data", "stage"), "context" if cut.ranks > 1 else None)
+    x = jax.ShapeDtypeStruct((layout.data * layout.stage, t, MODEL.width), jnp.bfloat16)
+
+    def run(state: Any, x: Any, earlier: Any, index: Any) -> Any:
+        y, own = nnx.merge(graphdef, state).call_slice(x, earlier, part(index))
+        return y, own
+
+    def kept(state: Any, x: Any) -> Any:
+        return jax.eval_shape(lambda s, x: run(s, x, None, 0)[1], state, x)
+
+    def back(state: Any, x: Any, earlier: Any, index: Any) -> Any:
+        (y, own), pullback = jax.vjp(lambda s, x, e: run(s, x, e, index), state, x, earlier)
+        return pullback((y, own))
+
+    programs = {}
+    for what, function in ("forward", run), ("both", back):
+
+        def on_rank(state: Any, x: Any, index: Any, function: Any = function) -> Any:
+            earlier = None
+            if cut.slices > 1:
+                own = kept(state, x)
+                earlier = jax.tree.map(lambda a: jnp.zeros((cut.slices, *a.shape), a.dtype), own)
+                # Not known to be zeros, or the compiler would leave their products out.
+                earlier = jax.tree.map(lambda e: e + index.astype(e.dtype), earlier)
+            return jax.tree.map(lambda a: a[None], function(state, x, earlier, index))
+
+        whole = tuple(mesh.axis_names)
+        call = jax.shard_map(
+            on_rank, mesh=mesh, in_specs=(P(), spec, P()), out_specs=P(whole), check_vma=False
+        )
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        lower = functools.partial(jax.jit(call).lower, state, x, index)
+        programs[what] = compiled(lower, keep, f"long-{name}-{what}")
+    read = {what: cycles(made.text, machine)[Scope(ONCE)] for what, made in programs.items()}
+    return BlockCycles(read["forward"], read["both"], machine, exchanged(programs["both"].text))
+
+
+def exchanged(text: str) -> float:
+    """Bytes that a chip gives to all-to-alls, by the types of their results."""
+    found = 0.0
+    for line in text.splitlines():
+        if " all-to-all(" in line or " all-to-all-start(" in line:
+            kinds, _, _ = line.partition(" all-to-all")
+            sizes = [int(n) for n in _shape_of(kinds)]
+            found += 2 * functools.reduce(lambda a, b: a * b, sizes, 1)
+    return found
+
+
+def _shape_of(text: str) -> list[str]:
+    inner = text.rpartition("[")[2].partition("]")[0]
+    return [n for n in inner.split(",") if n]
+
+
+def predicted_block(name: str) -> tuple[float, float, float]:
+    """The planner's seconds of a block's forward, of it with its backward, and bytes sent."""
+    layout, job = CASES[name], job_of(4)
+    costs, N = stage_costs(job, layout), layout.cut.slices
+    forward, backward = costs.f[0] / N, costs.b[0] / N  # type: ignore[index]
+    sent = sum(sent_bytes(MODEL, layout.cut, layout.rows, LENGTH, 1))
+    return forward, backward, sent
+
+
+def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
+    """A pipeline of types."""
+    layout = CASES[name]
+    counts = layers_of_stages(layers, layout.stage)
+    types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": layout.cut.context}
+    stages, embed, head = build(config_of(layers), counts, None, vocabulary="stage", **types)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Pipeline(
+            stages,
+            layout.microbatches,
+            embed=embed,
+            head=head,
+            loss_fn=CrossEntropy(),
+            mesh=mesh_of(layout, devices),
+            schedule=layout.schedule,
+            batch=P("data", "context") if layout.cut.ranks > 1 else P("data"),
+            slices=layout.cut.slices if layout.cut.slices > 1 else None,
+            **BASE,
+        )
+
+
+def step(name: str, layers: int, keep: Path | None) -> tuple[float, Compiled]:
+    """Compile a whole step: its seconds by the clock of the schedule, and its program."""
+    chip, devices = find_slice(TOPOLOGY)
+    pipe, layout = pipeline_of(name, layers, devices), CASES[name]
+    words = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    optimizer = make_optimizer(pipe, optax.adam(1e-4))
+    lower = functools.partial(pipe.lower, words, words, optimizer=optimizer)
+    made = compiled(lower, keep, f"long-{name}-{layers}")
+    machine, plan, N = machine_of(chip, pipe.mesh, devices), pipe.plan, layout.cut.slices
+    read = cycles(made.text, machine)
+    message = 2 * layout.tokens(LENGTH) * MODEL.width
+    costs = costs_of(read, plan, machine, message)
+    times = {
+        field: tuple(N * one for one in getattr(costs, field)) for field in ("f", "i", "w", "b")
+    }
+    ends = {field: N * getattr(costs, field) for field in ("head", "embed", "comm")}
+    costs = replace(costs, **times, **ends)
+    slots = simulate(plan.schedule, **plan.clock).pattern
+    options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
+    span = simulate(plan.schedule, costs, "lockstep", **options).makespan
+    return span + beside(read, plan, machine), made
+
+
+def planned(name: str, layers: int) -> Estimate:
+    """The planner's step."""
+    return estimate(job_of(layers), CASES[name])
+
+
+def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
+    """A row for each case of what one block takes."""
+    rows = []
+    for name in names:
+        forward, backward, sent = predicted_block(name)
+        found = block(name, keep)
+        # A backward that computes its block again is both programs, less what it shares with one.
+        rows.append(
+            [
+                name,
+                str(CASES[name].cut),
+                f"{forward:.3f}",
+                f"{found.seconds(found.forward):.3f}",
+                f"{forward + backward:.3f}",
+                f"{found.seconds(found.forward) + found.seconds(found.both):.3f}",
+                f"{found.forward.kernels / max(found.forward.total, 1):.0%}",
+                f"{sent / 1e6:.0f}",
+                f"{found.sent * (1 - 1 / max(CASES[name].cut.ranks, 1)) / 1e6:.0f}",
+            ]
+        )
+    return rows
+
+
+def steps(names: list[str], layers: int, keep: Path | None) -> list[list[str]]:
+    """A row for each case of a whole step."""
+    rows, job = [], job_of(layers)
+    for name in names:
+        wanted = planned(name, layers)
+        seconds, made = step(name, layers, keep)
+        rows.append(
+            [
+                name,
+                str(CASES[name].cut),
+                f"{wanted.step:.2f}",
+                f"{seconds:.2f}",
+                f"{mfu(job, wanted.step):.1%}",
+                f"{mfu(job, seconds):.1%}",
+                f"{wanted.hbm / GB:.1f}",
+                f"{made.hbm / GB:.1f}",
+            ]
+        )
+    return rows
+
+
+BLOCK_HEAD = ["case", "sequences", "F", "compiled", "F + B", "compiled", "kernels", "MB sent"]
+STEP_HEAD = ["case", "sequences", "s", "compiled", "MFU", "compiled", "HBM, GB", "compiled"]
+
+
+def main() -> None:
+    """Print predictions, and what the compiler says beside them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], help="by default all")
+    parser.add_argument("--block", action="store_true", help="one block, not whole steps")
+    parser.add_argument("--layers", type=int, default=32, help="of whole steps (32)")
+    parser.add_argument("--predict", action="store_true", help="the planner's numbers alone")
+    parser.add_argument("--keep", type=Path, help="a folder for compiled programs, read if there")
+    options = parser.parse_args()
+    names = options.names or list(CASES)
+    if options.predict:
+        job = job_of(options.layers)
+        for name in names:
+            one = planned(name, options.layers)
+            print(f"{name}: {one.step:.2f} s, MFU {mfu(job, one.step):.1%}, {one.hbm / GB:.1f} GB")
+            print(f"  a block: {predicted_block(name)}")
+        return
+    if not tpu.is_here():
+        print(tpu.ABSENT)
+        return
+    tpu.prepare()
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    print(f"jax {jax.__version__}, {TOPOLOGY}, {ROWS} rows of {LENGTH:,} positions", flush=True)
+    start = time.perf_counter()
+    if options.block:
+        print(table([*BLOCK_HEAD, "compiled"], blocks(names, options.keep)))
+    else:
+        print(table(STEP_HEAD, steps(names, options.layers, options.keep)))
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
