@@ -39,11 +39,12 @@ from pipeline import make_optimizer
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.insight.forecast.step_memory import predict_step
+from pipeline.layers.attending.blocks import choose_blocks
+from pipeline.training.compiling import default_compiler_options
 from schedules import simulate
 
 GB = 10**9
 CASES = {**LLAMA, **tpu_experts.CASES}
-BLOCK = 512  # positions; of those on the diagonal the kernels compute the masked half too
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def compiled(
     lower: Callable[[], jax.stages.Lowered],
     keep: Path | None,
     name: str,
+    flags: dict[str, str | bool],
     forecast: Callable[[], int | None] = lambda: None,
 ) -> Compiled:
     """Compile a step, or read what was compiled before.
@@ -117,6 +119,7 @@ def compiled(
       lower: of the step.
       keep: a folder for programs, or None.
       name: of the step.
+      flags: of the compiler.
       forecast: of its bytes, once it was lowered.
     """
     hlo, sizes = (keep / f"{name}.{end}" if keep else None for end in ("hlo", "json"))
@@ -131,7 +134,7 @@ def compiled(
         predicted = forecast()
         if predicted is not None:
             print(f"{name}: {predicted / GB:.1f} GB predicted", file=sys.stderr, flush=True)
-        made = lowered.compile()
+        made = lowered.compile(compiler_options=flags)
     print(f"{name} compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     said = made.memory_analysis()
     outside = said.output_size_in_bytes - said.alias_size_in_bytes
@@ -142,7 +145,9 @@ def compiled(
     return Compiled(made.as_text() or "", hbm, predicted)
 
 
-def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float) -> Machine:
+def machine_for(
+    case: Case, mesh: Mesh, devices: Any, grouped: float, kernels: float
+) -> Machine:
     """The machine of a slice.
 
     Args:
@@ -151,20 +156,22 @@ def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float) -> Machine
       devices: of the whole slice.
       grouped: of the peak, in grouped products. Of the rows that they are given, one in as many as
         there are ranks of experts is multiplied, if all experts get equally many tokens.
+      kernels: of the peak, in other Pallas kernels, attention's.
     """
     chip, _ = find_slice(case.topology)
     machine = machine_of(chip, mesh, devices)
-    return replace(machine, grouped=grouped * case.axes.get(EXPERT, 1))
+    grouped *= case.axes.get(EXPERT, 1)
+    return replace(machine, grouped=grouped, kernels=kernels)
 
 
-def ours(case: Case, keep: Path | None, name: str, grouped: float) -> Step:
+def ours(case: Case, keep: Path | None, name: str, grouped: float, kernels: float) -> Step:
     """A step of a pipeline."""
     _, devices = find_slice(case.topology)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe, words = case.pipeline(devices), case.words()
         optimizer = make_optimizer(pipe, optax.adam(1e-4))
-    machine = machine_for(case, pipe.mesh, devices, grouped)
+    machine = machine_for(case, pipe.mesh, devices, grouped, kernels)
 
     def lower() -> jax.stages.Lowered:
         return pipe.lower(words, words, optimizer=optimizer)
@@ -172,7 +179,7 @@ def ours(case: Case, keep: Path | None, name: str, grouped: float) -> Step:
     def forecast() -> int:
         return predict_step(pipe, optimizer, *pipe.plan.facts.last).total
 
-    made = compiled(lower, keep, name, forecast)
+    made = compiled(lower, keep, name, default_compiler_options(devices[0]), forecast)
     read = cycles(made.text, machine)
     plan, tokens = pipe.plan, case.rows * case.length // case.axes.get("tensor", 1)
     message = 2 * tokens * case.config.hidden_size
@@ -182,7 +189,7 @@ def ours(case: Case, keep: Path | None, name: str, grouped: float) -> Step:
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
     seconds = span + beside(read, plan, machine)
     actions = by_action(read)
-    see_that_they_agree(case, machine, actions)
+    see_that_they_agree(case, machine, actions, devices[0].device_kind)
     M = case.microbatches
     waits = sum(
         each.waits * (M if scope.action != ONCE else 1)
@@ -211,8 +218,10 @@ def by_action(read: dict[Scope, Cycles]) -> dict[str, Cycles]:
     return found
 
 
-def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]) -> None:
-    """Refuse what no chip can do.
+def see_that_they_agree(
+    case: Case, machine: Machine, actions: dict[str, Cycles], kind: str
+) -> None:
+    """Refuse what no chip of a kind can do.
 
     Raises:
       ContradictionError: F is faster than its products, or B than twice those; or attention was
@@ -225,7 +234,10 @@ def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]
     attention = 2 * config.num_hidden_layers * t * d  # of a position forward, half of them masked
     share = stages * case.axes.get("tensor", 1)
     ideal = tokens * (2 * weights + attention) / share / machine.rate
-    kernels = tokens * attention * (1 + BLOCK / t) / share / machine.rate / EFFICIENCY
+    # Of blocks on the diagonal the kernels compute the masked half too.
+    blocks = choose_blocks(kind, t, config.width_of_head, 2, None)
+    scores = tokens * attention * (1 + max(blocks.q, blocks.kv) / t)
+    kernels = scores / share / machine.rate / machine.kernels
     kernels += tokens * 2 * case.grouped / share / machine.rate * ranks / machine.grouped
     forward, backward = (actions.get(kind, Cycles()) for kind in "FB")
     if forward.total < ideal:
@@ -243,13 +255,13 @@ def see_that_they_agree(case: Case, machine: Machine, actions: dict[str, Cycles]
         )
 
 
-def peer(name: str, keep: Path | None, grouped: float) -> Step:
+def peer(name: str, keep: Path | None, grouped: float, kernels: float) -> Step:
     """A step of somebody else's, which is one program without actions."""
     kind, case = tpu_peers.PEERS[name]
     _, devices = find_slice(case.topology)
     mesh, lower = tpu_peers.lower(kind, case, devices)
-    made = compiled(lower, keep, name)
-    machine = machine_for(case, mesh, devices, grouped)
+    made = compiled(lower, keep, name, default_compiler_options(devices[0]))
+    machine = machine_for(case, mesh, devices, grouped, kernels)
     read = cycles(made.text, machine)
     total = read[Scope(ONCE)]
     seconds = total.total / machine.clock
@@ -266,16 +278,20 @@ def peer(name: str, keep: Path | None, grouped: float) -> Step:
 
 
 def report(
-    name: str, keep: Path | None, attention: str | None = None, grouped: float = EFFICIENCY
+    name: str,
+    keep: Path | None,
+    attention: str | None = None,
+    grouped: float = EFFICIENCY,
+    kernels: float = EFFICIENCY,
 ) -> tuple[Case, Step]:
     """A step by name."""
     if name in tpu_peers.PEERS:
-        return tpu_peers.PEERS[name][1], peer(name, keep, grouped)
+        return tpu_peers.PEERS[name][1], peer(name, keep, grouped, kernels)
     case = CASES[name]
     if attention is not None:
         case = replace(case, config=replace(case.config, attention=attention))
         name = f"{name}-{attention}"
-    return case, ours(case, keep, name, grouped)
+    return case, ours(case, keep, name, grouped, kernels)
 
 
 def row(name: str, case: Case, found: Step) -> list[str]:
@@ -327,6 +343,12 @@ def main() -> None:
         default=EFFICIENCY,
         help=f"of the peak, in grouped products of experts ({EFFICIENCY}, assumed)",
     )
+    parser.add_argument(
+        "--kernels",
+        type=float,
+        default=EFFICIENCY,
+        help=f"of the peak, in kernels of attention ({EFFICIENCY}, assumed)",
+    )
     options = parser.parse_args()
     if not tpu.is_here():
         print(tpu.ABSENT)
@@ -337,7 +359,8 @@ def main() -> None:
     rows = []
     for name in options.names:
         try:
-            case, found = report(name, options.keep, options.attention, options.grouped)
+            rates = options.grouped, options.kernels
+            case, found = report(name, options.keep, options.attention, *rates)
         except ContradictionError as error:
             sys.exit(f"contradiction: {name}: {error}")
         lines = [

@@ -54,6 +54,7 @@ class MixtralConfig:
 
     vocab_size = SIZES.vocabulary
     hidden_size = SIZES.width
+    width_of_head = SIZES.width // SIZES.heads
 
     def count(self) -> int:
         """Parameters that a token passes, tables and norms included."""
@@ -70,7 +71,7 @@ class MixtralConfig:
             layers=self.num_hidden_layers,
             heads=SIZES.heads,
             kv_heads=SIZES.kv_heads,
-            head_dim=SIZES.width // SIZES.heads,
+            head_dim=self.width_of_head,
             hidden=SIZES.hidden,
             norm_epsilon=1e-5,
             rope=Rope(1e6),

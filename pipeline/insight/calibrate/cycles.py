@@ -5,7 +5,8 @@ kernel's name scopes say to which action it belongs (`pipeline.core.jaxpr.scopes
 cycles are their sum, times the trips of the loops inside it. Two things carry no cycles:
 
 * Pallas kernels: their operations are counted, by the estimate that a kernel carries or, of splash
-  attention, by the blocks that its mask leaves, and are taken to run at `EFFICIENCY` of the peak.
+  attention, by the blocks that its mask leaves, and are taken to run at a share of the peak,
+  `EFFICIENCY` unless a machine says otherwise.
   `jax.lax.ragged_dot` is such a kernel, whose estimate is of all rows (`Machine.grouped`).
 * Collectives: their bytes go over the links of `pipeline.planner.chips`. A collective that has a
   start and an end travels while what stands between them runs; what that does not cover is a wait.
@@ -114,12 +115,14 @@ class Machine:
       size: [d] how many chips the torus has along each axis.
       grouped: of the peak, in the kernels of `jax.lax.ragged_dot`, over all rows that they are
         given; more where many of these belong to no group.
+      kernels: of the peak, in all other Pallas kernels.
     """
 
     chip: Chip
     places: NDArray[np.int64] | None = None
     size: tuple[int, ...] = ()
     grouped: float = EFFICIENCY
+    kernels: float = EFFICIENCY
 
     @property
     def clock(self) -> float:
@@ -258,7 +261,8 @@ class _HloWalk:
         return float(count) if count < _NOT_KNOWN else 0.0
 
     def _kernel(self, line: str) -> float:
-        efficiency = self.machine.grouped if _name(line).startswith(GROUPED) else EFFICIENCY
+        is_grouped = _name(line).startswith(GROUPED)
+        efficiency = self.machine.grouped if is_grouped else self.machine.kernels
         return kernel_operations(line) / self.machine.rate / efficiency
 
     def _is_start(self, line: str) -> bool:
