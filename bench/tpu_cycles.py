@@ -145,9 +145,7 @@ def compiled(
     return Compiled(made.as_text() or "", hbm, predicted)
 
 
-def machine_for(
-    case: Case, mesh: Mesh, devices: Any, grouped: float, kernels: float
-) -> Machine:
+def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float, kernels: float) -> Machine:
     """The machine of a slice.
 
     Args:

@@ -63,6 +63,12 @@ def add(sub: Any, name: str) -> Parser:
         metavar="X",
         help="load of the busiest expert over the mean (1.25)",
     )
+    add(
+        "--chunk",
+        type=whole(1),
+        metavar="N",
+        help="tokens of a rank that experts take at a time (all)",
+    )
     about = "auto: stashes in host memory are tried where memory is short (not tried)"
     add("--offload", choices=["auto"], help=about)
     add("--context", nargs="+", metavar="R", help=f"sizes of the axis context{TRIED}")
@@ -81,7 +87,7 @@ def sizes(words: list[str] | None) -> Any:
 def run(parser: Parser, options: argparse.Namespace) -> int:
     """Print a plan; returns the exit code."""
     wanted = ["model", "devices", "chip", "batch", "seq", "slices", "clock", "efficiency"]
-    wanted += ["dispatch", "imbalance", "offload"]
+    wanted += ["dispatch", "imbalance", "chunk", "offload"]
     try:
         cuts = {name: sizes(getattr(options, name)) for name in ("context", "num_slices")}
         plans = plan(**{name: getattr(options, name) for name in wanted}, **cuts)

@@ -118,10 +118,16 @@ def _expert_ranks(job: PlannedJob, ranks: int) -> list[int]:
 
 
 def _ways(job: PlannedJob, experts: Dispatched, tokens: int) -> list[Dispatched]:
-    """All dispatches over so many ranks; they are one where there is one rank."""
-    if experts.ranks == 1 or job.model.experts is None:
+    """All dispatches of a rank's tokens; one where there is one rank, none if parts are uneven."""
+    if job.model.experts is None:
         return [experts]
-    factor = capacity_for(job.model.experts, tokens, job.imbalance)
+    at_once = min(tokens, job.chunk or tokens)
+    if tokens % at_once:
+        return []
+    experts = replace(experts, part=at_once / tokens)
+    if experts.ranks == 1:
+        return [experts]
+    factor = capacity_for(job.model.experts, at_once, job.imbalance)
     return [
         replace(experts, way=way, capacity=factor if way == "capacity" else 1.0)
         for way in job.dispatch

@@ -94,6 +94,7 @@ class _Block:
     expert: float  # of one pass
     context: float  # of F
     context_back: float  # of B without what it computes again
+    parts: float  # F of experts that take tokens in parts, again in their backward
     head: float
     head_tensor: float
     embed: float
@@ -131,7 +132,8 @@ def _block(
             for name in ("f", "i", "w", "head", "embed")
         )
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
-        over = passing, dispatch, context, context_back
+        parts = experts.passes * f  # not measured apart: all of it
+        over = passing, dispatch, context, context_back, parts
         return _Block(f, i, w, b, f, 0.0, *over, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     multiplied = float(model.active_matrices)
@@ -143,11 +145,14 @@ def _block(
     scores, scores_back = attention_seconds(model, chip, cut, tokens / tensor, job.seq, **rates)
     held = model.whole_matrices / tensor + model.expert_matrices / experts.ranks
     weights = held / chip.hbm_bandwidth  # seconds to read one byte of each
-    read = model.plain_residuals(experts) * tokens / tensor
+    read = model.plain_residuals(replace(experts, part=1.0)) * tokens / tensor
     passes = chip.passes * read / chip.hbm_bandwidth
     logits = chip.passes * 4 * model.vocabulary * tokens / tensor / chip.hbm_bandwidth
     last = model.last_matrix / model.active_matrices  # of the products
     through = max(product, COMPUTE_BYTES * weights)
+    mixed = 0.0  # of the products, experts
+    if model.experts is not None:
+        mixed = load * model.chosen_matrices / multiplied
     f = through + passes + scores
     i = through + BACKWARD_PASSES * passes + scores_back
     w = max(product, 2 * WEIGHT * weights)  # sums of gradients are read and written
@@ -162,6 +167,7 @@ def _block(
         expert=dispatch,
         context=context,
         context_back=context_back,
+        parts=experts.passes * mixed * (through + AGAIN_PASSES * passes),
         head=3 * 2 * model.table * tokens / rate + logits,
         head_tensor=head_tensor,
         embed=4 * activation / tensor / chip.hbm_bandwidth,
@@ -276,14 +282,15 @@ def _stage(job: PlannedJob, layout: MeshLayout, links: _Links, block: _Block, n:
 
 def _again(layout: MeshLayout, block: _Block, n: float) -> float:
     """Seconds of what the backward of n blocks computes again."""
+    parts = n * (block.parts + layout.experts.passes * block.expert)
     if layout.remat is None:
-        return 0.0
+        return parts
     if layout.remat == GATHERED:
-        return n * (PASSES[GATHERED] - PASSES[None]) * block.tensor  # experts' are kept
+        return parts + n * (PASSES[GATHERED] - PASSES[None]) * block.tensor  # experts' are kept
     if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
-        return (n - 1) * block.f + block.again + n * block.sends
+        return parts + (n - 1) * block.f + block.again + n * block.sends
     kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
-    return n * (block.again - kept + block.sends)
+    return parts + n * (block.again - kept + block.sends)
 
 
 def _head_sends(
@@ -372,7 +379,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         whole = makespan(*sizes, replace(costs, host=0.0), shared, job.clock, N=N)
     compute = units * (layers * (block.f + block.b) + (block.head + 2 * block.embed) / S)
     tensor = units * ((passes - skips / (S * V)) * layers * block.tensor + over_tensor / S)
-    again = 2 if layout.remat == GATHERED else passes
+    again = (2 if layout.remat == GATHERED else passes) + layout.experts.passes
     runs = 1 if layout.remat in PASSES else 2  # of a forward
     context = units * (runs - skips / (S * V)) * layers * block.context
     context += units * layers * block.context_back
@@ -439,7 +446,7 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
     recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0, context=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)
-    expert = M * L * passes * block.expert
+    expert = M * L * (passes + layout.experts.passes) * block.expert
     again = 1 if layout.remat is None else 2
     context = M * L * (again * block.context + block.context_back)
     busy = (compute + recompute + tensor + expert + context) / M

@@ -87,11 +87,19 @@ class Dispatched:
       ranks: E.
       way: one of `DISPATCHES`.
       capacity: factor of "capacity".
+      part: share of a rank's tokens that are dispatched at a time, and again in the backward; 1
+        for all of them at once.
     """
 
     ranks: int = 1
     way: str = "gather"
     capacity: float = 1.0
+    part: float = 1.0
+
+    @property
+    def passes(self) -> int:
+        """Number of extra dispatches in the backward: 1 for tokens in parts, else 0."""
+        return 1 if self.part < 1 else 0
 
     def rows(self, experts: ExpertSizes) -> float:
         """r: rows for each token of the rank, rows that belong to nobody included."""

@@ -40,6 +40,7 @@ class PlannedJob:
       imbalance: load of the busiest expert over the mean.
       context: sizes of the axis `context` that are tried; None for all that divide.
       num_slices: numbers of slices of a sequence that are tried; None for all that divide.
+      chunk: tokens of a rank that are taken to experts at a time; None for all.
     """
 
     model: ModelSizes
@@ -53,6 +54,7 @@ class PlannedJob:
     costs: tuple[tuple[int, Costs], ...] = ()
     dispatch: tuple[str, ...] = DISPATCHES
     imbalance: float = 1.25
+    chunk: int | None = None
     context: tuple[int, ...] | None = (1,)
     num_slices: tuple[int, ...] | None = (1,)
 

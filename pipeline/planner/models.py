@@ -228,19 +228,24 @@ class ModelSizes:
         It is the smallest set: the block's input and the sum between; queries and the attention's
         output; keys and values; gate and up. Norms and the gate's product are computed again.
         Scores are never kept. Of experts: every row in the order of experts, its gate and up, and
-        what experts gave, which the gradient of the router's weights reads.
+        what experts gave, which the gradient of the router's weights reads. Of experts that take
+        tokens in parts, only the tokens.
         """
         numbers = 2 * self.width + self._attention_numbers
+        if self.experts is not None and at.part < 1:
+            return COMPUTE_BYTES * (numbers + 2 * self.experts.shared + self.width)
         return COMPUTE_BYTES * (numbers + 2 * self._columns(at) + self._moved(at))
 
     def plain_residuals(self, at: Dispatched) -> float:
         """Bytes of a token that a block's backward reads, without a pipeline or once it has begun.
 
         Beside what `residuals` has, norms' outputs and the gate's product too; of experts, tokens
-        as they came from other ranks.
+        as they came from other ranks. Of experts that take tokens in parts, one part's rows.
         """
         numbers = 4 * self.width + self._attention_numbers
-        return COMPUTE_BYTES * (numbers + 3 * self._columns(at) + self._moved(at, came=True))
+        shared = 0 if self.experts is None else self.experts.shared
+        rows = 3 * (self._columns(at) - shared) + self._moved(at, came=True)
+        return COMPUTE_BYTES * (numbers + 3 * shared + at.part * rows)
 
     def _columns(self, at: Dispatched) -> float:
         """Columns of gate, of all rows of a token."""

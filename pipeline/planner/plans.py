@@ -212,7 +212,7 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
         if layout.vocabulary == "stage" and layout.tensor > 1:
             lines.append("embedding and head of pipeline.vocabulary with sequence_parallel=True")
     if job.model.experts is not None:
-        lines.append(_about_experts(layout))
+        lines.append(_about_experts(job, layout))
     if layout.cut.ranks > 1:
         lines.append(_about_context(layout))
     lines += notes_on(job)
@@ -222,7 +222,7 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
 def notes_on(job: PlannedJob) -> tuple[str, ...]:
     """Sentences on parts of a model, and options of its layers, that no layout of a plan has."""
     model, found = job.model, []
-    if model.experts is not None:
+    if model.experts is not None and job.chunk is None:
         found.append(
             "Not tried: MixtureOfExperts(chunk=), which holds fewer rows of experts at a time and "
             "computes them again in the backward."
@@ -236,10 +236,12 @@ def notes_on(job: PlannedJob) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _about_experts(layout: MeshLayout) -> str:
+def _about_experts(job: PlannedJob, layout: MeshLayout) -> str:
     at = layout.experts
     factor = f", capacity_factor={at.capacity:g}" if at.way == "capacity" else ""
     rows = ', batch=PartitionSpec(("data", "expert"))'
+    if at.part < 1:
+        factor += f", chunk={round(at.part * layout.rows * job.seq / layout.cut.parts)}"
     return f'MixtureOfExperts(dispatch="{at.way}"{factor}){rows}'
 
 

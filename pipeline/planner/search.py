@@ -58,6 +58,7 @@ def plan(
     costs: Costs | Mapping[int, Costs] | None = None,
     dispatch: Sequence[str] = DISPATCHES,
     imbalance: float = 1.25,
+    chunk: int | None = None,
     offload: Literal["auto"] | None = None,
     context: Sizes = None,
     num_slices: Sizes = None,
@@ -85,6 +86,8 @@ def plan(
       dispatch: of a mixture of experts, ways of taking tokens to experts on other chips that are
         tried; "capacity" with the factor that leaves the busiest expert next to nothing to drop.
       imbalance: load of the busiest expert over the mean, as a run's records have it.
+      chunk: tokens of a rank that its mixtures of experts dispatch at a time, and again in their
+        backward, as `pipeline.layers.MixtureOfExperts` takes it; must divide ``seq``. None for all.
       offload: "auto" to try stashes in host memory too, for pipelines that do not fit without: of
         each the smallest share that fits, against what computes again. `Plans.offload` says
         which wins, and why.
@@ -105,7 +108,12 @@ def plan(
             f"imbalance={imbalance!r}: must be a number >= 1, the load of the busiest expert over "
             f"the mean; 1 where all experts get the same"
         )
-    job = replace(job, dispatch=tuple(dispatch), imbalance=float(imbalance))
+    if chunk is not None and (not is_whole(chunk, 1, numpy=True) or job.seq % chunk):
+        raise ValueError(
+            f"chunk={chunk!r}: must be an integer >= 1 that divides seq={job.seq}, or None for all "
+            f"tokens of a rank at once"
+        )
+    job = replace(job, dispatch=tuple(dispatch), imbalance=float(imbalance), chunk=chunk)
     _check_known("schedules", schedules, (*names(), *SLICED))
     job = _with_cuts(job, schedules, context, num_slices)
     _check_known("remat", remat, REMAT)

@@ -119,6 +119,40 @@ def test_the_busiest_rank_and_what_it_takes_to_drop_next_to_nothing():
     assert capacity_for(SIZES, 4, 1.0) == 4.0  # a place for every token
 
 
+def test_tokens_in_parts_by_hand():
+    """A quarter of the rows at a time; in the backward they are taken to their experts again."""
+    d, n, f = 64, 32, 96
+    whole, parts = Dispatched(4, "capacity", 1.5), Dispatched(4, "capacity", 1.5, part=0.25)
+    rows = 3 * 3 * f + d * (3 + (3 + 2) + 3)  # 3 for each token, and outputs by token and choice
+    one = job(MIXED, devices=16)
+    both = [pipeline_bytes(one, piped(at, remat="block"))["workspace"] for at in (whole, parts)]
+    assert both[0] - both[1] == pytest.approx(2 * 2 * 0.75 * rows * n)
+    # Of a part that is dispatched again, a stash keeps the tokens alone.
+    held = pipeline_bytes(one, piped(parts))
+    assert held["stashes"] == 2 * 4 * 2 * (3 * d + 2 * 64 + 2 * 32) * n
+    for remat, passes in {None: 2, "block": 3}.items():
+        found = [estimate(one, piped(at, remat=remat)) for at in (whole, parts)]
+        seconds = [one.seconds for one in found]
+        assert seconds[1]["expert"] == pytest.approx((passes + 1) / passes * seconds[0]["expert"])
+        assert seconds[1]["compute"] == pytest.approx(seconds[0]["compute"])
+        assert seconds[1]["recompute"] > seconds[0]["recompute"]
+
+
+def test_a_chunk_is_planned_and_written(tmp_path):
+    given = {"model": MIXED, "devices": 8, "chip": "v5p", "batch": 16, "seq": 32}
+    plans = plan(**given, chunk=8, schedules=("gpipe",), remat=(None,), dispatch=("gather",))
+    at = plans.best.layout
+    assert at.experts.part * at.rows == 8 / 32
+    text = plans.write(tmp_path / "plan.toml").read_text(encoding="utf-8")
+    assert ", chunk=8)" in text
+    with pytest.raises(ValueError) as error:
+        plan(**given, chunk=12)
+    assert str(error.value) == (
+        "chunk=12: must be an integer >= 1 that divides seq=32, or None for all tokens of a rank "
+        "at once"
+    )
+
+
 def test_everything_that_is_tried_divides():
     one = job(MIXED, devices=32, batch=64)
     found = list(layouts_of(one, ("gpipe",), (None,), faults := {}))
