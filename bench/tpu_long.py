@@ -33,13 +33,13 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.base.agreed.slices import SequenceSlice
-from pipeline.decoders import DecoderConfig, build
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice
+from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.decoders.block import Block
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import ONCE, Cycles, Machine, Scope, cycles
 from pipeline.planner import CHIPS, MODELS
-from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs
+from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.sequences import SequenceCut, sent_bytes
 from pipeline.vocabulary import CrossEntropy
@@ -48,23 +48,39 @@ from schedules import simulate
 GB = 10**9
 TOPOLOGY, CHIP, LENGTH, ROWS = "v5p:4x4x4", CHIPS["v5p"], 131072, 16
 MODEL = MODELS["llama-8b"]
-BASE: dict[str, Any] = {"data_parallel": "zero1", "vocabulary": "stage", "remat": "stage"}
-EIGHT = SequenceCut(8, "ulysses")
-CASES = {
-    "context": MeshLayout(2, 4, 1, schedule="eager_1f1b", microbatches=8, cut=EIGHT, **BASE),
-    "slices": MeshLayout(
-        16, 4, 1, schedule="seq1f1b", microbatches=1, cut=SequenceCut(slices=16), **BASE
-    ),
-    "both": MeshLayout(
-        2, 4, 1, schedule="seq1f1b", microbatches=8, cut=replace(EIGHT, slices=4), **BASE
-    ),
-}
+
+
+def _layout(stage: int, ranks: int, slices: int, remat: str | None) -> MeshLayout:
+    """A layout of the slice, with slices of equal time."""
+    data = 64 // (stage * ranks)
+    cut = SequenceCut(ranks, "ulysses" if ranks > 1 else "allgather", slices=slices)
+    found = MeshLayout(
+        data,
+        stage,
+        1,
+        schedule="seq1f1b" if slices > 1 else "eager_1f1b",
+        microbatches=ROWS // data,
+        remat=remat,
+        data_parallel="zero1",
+        vocabulary="ends" if slices > 1 else "stage",
+        cut=cut,
+    )
+    by_length = with_equal_slices(job_of(MODEL.layers), found) if slices > 1 else None
+    return by_length or found
 
 
 def job_of(layers: int) -> PlannedJob:
     """The model with so many layers, on the slice."""
     model = replace(MODEL, layers=layers)
     return PlannedJob(model, CHIP, 64, ROWS, LENGTH, 1, "lockstep", CHIP.efficiency)
+
+
+CASES = {
+    "context": _layout(4, 8, 1, "stage"),
+    "slices": _layout(8, 1, 16, "stage"),
+    "both": _layout(4, 8, 4, "stage"),
+    "both-kept": _layout(4, 8, 4, None),
+}
 
 
 def config_of(layers: int) -> DecoderConfig:
@@ -108,8 +124,8 @@ class BlockCycles:
         return one.total / self.machine.clock
 
 
-def block(name: str, keep: Path | None) -> BlockCycles:
-    """Compile one block of a case, forward alone and forward with its gradients."""
+def block(name: str, number: int, keep: Path | None) -> BlockCycles:
+    """Compile one block of a case on one slice, forward alone and forward with its gradients."""
     layout = CASES[name]
     cut = layout.cut
     chip, devices = find_slice(TOPOLOGY)
@@ -118,41 +134,35 @@ def block(name: str, keep: Path | None) -> BlockCycles:
     types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": cut.context}
     one = nnx.eval_shape(lambda: Block(config_of(4), 0, nnx.Rngs(0), **types))
     graphdef, state = nnx.split(one)
-    t = LENGTH // cut.slices
-    part = functools.partial(SequenceSlice, count=cut.slices)
-    spec = P(("data", "stage"), "context" if cut.ranks > 1 else None)
-    x = jax.ShapeDtypeStruct((layout.data * layout.stage, t, MODEL.width), jnp.bfloat16)
+    part = FixedSlice(number, cut.slices, cut.lengths) if cut.lengths else WHOLE_SEQUENCE
+    t = cut.lengths[number] if cut.lengths else LENGTH
+    # All are a rank's own.
+    x = jax.ShapeDtypeStruct((1, t // cut.ranks, MODEL.width), jnp.bfloat16)
+    earlier = None
+    if cut.slices > 1:
+        heads = max(MODEL.kv_heads, cut.ranks) // cut.ranks
+        shape = cut.slices, 1, max(cut.lengths), heads, MODEL.width // MODEL.heads
+        kept = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        earlier = {"keys": kept, "values": kept}
 
-    def run(state: Any, x: Any, earlier: Any, index: Any) -> Any:
-        y, own = nnx.merge(graphdef, state).call_slice(x, earlier, part(index))
-        return y, own
+    def run(state: Any, x: Any, earlier: Any) -> Any:
+        return nnx.merge(graphdef, state).call_slice(x, earlier, part)
 
-    def kept(state: Any, x: Any) -> Any:
-        return jax.eval_shape(lambda s, x: run(s, x, None, 0)[1], state, x)
-
-    def back(state: Any, x: Any, earlier: Any, index: Any) -> Any:
-        (y, own), pullback = jax.vjp(lambda s, x, e: run(s, x, e, index), state, x, earlier)
-        return pullback((y, own))
+    def back(state: Any, x: Any, earlier: Any) -> Any:
+        outputs, pullback = jax.vjp(run, state, x, earlier)
+        return pullback(outputs)
 
     programs = {}
     for what, function in ("forward", run), ("both", back):
 
-        def on_rank(state: Any, x: Any, index: Any, function: Any = function) -> Any:
-            earlier = None
-            if cut.slices > 1:
-                own = kept(state, x)
-                earlier = jax.tree.map(lambda a: jnp.zeros((cut.slices, *a.shape), a.dtype), own)
-                # Not known to be zeros, or the compiler would leave their products out.
-                earlier = jax.tree.map(lambda e: e + index.astype(e.dtype), earlier)
-            return jax.tree.map(lambda a: a[None], function(state, x, earlier, index))
+        def on_rank(state: Any, x: Any, earlier: Any, function: Any = function) -> Any:
+            return jax.tree.map(lambda a: a[None], function(state, x, earlier))
 
-        whole = tuple(mesh.axis_names)
         call = jax.shard_map(
-            on_rank, mesh=mesh, in_specs=(P(), spec, P()), out_specs=P(whole), check_vma=False
+            on_rank, mesh=mesh, in_specs=P(), out_specs=P(tuple(mesh.axis_names)), check_vma=False
         )
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        lower = functools.partial(jax.jit(call).lower, state, x, index)
-        programs[what] = compiled(lower, keep, f"long-{name}-{what}")
+        lower = functools.partial(jax.jit(call).lower, state, x, earlier)
+        programs[what] = compiled(lower, keep, f"long-{name}-{number}-{what}")
     read = {what: cycles(made.text, machine)[Scope(ONCE)] for what, made in programs.items()}
     return BlockCycles(read["forward"], read["both"], machine, exchanged(programs["both"].text))
 
@@ -175,9 +185,10 @@ def _shape_of(text: str) -> list[str]:
 
 def predicted_block(name: str) -> tuple[float, float, float]:
     """The planner's seconds of a block's forward, of it with its backward, and bytes sent."""
-    layout, job = CASES[name], job_of(4)
+    layout, job = CASES[name], job_of(MODEL.layers)
     costs, N = stage_costs(job, layout), layout.cut.slices
-    forward, backward = costs.f[0] / N, costs.b[0] / N  # type: ignore[index]
+    each = MODEL.layers // layout.stage * N
+    forward, backward = costs.f[1] / each, costs.b[1] / each  # type: ignore[index]
     sent = sum(sent_bytes(MODEL, layout.cut, layout.rows, LENGTH, 1))
     return forward, backward, sent
 
@@ -187,7 +198,8 @@ def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
     layout = CASES[name]
     counts = layers_of_stages(layers, layout.stage)
     types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": layout.cut.context}
-    stages, embed, head = build(config_of(layers), counts, None, vocabulary="stage", **types)
+    types["vocabulary"] = layout.vocabulary
+    stages, embed, head = build(config_of(layers), counts, None, **types)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Pipeline(
@@ -195,12 +207,14 @@ def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
             layout.microbatches,
             embed=embed,
             head=head,
-            loss_fn=CrossEntropy(),
+            loss_fn=CrossEntropy() if layout.vocabulary == "stage" else next_token_loss,
             mesh=mesh_of(layout, devices),
             schedule=layout.schedule,
             batch=P("data", "context") if layout.cut.ranks > 1 else P("data"),
-            slices=layout.cut.slices if layout.cut.slices > 1 else None,
-            **BASE,
+            slices=layout.cut.options,
+            remat=layout.remat,
+            data_parallel=layout.data_parallel,
+            vocabulary=layout.vocabulary,
         )
 
 
@@ -237,21 +251,24 @@ def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
     rows = []
     for name in names:
         forward, backward, sent = predicted_block(name)
-        found = block(name, keep)
-        # A backward that computes its block again is both programs, less what it shares with one.
-        rows.append(
-            [
-                name,
-                str(CASES[name].cut),
-                f"{forward:.3f}",
-                f"{found.seconds(found.forward):.3f}",
-                f"{forward + backward:.3f}",
-                f"{found.seconds(found.forward) + found.seconds(found.both):.3f}",
-                f"{found.forward.kernels / max(found.forward.total, 1):.0%}",
-                f"{sent / 1e6:.0f}",
-                f"{found.sent * (1 - 1 / max(CASES[name].cut.ranks, 1)) / 1e6:.0f}",
-            ]
-        )
+        cut = CASES[name].cut
+        for number in sorted({0, cut.slices - 1}):
+            found = block(name, number, keep)
+            share = cut.lengths[number] / LENGTH * cut.slices if cut.lengths else 1.0
+            ours = 1 - 1 / cut.ranks  # the rest of an exchange stays on its chip
+            rows.append(
+                [
+                    name,
+                    f"{cut}, {number}" if cut.slices > 1 else str(cut),
+                    f"{forward:.3f}",
+                    f"{found.seconds(found.forward):.3f}",
+                    f"{backward:.3f}",
+                    f"{found.seconds(found.both):.3f}",
+                    f"{found.forward.kernels / found.forward.total:.0%}",
+                    f"{share * sent / 1e6:.0f}",
+                    f"{ours * found.sent / 1e6:.0f}",
+                ]
+            )
     return rows
 
 
@@ -276,7 +293,7 @@ def steps(names: list[str], layers: int, keep: Path | None) -> list[list[str]]:
     return rows
 
 
-BLOCK_HEAD = ["case", "sequences", "F", "compiled", "F + B", "compiled", "kernels", "MB sent"]
+BLOCK_HEAD = ["case", "sequences", "F", "compiled", "B", "compiled", "kernels", "MB sent"]
 STEP_HEAD = ["case", "sequences", "s", "compiled", "MFU", "compiled", "HBM, GB", "compiled"]
 
 

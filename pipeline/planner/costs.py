@@ -27,7 +27,14 @@ from pipeline.planner.layout import (
 from pipeline.planner.makespan import makespan
 from pipeline.planner.memory import alone_bytes, pipeline_bytes, stash_bytes
 from pipeline.planner.models import COMPUTE_BYTES
-from pipeline.planner.sequences import SequenceCut, attention_seconds, sent_bytes, sent_seconds
+from pipeline.planner.sequences import (
+    SequenceCut,
+    attention_seconds,
+    sent_bytes,
+    sent_seconds,
+    shares,
+    with_lengths,
+)
 from schedules import Costs
 from schedules.clocks.hosted import Keep
 from schedules.core.costs import is_last_forward_free
@@ -90,6 +97,7 @@ class _Block:
     b: float
     again: float  # F in its backward, which has no use for what the last product gives
     scores: float  # of F, attention
+    scores_back: float  # of B, likewise
     tensor: float  # of one pass
     expert: float  # of one pass
     context: float  # of F
@@ -134,7 +142,7 @@ def _block(
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
         parts = experts.passes * f  # not measured apart: all of it
         over = passing, dispatch, context, context_back, parts
-        return _Block(f, i, w, b, f, 0.0, *over, head, head_tensor, embed)
+        return _Block(f, i, w, b, f, 0.0, 0.0, *over, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     multiplied = float(model.active_matrices)
     if model.experts is not None:  # of the rank with the busiest expert
@@ -163,6 +171,7 @@ def _block(
         b=i + w,
         again=(1 - last) * through + AGAIN_PASSES * passes + scores,
         scores=scores,
+        scores_back=scores_back,
         tensor=passing,
         expert=dispatch,
         context=context,
@@ -342,7 +351,33 @@ def stage_costs(job: PlannedJob, layout: MeshLayout) -> Costs:
         embed=N * stages[0].embed,
         host=stash_bytes(job, layout) / job.chip.host if layout.offload else 0.0,
         host_overlap=job.chip.host_overlap,
+        slices=shares(layout.cut, _attention(layout, block)),
     )
+
+
+def _attention(layout: MeshLayout, block: _Block) -> float:
+    """The share of attention in the time of a block's F and B."""
+    runs = 1 if layout.remat in PASSES else 2
+    other = block.f + block.b + (runs - 1) * block.again
+    return (runs * block.scores + block.scores_back) / other
+
+
+def with_equal_slices(job: PlannedJob, layout: MeshLayout) -> MeshLayout | None:
+    """Give the slices of a layout lengths of equal time; None where a kernel does not take them.
+
+    Kernels of TPUs take slices of given lengths where a rank has whole slices of its heads, and the
+    head is on the last rank.
+    """
+    cut = layout.cut
+    if not job.chip.axes or layout.vocabulary == "stage":
+        return None
+    if cut.ranks > 1 and cut.way != "ulysses":
+        return None
+    links = _links(job, layout)
+    whole = replace(layout, cut=replace(cut, slices=1))
+    share = _attention(layout, _block_of(job, whole, links))
+    found = with_lengths(cut, job.seq, layout.tensor, share)
+    return None if found is None else replace(layout, cut=found)
 
 
 def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Estimate:

@@ -113,6 +113,14 @@ class MeshLayout:
         """
         return self.rows * seq / self.cut.parts
 
+    def most_tokens(self, seq: int) -> float:
+        """Positions of an action on a rank as of `tokens`, of the longest slice.
+
+        Args:
+          seq: positions of a sequence.
+        """
+        return self.rows * seq * self.cut.largest
+
     @property
     def rows_ranks(self) -> int:
         """D·E, ranks with rows of their own."""

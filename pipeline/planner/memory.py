@@ -27,7 +27,7 @@ from pipeline.planner.sequences import (
     WIDE,
     carry_bytes,
     gathered_bytes,
-    kept_scores,
+    kept_bytes,
     score_bytes,
 )
 
@@ -51,8 +51,8 @@ def usable(job: PlannedJob) -> float:
 
 def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, float]:
     """Bytes of a block and microbatch: its input, all residuals, and the workspace of an action."""
-    tokens = layout.tokens(job.seq) / layout.tensor
-    whole = COMPUTE_BYTES * layout.tokens(job.seq) * job.model.width
+    tokens = layout.most_tokens(job.seq) / layout.tensor
+    whole = COMPUTE_BYTES * layout.most_tokens(job.seq) * job.model.width
     residuals = job.model.plain_residuals(layout.experts) * tokens + _attended(job, layout)
     # Residuals and their gradients; under sequence parallelism also what was gathered.
     beside = 2 * residuals + (4 * whole if layout.tensor > 1 else 0.0) + _attending(job, layout)
@@ -66,9 +66,9 @@ def _cut(job: PlannedJob, layout: MeshLayout) -> tuple[Any, ...]:
 def _attended(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes that a block's attention by the formula keeps beside its own queries, keys and values.
 
-    Those are the weights of scores, and the keys and values gathered over `context`.
+    Beside what `kept_bytes` says those are keys and values gathered over `context`.
     """
-    kept = kept_scores(*_cut(job, layout))
+    kept = kept_bytes(*_cut(job, layout))
     if layout.cut.way != "allgather":
         return kept
     R, N = layout.cut.ranks, layout.cut.slices
@@ -100,7 +100,7 @@ def _whole(job: PlannedJob, layout: MeshLayout) -> float:
 
     That is what enters attention and MLP, all of it on each rank; without such ranks nothing.
     """
-    return job.model.ends_of_products * layout.tokens(job.seq) if layout.tensor > 1 else 0.0
+    return job.model.ends_of_products * layout.most_tokens(job.seq) if layout.tensor > 1 else 0.0
 
 
 def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -> float:
@@ -108,7 +108,7 @@ def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -
 
     What attention gave has a float32 log sum of each head beside it.
     """
-    tokens = layout.tokens(job.seq) / layout.tensor
+    tokens = layout.most_tokens(job.seq) / layout.tensor
     attention = (COMPUTE_BYTES * job.model.attended + 4 * job.model.heads) * tokens
     return {
         None: residuals + _whole(job, layout),
@@ -124,7 +124,7 @@ def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
     Under sequence parallelism a gradient that was gathered crosses whole, and an input where it is
     not gathered again.
     """
-    tokens = layout.tokens(job.seq)
+    tokens = layout.most_tokens(job.seq)
     gradients = job.model.ends_of_products * tokens
     inputs = gradients / layout.tensor if layout.remat == GATHERED else gradients
     return inputs + gradients + job.model.crossings(layout.experts) * tokens / layout.tensor
@@ -133,7 +133,7 @@ def _crossing(job: PlannedJob, layout: MeshLayout) -> float:
 def _logits(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of logits and their gradient, float32."""
     parts = layout.tensor * (layout.stage if layout.vocabulary == "stage" else LOGIT_PARTS)
-    return 2 * 4 * layout.tokens(job.seq) * job.model.vocabulary / parts
+    return 2 * 4 * layout.most_tokens(job.seq) * job.model.vocabulary / parts
 
 
 def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
@@ -142,7 +142,7 @@ def stash_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     if layout.remat == "stage":
         return given
     n = -(-job.model.layers // (layout.stage * layout.chunks))
-    kept = job.model.residuals(layout.experts) * layout.tokens(job.seq) / layout.tensor
+    kept = job.model.residuals(layout.experts) * layout.most_tokens(job.seq) / layout.tensor
     kept += _attended(job, layout)
     return n * _left(job, layout, given, kept)
 

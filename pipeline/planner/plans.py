@@ -184,7 +184,7 @@ def _options(layout: MeshLayout) -> Mapping[str, Any]:
     if layout.schedule is None:
         return options
     if layout.cut.slices > 1:
-        options["slices"] = layout.cut.slices
+        options["slices"] = layout.cut.options
     return options | {
         "schedule": layout.schedule,
         "remat": layout.stage_remat or "none",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of, with_offload
 from pipeline.planner.chips import Chip, find_chip
-from pipeline.planner.costs import Estimate, estimate
+from pipeline.planner.costs import Estimate, estimate, with_equal_slices
 from pipeline.planner.experts import DISPATCHES
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
@@ -130,7 +130,7 @@ def plan(
             f"is short) or None"
         )
     faults: dict[str, list[int]] = {}
-    layouts = list(layouts_of(job, schedules, remat, faults))
+    layouts = _all(job, schedules, remat, faults)
     if offload == "auto":
         layouts += with_offload(job, layouts)
     if not layouts:
@@ -186,6 +186,19 @@ def _with_cuts(
             "are not counted; leave them out"
         )
     return job
+
+
+def _all(
+    job: PlannedJob,
+    schedules: Sequence[str],
+    remat: Sequence[str | None],
+    faults: dict[str, list[int]],
+) -> list[MeshLayout]:
+    """All layouts, slices as a number and by lengths of equal time."""
+    found = list(layouts_of(job, schedules, remat, faults))
+    sliced = [one for one in found if one.cut.slices > 1]
+    by_length = [with_equal_slices(job, one) for one in sliced]
+    return found + [one for one in by_length if one is not None]
 
 
 def _compared(job: PlannedJob, sorted_bounds: Iterable[Estimate]) -> Comparison:
@@ -400,7 +413,7 @@ def _if_it_fits(
     job: PlannedJob, schedules: Sequence[str], remat: Sequence[str | None]
 ) -> Plans | None:
     """The best of another job, if any of it fits."""
-    layouts = list(layouts_of(job, schedules, remat, {}))
+    layouts = _all(job, schedules, remat, {})
     if not any(hbm(job, layout) <= usable(job) for layout in layouts):
         return None
     found = _search(job, _bounds(job, layouts))

@@ -6,13 +6,15 @@ time.
 
 Whole sequences, also those that Ulysses makes whole, go through the platform's kernel, which passes
 over the scores that a causal mask hides. All else is the formula in float32
-(`pipeline.layers.attending`): its scores pass HBM, and it computes most of the hidden ones too.
+(`pipeline.layers.attending`), whose scores pass HBM. Slices of given lengths run the kernel on
+TPUs; a number of equal slices runs the formula, slice n on the blocks of n + 1 slices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.base.arguments import is_whole
@@ -21,7 +23,9 @@ from pipeline.layers.attending.order import CONTEXT, Order, Way
 from pipeline.layers.attention import MOST_PAIRS
 from pipeline.planner.chips import Chip
 from pipeline.planner.models import COMPUTE_BYTES, ModelSizes
+from schedules import equal_time
 
+BLOCK = 128  # positions of which the lengths of slices are multiples, for kernels
 WIDE = 4  # bytes of a score, and of a number of a carry's gradient
 # Products of [t, c] and [c, T], or the like. A kernel forms scores again twice in its backward
 # (docs/tpu.md), the formula once, in the chunks that it computes again.
@@ -46,12 +50,14 @@ class SequenceCut:
       way: of attention over these ranks; one of `pipeline.layers.attending.order.WAYS`.
       order: of positions on them.
       slices: N.
+      lengths: [N] positions of the slices, of equal time; empty for a number of equal slices.
     """
 
     ranks: int = 1
     way: Way = "allgather"
     order: Order = "contiguous"
     slices: int = 1
+    lengths: tuple[int, ...] = ()
 
     @property
     def parts(self) -> int:
@@ -61,7 +67,22 @@ class SequenceCut:
     @property
     def by_kernel(self) -> bool:
         """True if the platform's attention kernel runs."""
-        return self.slices == 1 and (self.ranks == 1 or self.way == "ulysses")
+        is_whole = self.slices == 1 or bool(self.lengths)
+        return is_whole and (self.ranks == 1 or self.way == "ulysses")
+
+    @property
+    def largest(self) -> float:
+        """The share of a sequence's positions that the longest slice has on a rank."""
+        if not self.lengths:
+            return 1 / self.parts
+        return max(self.lengths) / sum(self.lengths) / self.ranks
+
+    @property
+    def options(self) -> int | tuple[int, ...] | None:
+        """The value for `Pipeline(slices=)`."""
+        if self.slices == 1:
+            return None
+        return self.lengths or self.slices
 
     @property
     def context(self) -> Context:
@@ -77,6 +98,8 @@ class SequenceCut:
             return 0.5
         if self.slices == 1 and self.way == "ring" and self.order == "zigzag":
             return (2 * self.ranks + 1) / (4 * self.ranks)
+        if self.slices > 1 and (self.ranks == 1 or self.way == "ulysses"):
+            return (self.slices + 1) / (2 * self.slices)
         return 1.0
 
     def __str__(self) -> str:
@@ -85,7 +108,7 @@ class SequenceCut:
         if self.ranks > 1:
             said.append(f"{self.ranks} {self.way}{' zigzag' * (self.order == 'zigzag')}")
         if self.slices > 1:
-            said.append(f"{self.slices} slices")
+            said.append(f"{self.slices} slices{' by length' * bool(self.lengths)}")
         return ", ".join(said) or "whole"
 
 
@@ -96,8 +119,10 @@ def _chunk(cut: SequenceCut, seq: int) -> tuple[int, int]:
     """Number of queries that are scored at a time, and of the keys that they are scored with."""
     t = seq // cut.parts
     if cut.slices > 1:
-        gathered = t * (cut.ranks if cut.way == "ulysses" else 1)
-        return max(1, min(gathered, MOST_PAIRS // seq)), seq
+        if cut.way == "allgather" and cut.ranks > 1:
+            return max(1, min(t, MOST_PAIRS // seq)), seq
+        slice_ = seq // cut.slices  # whole, of the heads of a rank
+        return max(1, min(slice_, MOST_PAIRS // slice_)), slice_
     if cut.way == "ring":
         block = t // (2 if cut.order == "zigzag" else 1)
         return block, block
@@ -142,14 +167,17 @@ def score_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor
     return 3 * WIDE * rows * heads * queries * keys
 
 
-def kept_scores(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor: int) -> float:
-    """Bytes of the weights of scores that the formula keeps for its backward, of one block.
+def kept_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor: int) -> float:
+    """Bytes that the formula keeps for the backward of one block beside what a kernel keeps.
 
-    A ring and chunks of queries compute them again.
+    An all-gather keeps the weights of its scores. A ring, and slices, compute them again from their
+    results and sums in float32.
     """
-    is_ring = cut.slices == 1 and cut.way == "ring"
-    gathered = seq // cut.parts * (cut.ranks if cut.way == "ulysses" else 1)
-    if cut.by_kernel or is_ring or _chunk(cut, seq)[0] < gathered:
+    if cut.by_kernel:
+        return 0.0
+    if cut.ranks == 1 or cut.way != "allgather":
+        return WIDE * (model.attended + model.heads) / tensor * rows * seq * cut.largest
+    if _chunk(cut, seq)[0] < seq // cut.parts:
         return 0.0
     return score_bytes(model, cut, rows, seq, tensor) / 3
 
@@ -163,12 +191,12 @@ def carry_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor
     if cut.ranks > 1 and cut.way == "ulysses":
         heads = max(heads, cut.ranks) / cut.ranks
     width = model.keys / model.kv_heads
-    return 2 * COMPUTE_BYTES * heads * width * rows * seq / cut.slices
+    return 2 * COMPUTE_BYTES * heads * width * rows * seq * cut.largest * cut.ranks
 
 
 def gathered_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor: int) -> float:
     """Bytes of the keys and values that a block's attention has at hand in one action."""
-    if cut.parts == 1 or cut.by_kernel or (cut.slices == 1 and cut.way == "ring"):
+    if cut.parts == 1 or (cut.slices == 1 and (cut.by_kernel or cut.way == "ring")):
         return 0.0
     return cut.slices * carry_bytes(model, cut, rows, seq, tensor)
 
@@ -234,7 +262,8 @@ def cuts_of(
     """List the ways to cut sequences over so many ranks, in slices of these numbers.
 
     Where ranks share the heads that is Ulysses, which runs the kernel and sends least; elsewhere an
-    all-gather, and a ring of whole sequences.
+    all-gather, and a ring of whole sequences. Slices are a number here; `with_lengths` gives them
+    lengths.
 
     Args:
       model: sizes.
@@ -257,6 +286,35 @@ def cuts_of(
         if N == 1 and seq % (2 * ranks * tensor) == 0:
             found.append(SequenceCut(ranks, "ring", "zigzag"))
     return found
+
+
+def with_lengths(cut: SequenceCut, seq: int, tensor: int, attention: float) -> SequenceCut | None:
+    """Give slices lengths of equal time, in blocks that a kernel takes; None if there are too few.
+
+    Args:
+      cut: with N slices.
+      seq: T.
+      tensor: ranks that share positions between attention and MLP.
+      attention: the share of attention in the time of a whole sequence.
+    """
+    block = math.lcm(BLOCK, cut.ranks * tensor)
+    if seq % block or seq // block < cut.slices:
+        return None
+    lengths = equal_time(seq, cut.slices, attention=attention, multiple=block)
+    return replace(cut, lengths=lengths)
+
+
+def shares(cut: SequenceCut, attention: float) -> tuple[float, ...] | None:
+    """Durations of slices in relation to each other, None if they are equal.
+
+    Args:
+      cut: of sequences.
+      attention: its share in the time of an action on average.
+    """
+    N = cut.slices
+    if N == 1 or cut.lengths or cut.scored == 1.0:
+        return None
+    return tuple(1 - attention + attention * 2 * (n + 1) / (N + 1) for n in range(N))
 
 
 def shares_heads(model: ModelSizes, ranks: int, tensor: int) -> bool:
