@@ -213,7 +213,7 @@ class Embedding(VocabularyEmbedding):
         if self.positions is None:
             return x
         t, learned = tokens.shape[-1], self.positions.get_value()
-        self._check_length(t * self.context.size * part.count, learned.shape[0])
+        self._check_length(part.length(t * self.context.size), learned.shape[0])
         if places is not None:
             return x + learned[places].astype(x.dtype)
         if hasattr(self, "seen"):

@@ -268,13 +268,14 @@ def test_positions_that_lie_elsewhere_are_warned_of():
 
 
 @pytest.mark.slow
-def test_inputs_of_one_entry_for_all_positions_have_a_gradient():
+@pytest.mark.parametrize("slices", [2, (5, 3)])
+def test_inputs_of_one_entry_for_all_positions_have_a_gradient(slices):
     class Scaled(Pointwise):
         def __call__(self, x: Any) -> Any:
             y, scale = x
             return super().__call__(y) * scale, scale
 
-    pipe = pipe_of(Scaled, loss_fn=lambda y, t: mean(y[0], t))
+    pipe = pipe_of(Scaled, loss_fn=lambda y, t: mean(y[0], t), slices=slices)
     scale = 1 + jnp.arange(4.0).reshape(4, 1, 1)
     found, wanted = (
         jax.grad(lambda scale, one=one: one.loss((X, scale), X))(scale)

@@ -57,7 +57,7 @@ class Adding(Stage):
 
 
 def loss(y: jax.Array, targets: jax.Array) -> Any:
-    counts = targets[..., 0] > -1.0
+    counts = (targets[..., 0] > -1.0).astype(jnp.float32)
     return (jnp.square(y - targets).sum(-1) * counts).sum(), counts.sum()
 
 

@@ -174,15 +174,16 @@ def test_unlike_stages_carry_different_values(schedule, remat):
 
 
 @pytest.mark.slow
-def test_latent_attention_and_learned_positions_in_slices():
+@pytest.mark.parametrize("slices", [4, (7, 5, 4)])
+def test_latent_attention_and_learned_positions_in_slices(slices):
     latent = LatentConfig(query_rank=None, rank=8, nope=4, rope=4, value=4)
     options: dict[str, Any] = {"latent": latent, "windows": (None,) * LAYERS, "head_dim": 8}
     options |= {"kv_heads": 4}
-    pipe = pipe_of(decoder(2, **options), {"stage": 2}, slices=4)
+    pipe = pipe_of(decoder(2, **options), {"stage": 2}, slices=slices)
     check(pipe, data(), plain(decoder(2, **options), data()))
     learned: dict[str, Any] = {"rope": None, "positions": T}
     batch = data()._replace(extras={})
-    pipe = pipe_of(decoder(2, **learned), {"stage": 2}, slices=4)
+    pipe = pipe_of(decoder(2, **learned), {"stage": 2}, slices=slices)
     check(pipe, batch, plain(decoder(2, **learned), batch))
 
 

@@ -28,6 +28,10 @@ class SequenceSlice:
         """The place of the slice's first position in the whole sequence, an integer or a scalar."""
         return self.index * t
 
+    def length(self, t: int) -> int:
+        """The positions of the whole sequence, of whose slice there are t."""
+        return self.count * t
+
     def places(self, t: int) -> jax.Array:
         """`[t]` the places of the slice's positions in the whole sequence."""
         return self.start(t) + jnp.arange(t)
@@ -66,6 +70,10 @@ class FixedSlice(SequenceSlice):
     def start(self, t: int) -> int:
         """The place of the first position; of t that are a share of the slice's, that share."""
         return sum(self.lengths[: self.index]) * t // self.lengths[self.index]
+
+    def length(self, t: int) -> int:
+        """The positions of the whole sequence, of whose slice there are t."""
+        return sum(self.lengths) * t // self.lengths[self.index]
 
     def join(self, own: jax.Array, earlier: jax.Array | None) -> jax.Array:
         """Join values of this slice and of earlier ones: `[b, s, ...]`, no places of later slices.

@@ -161,8 +161,8 @@ def _joined(x: jax.Array, plan: Plan) -> jax.Array:
     """[M, b, ...] to [M * b, ...]; of N slices [M N, b, t, ...] to [M * b, T, ...]."""
     N = plan.schedule.num_slices
     if plan.lengths and N > 1:
-        most = max(plan.lengths)
-        own = [one * x.shape[2] // most for one in plan.lengths]
+        most, size = max(plan.lengths), x.shape[2]
+        own = [one * size // most if size > 1 else 1 for one in plan.lengths]
         parts = [x[n::N, :, :length] for n, length in enumerate(own)]
         x = jnp.concatenate(parts, axis=2)
     elif N > 1:

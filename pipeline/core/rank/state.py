@@ -115,7 +115,8 @@ class RankState:
 
         def cropped(x: jax.Array, length: int) -> jax.Array:
             """[M N, b, t, ...] of the longest slice; what has one entry for all is whole."""
-            return x[:, :, : x.shape[2] * length // longest] if x.ndim > 2 else x
+            cuts = x.ndim > 2 and x.shape[2] > 1
+            return x[:, :, : x.shape[2] * length // longest] if cuts else x
 
         def one(part: int, length: int) -> RankState:
             if part == self.part:
