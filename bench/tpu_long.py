@@ -42,6 +42,7 @@ from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.sequences import SequenceCut, sent_bytes
+from pipeline.training.compiling import default_compiler_options
 from pipeline.vocabulary import CrossEntropy
 from schedules import simulate
 
@@ -152,7 +153,7 @@ def block(name: str, number: int, keep: Path | None) -> BlockCycles:
         outputs, pullback = jax.vjp(run, state, x, earlier)
         return pullback(outputs)
 
-    programs = {}
+    programs, flags = {}, default_compiler_options(devices[0])
     for what, function in ("forward", run), ("both", back):
 
         def on_rank(state: Any, x: Any, earlier: Any, function: Any = function) -> Any:
@@ -162,7 +163,7 @@ def block(name: str, number: int, keep: Path | None) -> BlockCycles:
             on_rank, mesh=mesh, in_specs=P(), out_specs=P(tuple(mesh.axis_names)), check_vma=False
         )
         lower = functools.partial(jax.jit(call).lower, state, x, earlier)
-        programs[what] = compiled(lower, keep, f"long-{name}-{number}-{what}")
+        programs[what] = compiled(lower, keep, f"long-{name}-{number}-{what}", flags)
     read = {what: cycles(made.text, machine)[Scope(ONCE)] for what, made in programs.items()}
     return BlockCycles(read["forward"], read["both"], machine, exchanged(programs["both"].text))
 
@@ -225,7 +226,8 @@ def step(name: str, layers: int, keep: Path | None) -> tuple[float, Compiled]:
     words = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     optimizer = make_optimizer(pipe, optax.adam(1e-4))
     lower = functools.partial(pipe.lower, words, words, optimizer=optimizer)
-    made = compiled(lower, keep, f"long-{name}-{layers}")
+    flags = default_compiler_options(devices[0])
+    made = compiled(lower, keep, f"long-{name}-{layers}", flags)
     machine, plan, N = machine_of(chip, pipe.mesh, devices), pipe.plan, layout.cut.slices
     read = cycles(made.text, machine)
     message = 2 * layout.tokens(LENGTH) * MODEL.width

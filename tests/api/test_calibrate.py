@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.insight.calibrate import host, measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
 from pipeline.insight.calibrate.conclude import Timed, conclude
+from pipeline.layers import Context
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, ScheduleError, simulate
 from tests.support import models
@@ -471,3 +474,28 @@ def test_chips_that_are_not_there_have_a_link_too():
     found = Calibration(Costs(), {}, 0.0, model, "", 0, 0, hardware, {})
     added = host.with_host(found, None, 30 * 10**9, lambda _: 0.0).costs
     assert (added.host, added.host_overlap) == (2.0, 1.0)
+
+
+@pytest.mark.slow
+def test_calibrate_over_a_context_axis(clock):
+    """Each rank of the axis times its part of the positions; the batch is cut as in a step."""
+    config = DecoderConfig(
+        vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=32
+    )
+    context = Context("context", "ulysses")
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0), context=context)
+    pipe = Pipeline(
+        stages,
+        2,
+        embed=embed,
+        head=head,
+        loss_fn=next_token_loss,
+        mesh=make_mesh(stage=2, context=2),
+        batch=P("data", "context"),
+    )
+    words = jnp.arange(64, dtype=jnp.int32).reshape(4, 16) % 32
+    cal = pipe.calibrate(words, words, rounds=1, repeats=2)
+    assert cal.hardware["devices"] == 2
+    assert cal.microbatch == "int32[2,16]"
+    assert cal.costs.f == pytest.approx([MS * TRUE["F"]] * 2)
+    assert pipe.replace(costs=cal).plan.costs == cal.costs
