@@ -5,8 +5,9 @@ context axis, and against two stages that sequences pass whole and in slices. Al
 weights and tokens, in one interleaved run. A row has the time of a step as a ratio, the bytes that
 a rank sends over the axis by formula, and the bytes that the compiled step holds beside weights,
 batch and gradients. A second table compares packed rows with padded ones: tokens per second on
-documents of many lengths. Every way must give the loss and the gradient norm of plain data
-parallelism, or the run fails.
+documents of many lengths. A third has the share of a step that masks of segments and their
+positions take: the same rows with and without them. Every way must give the loss and the gradient
+norm of plain data parallelism, or the run fails.
 """
 
 from __future__ import annotations
@@ -155,8 +156,20 @@ def compare_packing(length: int, rounds: int) -> list[str]:
     return [f"{length}", *filled, f"{times['p'] / times['a']:.2f}", f"{speed:.1f}"]
 
 
+def compare_segments(length: int, rounds: int) -> list[str]:
+    """The share of a step that segments and positions take, of rows that are packed."""
+    rows = next(packed(documents(4 * RANKS * length, length), rows=RANKS, length=length))
+    made = {"with": rows, "without": rows._replace(extras=None)}
+    timers = {
+        name: behind_itself(functools.partial(seconds, step_of(None, batch)[0]))
+        for name, batch in made.items()
+    }
+    times = interleaved(timers, rounds)
+    return [f"{length}", f"{times['with'] / times['without'] - 1:+.1%}"]
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lengths", nargs="*", type=int, default=[1024, 2048])
     parser.add_argument("--rounds", type=int, default=5)
@@ -174,6 +187,9 @@ def main() -> None:
     ]
     print()
     print(table(head, [compare_packing(length, options.rounds) for length in options.lengths]))
+    print()
+    segments = [compare_segments(length, options.rounds) for length in options.lengths]
+    print(table(["positions", "segments, of a step"], segments))
 
 
 if __name__ == "__main__":

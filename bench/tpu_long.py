@@ -41,6 +41,7 @@ from pipeline.insight.calibrate.cycles import ONCE, Cycles, Machine, Scope, cycl
 from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
+from pipeline.planner.makespan import makespan
 from pipeline.planner.sequences import SequenceCut, sent_bytes
 from pipeline.training.compiling import default_compiler_options
 from pipeline.vocabulary import CrossEntropy
@@ -194,6 +195,26 @@ def predicted_block(name: str) -> tuple[float, float, float]:
     return forward, backward, sent
 
 
+def step_of_blocks(name: str, forward: float, both: float) -> float:
+    """The seconds of a step whose blocks take what the compiler says, all else as planned.
+
+    Args:
+      name: of the case.
+      forward: seconds of a block's F.
+      both: seconds of its forward and backward, which is B where blocks are computed again.
+    """
+    layout, job = CASES[name], job_of(MODEL.layers)
+    one, costs = estimate(job, layout), stage_costs(job, layout)
+    each = MODEL.layers // layout.stage * layout.cut.slices
+    backward = both if layout.remat == "stage" else both - forward
+    f = tuple(each * forward if planned_f else 0.0 for planned_f in costs.f)  # type: ignore[union-attr]
+    costs = replace(costs, f=f, b=(each * backward,) * layout.stage)
+    shared = ("embed", "head") if layout.vocabulary == "stage" else ()
+    sizes = layout.schedule or "", layout.stage, 1, layout.microbatches
+    span = makespan(*sizes, costs, shared, "lockstep", N=layout.cut.slices)
+    return span + one.seconds["data"] + one.seconds["update"]
+
+
 def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
     """A pipeline of types."""
     layout = CASES[name]
@@ -258,6 +279,8 @@ def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
             found = block(name, number, keep)
             share = cut.lengths[number] / LENGTH * cut.slices if cut.lengths else 1.0
             ours = 1 - 1 / cut.ranks  # the rest of an exchange stays on its chip
+            both, again = found.seconds(found.both), CASES[name].remat == "stage"
+            both -= 0.0 if again else found.seconds(found.forward)
             rows.append(
                 [
                     name,
@@ -265,10 +288,12 @@ def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
                     f"{forward:.3f}",
                     f"{found.seconds(found.forward):.3f}",
                     f"{backward:.3f}",
-                    f"{found.seconds(found.both):.3f}",
+                    f"{both:.3f}",
                     f"{found.forward.kernels / found.forward.total:.0%}",
                     f"{share * sent / 1e6:.0f}",
                     f"{ours * found.sent / 1e6:.0f}",
+                    f"{planned(name, MODEL.layers).step:.1f}",
+                    f"{step_of_blocks(name, *map(found.seconds, (found.forward, found.both))):.1f}",
                 ]
             )
     return rows
@@ -296,6 +321,7 @@ def steps(names: list[str], layers: int, keep: Path | None) -> list[list[str]]:
 
 
 BLOCK_HEAD = ["case", "sequences", "F", "compiled", "B", "compiled", "kernels", "MB sent"]
+BLOCK_HEAD += ["compiled", "step, s", "of such blocks"]
 STEP_HEAD = ["case", "sequences", "s", "compiled", "MFU", "compiled", "HBM, GB", "compiled"]
 
 
@@ -325,7 +351,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {TOPOLOGY}, {ROWS} rows of {LENGTH:,} positions", flush=True)
     start = time.perf_counter()
     if options.block:
-        print(table([*BLOCK_HEAD, "compiled"], blocks(names, options.keep)))
+        print(table(BLOCK_HEAD, blocks(names, options.keep)))
     else:
         print(table(STEP_HEAD, steps(names, options.layers, options.keep)))
     print(f"{time.perf_counter() - start:.0f} s")

@@ -12,7 +12,7 @@ cycles are their sum, times the trips of the loops inside it. Two things carry n
   start and an end travels while what stands between them runs; what that does not cover is a wait.
   Messages between stages are left out: the clock of a schedule knows them (`Costs.comm`).
 
-Letters: n devices that meet in a collective, t positions, c width of a head.
+Letters: n devices that meet in a collective, t positions, s of keys, c width of a head.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ _DONE = re.compile(r" [\w-]+-done\(%([\w.-]+)")
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 _SPLASH = re.compile(r"%splash_m[hq]a_(fwd|dkv|dq)")
-_OPERANDS = re.compile(r"operand_layout_constraints=\{[^b]*bf16\[([\d,]+)\]")
+# Queries, and keys where they are not as many.
+_OPERANDS = re.compile(
+    r"operand_layout_constraints=\{[^b]*bf16\[([\d,]+)\](?:[^b]*?, bf16\[([\d,]+)\])?"
+)
 _BLOCK = r'block_{}\\?": (\d+)'
 _TYPES = re.compile(r"\b([a-z]+\d+)(?:e\w+)?\[([\d,]*)\]")
 _MESH_GROUPS = re.compile(r"replica_groups=(?:mesh|@\w+)\[([^\]]*)\] ?\{([^}]*)\}")
@@ -343,12 +346,13 @@ def kernel_operations(line: str) -> float:
             f"cost_estimate=pl.CostEstimate(flops=..., transcendentals=..., bytes_accessed=...)"
         )
     *heads, t, c = map(int, shape[1].split(","))
+    *_, s, _ = map(int, (shape[2] or shape[1]).split(","))  # the queries are the last t of s
     kind, results = kernel[1], len(_TYPES.findall(line.partition(" custom-call(")[0]))
     is_fused = kind == "dkv" and results == 3  # with dq, in parts
     ending = {"fwd": ("q", "kv"), "dkv": ("q_dkv", "kv_dkv"), "dq": ("q_dq", "kv_dq")}[kind]
     sizes = [re.search(_BLOCK.format(name), line) for name in ending]
     q, kv = (int(size[1]) if size else t for size in sizes)
-    blocks = sum(-(-(i + 1) * q // kv) for i in range(t // q))
+    blocks = sum(-(-(s - t + (i + 1) * q) // kv) for i in range(t // q))
     products = FUSED_PRODUCTS if is_fused else PRODUCTS[kind]
     return products * 2 * math.prod(heads) * blocks * q * kv * c
 

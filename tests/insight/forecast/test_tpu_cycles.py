@@ -126,6 +126,12 @@ def test_cycles_are_summed_by_action_and_times_the_trips_within() -> None:
             kernel("dkv", results="(f32[4,4,1024,64], bf16[2,1024,64], bf16[2,1024,64])"),
             5 * 2 * 4 * BLOCKS * 256**2 * 64,
         ),
+        (  # a slice of 512 positions behind 512 others: its two blocks of queries read 3 and 4
+            kernel("fwd").replace(
+                "bf16[1,4,1024,64]{3,2,1,0}}", "bf16[4,512,64]{2,1,0}, bf16[2,1024,64]{2,1,0}}"
+            ),
+            2 * 2 * 4 * (3 + 4) * 256**2 * 64,
+        ),
         (
             (
                 '  %mine.1 = f32[8] custom-call(), custom_call_target="tpu_custom_call", '
