@@ -186,11 +186,13 @@ def has_host_memory(devices: Iterable[jax.Device]) -> bool:
     """
     for device in devices:
         try:
-            if all(memory.kind != HOST_MEMORY for memory in device.addressable_memories()):
-                return False
+            kinds = [memory.kind for memory in device.addressable_memories()]
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
-            if device.platform not in ("tpu", "gpu", "cuda", "rocm"):
-                return False
+            kinds = []
+        # Devices of other hosts list none.
+        known = HOST_MEMORY in kinds if kinds else device.platform in ("tpu", "gpu", "cuda", "rocm")
+        if not known:
+            return False
     return True
 
 

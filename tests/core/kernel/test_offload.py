@@ -369,8 +369,11 @@ class Device:
         ("cpu", ("device", "pinned_host"), True),
         ("tpu", ("device",), False),
         ("tpu", None, True),
+        ("tpu", (), True),
         ("other", None, False),
+        ("other", (), False),
     ],
 )
 def test_devices_are_asked_what_memory_they_have(platform, kinds, wanted):
+    """Devices of other hosts list no memory; the platform answers for them."""
     assert compat.has_host_memory([Device(platform, kinds)]) is wanted
