@@ -5,8 +5,10 @@ Letters: R ranks on `context`, N slices, T positions, h heads of queries, k of k
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from pipeline.planner import CHIPS, MODELS, ModelSizes
 from pipeline.planner.candidates import layouts_of
 from pipeline.planner.costs import estimate, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob
-from pipeline.planner.memory import pipeline_bytes, stash_bytes
+from pipeline.planner.memory import pipeline_bytes, stash_bytes, usable
 from pipeline.planner.sequences import (
     FORMULA_PRODUCTS,
     SCORE_PASSES,
@@ -319,3 +321,43 @@ def test_the_command_line_takes_both(capsys):
     with pytest.raises(SystemExit):
         cli([*words.split(), "--context", "three"])
     assert "context=['three']: must be a sequence of integers >= 1" in capsys.readouterr().err
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/long-sequences.md"
+
+
+def quickest(seq: int, ranks: int, slices: tuple[int, ...]) -> str:
+    """The best of four and eight stages, with and without computing stages again."""
+    one, found = replace(job(MODELS["llama-8b"], 64, 2**21 // seq, seq)), []
+    ways: tuple[str, ...] = ("seq1f1b",)
+    if slices == (1,):
+        ways = ("eager_1f1b", "1f1b", "interleaved_1f1b")
+    for S, N, remat, name in itertools.product((4, 8), slices, ("stage", None), ways):
+        data = 64 // (S * ranks)
+        layout = MeshLayout(
+            data,
+            S,
+            1,
+            schedule=name,
+            chunks=32 // S if name == "interleaved_1f1b" else 1,
+            microbatches=one.batch // data,
+            remat=remat,
+            data_parallel="replicated" if data == 1 else "zero1",
+            vocabulary="stage" if N == 1 else "ends",
+            cut=SequenceCut(ranks, "ulysses" if ranks > 1 else "allgather", slices=N),
+        )
+        made = layout if N == 1 else with_equal_slices(one, layout)
+        assert made is not None
+        found.append(estimate(one, made))
+    fit = [each for each in found if each.hbm <= usable(one)]
+    best = min(fit, key=lambda each: each.step)
+    return f"{best.step:.1f} s, {best.hbm / 1e9:.0f} GB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seq", [8192, 32768, 131072])
+def test_the_guides_table(seq):
+    rows = [line for line in GUIDE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    (row,) = (line for line in rows if line.startswith(f"| {seq:,} | "))
+    found = [quickest(seq, *way) for way in ((1, (1,)), (8, (1,)), (1, (4, 16)), (8, (4,)))]
+    assert row == f"| {seq:,} | " + " | ".join(found) + " |"

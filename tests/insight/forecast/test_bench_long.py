@@ -9,8 +9,10 @@ from tests.support.elsewhere import python
 # In a process of its own: the package is for those that have not imported jax.
 CODE = """
 import math
+from pathlib import Path
 from bench import tpu_long
 
+PAGE = Path("docs/tpu.md").read_text(encoding="utf-8")
 TEXT = '''
   %all-to-all.1 = bf16[1,131072,4,128]{3,2,1,0} all-to-all(%q), channel_id=1
   %all-to-all-start.2 = (bf16[8,64]{1,0}, bf16[8,64]{1,0}) all-to-all-start(%k), channel_id=2
@@ -24,7 +26,13 @@ assert 0 < forward < backward
 for name, at in tpu_long.CASES.items():
     assert at.data * at.microbatches * at.rows == tpu_long.ROWS
     assert at.data * at.stage * at.cut.ranks == 64
-    assert tpu_long.planned(name, 32).hbm < tpu_long.CHIP.hbm
+    one = tpu_long.planned(name, 32)
+    assert one.hbm < tpu_long.CHIP.hbm
+    rows = [line for line in PAGE.splitlines() if f"(`{name}`)" in line]
+    (row,) = (line for line in rows if "| stage again |" in line or "| kept |" in line)
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[4] == f"{one.step:.1f}", (name, one.step)
+    assert cells[7] == f"{one.hbm / 1e9:.1f}", (name, one.hbm)
 print("fine")
 """
 
