@@ -215,22 +215,42 @@ def test_losses_that_divide_by_what_does_not_grow_with_positions(loss_fn, value)
     )
 
 
+def test_pairs_of_means_in_slices_of_several_lengths():
+    pairs: list[Any] = [
+        lambda y, t: (mean(y, t), 1),
+        lambda y, t: (mean(y, t), (t > 0).mean()),
+        lambda y, t: ((jnp.square(y - t) / y.shape[1]).sum(), y.shape[0]),
+    ]
+    for loss_fn in pairs:
+        assert message(pipe_of(loss_fn=loss_fn, slices=(5, 3)).loss, X, X) == (
+            "loss_fn returns (sum, weight) that do not grow with positions, and slices=(5, 3) "
+            "would count equally though their lengths differ: return (sum, weight) of which both "
+            "are sums over positions, or a mean over them, or leave slices out"
+        )
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("slices", [2, (5, 3)])
 @pytest.mark.parametrize(
     "loss_fn",
     [
         lambda y, t: (jnp.square(y - t) / y.shape[1]).sum((1, 2)).mean(),
         lambda y, t: (jnp.square(y - t).sum(), jnp.ones(t.shape).sum()),
-        lambda y, t: (mean(y, t), 1),
         lambda y, t: mean(y, t) + 0.1 * jnp.abs(y).mean() + 0.5,
         lambda y, t: -jnp.take_along_axis(jax.nn.log_softmax(y), t[..., :1].astype(int), 2).mean(),
     ],
 )
-def test_losses_that_are_means_over_positions(loss_fn):
+def test_losses_that_are_means_over_positions(loss_fn, slices):
     make = jax.random.normal
     given = make(jax.random.key(0), X.shape), make(jax.random.key(1), X.shape)
-    pipe = pipe_of(loss_fn=loss_fn)
+    pipe = pipe_of(loss_fn=loss_fn, slices=slices)
     assert_close(pipe.loss(*given), pipe.replace(slices=None).loss(*given))
+
+
+@pytest.mark.slow
+def test_pairs_of_means_in_equal_slices():
+    pipe = pipe_of(loss_fn=lambda y, t: (mean(y, t), 1))
+    assert_close(pipe.loss(X, 2 * X), pipe.replace(slices=None).loss(X, 2 * X))
 
 
 class Sliced(Pointwise):

@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from collectives import make_mesh
-from pipeline import Pipeline, add_loss
+from collectives import join_sequence, make_mesh, split_sequence
+from pipeline import Pipeline, add_loss, generate
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE
-from pipeline.layers import Attention, zigzag
+from pipeline.layers import Attention, Context, zigzag
 from tests.parity.test_slices import MESHES, Recurrent, check, data, decoder, pipe_of, wanted
 from tests.support.close import assert_close
 
@@ -193,6 +193,107 @@ def test_results_beside_gradients(name):
 def test_beside_a_tensor_axis(slices):
     given = {"schedule": "seq1f1b_zb", "remat": None, "sizes": {"stage": 2, "tensor": 2}}
     same(stepped(pipe(slices, **given)), whole())
+
+
+class Cut(nnx.Module):
+    """An embedding that gives each rank of ``tensor`` its positions."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.full((1, 1, D), 0.7))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return split_sequence(x * self.scale[...], sequence_axis=1)
+
+    def call_slice(self, x: jax.Array, _: Any, __: Any) -> Any:
+        return self(x), ()
+
+
+class Parallel(nnx.Module):
+    """Attention on a rank's positions; the last stage joins them."""
+
+    def __init__(self, rngs: nnx.Rngs, *, joins: bool) -> None:
+        self.attention = Attention(D, 4, 2, rngs, sequence_parallel=True)
+        self.joins = joins
+
+    def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+        return self.call_slice(x, None, WHOLE_SEQUENCE, segments)[0]
+
+    def call_slice(self, x: Any, earlier: Any, part: Any, segments: Any) -> Any:
+        y, own = self.attention.call_slice(x, earlier, part, segments=segments)
+        y = jnp.tanh(x + y)
+        return (join_sequence(y, sequence_axis=1) if self.joins else y), own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [4, (6, 6, 4)])
+def test_sequence_parallelism(slices):
+    def step(slices: Any) -> Any:
+        stages = [Parallel(nnx.Rngs(k), joins=k == 1) for k in range(2)]
+        mesh = make_mesh(stage=2, tensor=2, devices=jax.devices()[:4])
+        one = Pipeline(stages, M, embed=Cut(), loss_fn=loss, mesh=mesh, slices=slices)
+        value, grads = one.value_and_grad(X, Y, extras=EXTRAS)
+        return value, one.to_layers(grads)
+
+    same(step(slices), step(None))
+
+
+class Counting(Stage):
+    """A stage that counts the positions it has seen."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.seen = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def call_slice(self, x: Any, earlier: Any, part: Any, segments: Any = None) -> Any:
+        self.seen[...] += x.shape[0] * x.shape[1]
+        return super().call_slice(x, earlier, part, segments)
+
+
+class Dropping(Stage):
+    """A stage with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=3))
+
+    def call_slice(self, x: Any, earlier: Any, part: Any, segments: Any = None) -> Any:
+        y, own = super().call_slice(x, earlier, part, segments)
+        return self.dropout(y), own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [4, LENGTHS])
+def test_declared_state_and_dropout(slices):
+    one = pipe(slices, kind=Counting, state=nnx.BatchStat)
+    same(stepped(one), whole())
+    assert [int(stage.seen[...]) for stage in one.stages()] == [ROWS * T] * 2
+    again = {"schedule": "seq1f1b_zb", "remat": None}
+    same(*(stepped(pipe(slices, kind=Dropping, **options)) for options in ({}, again)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [4, LENGTHS])
+def test_text_is_generated_by_whole_sequences(slices):
+    prompts = jnp.asarray(data().inputs[:2, :4])
+    sliced, plain = (pipe_of(decoder(2), {"stage": 2}, slices=one) for one in (slices, None))
+    assert np.array_equal(*(generate(one, prompts, max_new_tokens=4) for one in (sliced, plain)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slices", "way"), [(4, None), (LENGTHS, None), (2, "ring"), ((8, 4, 4), "ulysses")]
+)
+def test_sinks_and_tied_embeddings(slices, way):
+    batch, sizes = data(), {"stage": 2} | ({"context": 2, "data": 1} if way else {})
+    split = P("data", "context") if way else P("data")
+    context = Context("context", way) if way else None
+    kinds: dict[str, Any] = {"sinks": True, "tied": True}
+    one = pipe_of(decoder(2, context=context, **kinds), sizes, slices=slices, batch=split)
+    other = pipe_of(decoder(2, **kinds), {"stage": 2})
+    found, expected = (
+        p.value_and_grad(batch.inputs, batch.targets, extras=batch.extras) for p in (one, other)
+    )
+    same(found, expected)
 
 
 CONTEXTS = [

@@ -68,7 +68,7 @@ def check_slices(
     leaves = zip(jax.tree.leaves(unit), specs, strict=True)
     t = max(leaf.shape[1] for leaf, spec in leaves if spec is not None and leaf.ndim > 1)
     extras = jax.eval_shape(lambda: state.batch.extras_of(0))
-    check = _Check(t, state.num_slices, warned)
+    check = _Check(t, state.num_slices, state.lengths, warned)
     done = set()
     for k, seat in enumerate(state.model.stages):
         stage = Forward(state, seat)
@@ -93,6 +93,7 @@ def check_slices(
 
     def loss(outputs: Tree, targets: Tree) -> Any:
         taken, _ = take_loss_of(state, state.ends, outputs, 0, targets=targets)
+        check.is_mean = taken.is_mean
         return taken.total, taken.weight
 
     if take_loss:
@@ -149,11 +150,20 @@ def _check_own(kind: type) -> None:
         )
 
 
-class _Check:
-    """The check of one part after the other."""
+def _is_one(share: float) -> bool:
+    return math.isclose(share, 1, rel_tol=1e-3)
 
-    def __init__(self, t: int, num_slices: int, warned: set[Any]) -> None:
+
+class _Check:
+    """The check of one part after the other.
+
+    Attributes:
+      is_mean: whether the loss that was traced last is a mean.
+    """
+
+    def __init__(self, t: int, num_slices: int, lengths: tuple[int, ...], warned: set[Any]) -> None:
         self._t, self._num_slices, self._warned = t, num_slices, warned
+        self._lengths, self.is_mean = lengths, False
 
     def part(
         self,
@@ -172,6 +182,8 @@ class _Check:
                 whole, of_whole = self._followed(run, given, self._num_slices, sums=True)
                 if factors == of_whole:
                     self._check_scales(found, whole)
+                else:
+                    self._check_pair(shares=[])
         except MixedPositionsError as error:
             raise ValueError(
                 f"{name} mixes positions ({error}), and {sees}: {remedy}, or leave slices out"
@@ -217,6 +229,24 @@ class _Check:
             raise MixedPositionsError(why)
         return found, asked.factors
 
+    def _check_pair(self, shares: list[float]) -> None:
+        """Check that a pair of a slice counts as much as the slice is long.
+
+        Args:
+          shares: by how much less the weight of a slice grows than positions do; none where its
+            terms depend on the length themselves.
+
+        Raises:
+          ValueError: slices have several lengths and it does not.
+        """
+        if self._lengths and not self.is_mean and not (shares and all(map(_is_one, shares))):
+            raise ValueError(
+                f"loss_fn returns (sum, weight) that do not grow with positions, and "
+                f"slices={self._lengths} would count equally though their lengths differ: return "
+                f"(sum, weight) of which both are sums over positions, or a mean over them, or "
+                f"leave slices out"
+            )
+
     def _check_scales(self, found: list[Followed], whole: list[Followed]) -> None:
         """Check that a loss of sequences is that of their slices together.
 
@@ -234,6 +264,7 @@ class _Check:
             shares = [self._num_slices * weight.number / all_weight.number]
         else:
             return
+        self._check_pair(shares)
         for one, of_all in zip(total.scales, all_total.scales, strict=False):
             if any(not math.isclose(one / of_all, share, rel_tol=1e-3) for share in shares):
                 raise ValueError(
