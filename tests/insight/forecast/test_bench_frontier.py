@@ -1,0 +1,39 @@
+"""The plans of a frontier model: its page has what the program prints (issue 42)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.elsewhere import python
+
+PAGE = Path(__file__).parents[3] / "docs/frontier.md"
+PLANNED = """
+from bench.frontier import CHUNK, MODEL, SCHEDULES, planned
+
+print(f"{MODEL.parameters / 1e9:.1f}e9 {MODEL.active_parameters / 1e9:.1f}e9 {CHUNK}")
+for offload in (None, "auto"):
+    for row in planned("h100", 65536, offload, SCHEDULES).rows():
+        print(" | ".join(row))
+"""
+
+
+@pytest.mark.slow
+def test_the_page_has_the_plans_for_h100() -> None:
+    lines = python("-c", PLANNED).stdout.splitlines()
+    text = PAGE.read_text(encoding="utf-8")
+    total, active, chunk = lines[0].split()
+    assert f"{total}, of which a token passes {active}" in text
+    assert f"`pipeline.plan(chunk={chunk})`" in text
+    rows = [line.split(" | ") for line in lines[1:]]
+    assert len(rows) == 3
+    for job, layout, again, share, seconds, used, hbm, host in rows:
+        name, _, allowed = job.rpartition(", ")
+        schedule, on = re.fullmatch(r"(\S+) (on .*) by capacity [\d.]+", layout).groups()
+        start = f"| {name.split(',')[0]}, {allowed} | `{schedule}` {on} | {again} | {share} | "
+        if seconds == "-":
+            assert f"{start}does not fit | - | {hbm} of 76.0 | - |" in text
+        else:
+            assert f"{start}{seconds} | {used} | {hbm} | {host} |" in text
