@@ -438,6 +438,19 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
     return Estimate(layout, seconds, {} if bound else pipeline_bytes(job, layout), bound)
 
 
+def sent_over_context(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes that a chip sends over `context` in a step's attention, the mean over ranks of `stage`.
+
+    Gradients of weights, which are summed over it once a step, come beside.
+    """
+    forward, backward = sent_bytes(job.model, layout.cut, layout.rows, job.seq, layout.tensor)
+    S, units = layout.stage, layout.microbatches * layout.cut.slices
+    runs = 1.0 if layout.remat in PASSES else 2.0
+    if layout.schedule is not None:
+        runs -= _skips(layout) / (S * layout.chunks)
+    return units * job.model.layers / S * (runs * forward + backward)
+
+
 def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     """Seconds, once a step: gradients are summed, and ZeRO-1 gathers new weights."""
     held, network = parameters_of(job, layout), job.chip.network

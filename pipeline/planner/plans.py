@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pipeline.base.arguments import DataParallel
 from pipeline.layers.attending.order import CONTEXT
-from pipeline.planner.costs import Estimate, mfu
+from pipeline.planner.costs import Estimate, mfu, sent_over_context
 from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import usable
@@ -108,6 +108,9 @@ class Plans:
             + ", ".join(f"{what} {n / GB:.2f}" for what, n in self.best.bytes.items() if n),
             *self.notes,
         ]
+        if self.best.layout.cut.ranks > 1:
+            sent = sent_over_context(job, self.best.layout)
+            lines.append(f"Sent over context in its attention: {sent / GB:.2f} GB of a chip a step")
         if self.lost:
             lines += ["", "Not chosen:", *(f"  {line}" for line in self.lost)]
         return "\n".join(lines)

@@ -24,7 +24,12 @@ from pipeline.insight.forecast import traffic
 from pipeline.insight.forecast.bytes import predict
 from pipeline.planner import CHIPS, MODELS, ModelSizes
 from pipeline.planner.candidates import layouts_of
-from pipeline.planner.costs import estimate, stage_costs, with_equal_slices
+from pipeline.planner.costs import (
+    estimate,
+    sent_over_context,
+    stage_costs,
+    with_equal_slices,
+)
 from pipeline.planner.layout import MeshLayout, PlannedJob
 from pipeline.planner.memory import pipeline_bytes, stash_bytes, usable
 from pipeline.planner.sequences import (
@@ -113,6 +118,7 @@ def test_bytes_are_those_that_describe_has(cut, remat):
         if axes == ("context",) and kind in kinds
     ]
     assert sum(found, start=jnp.zeros(2)).tolist() == pytest.approx(wanted)
+    assert sent_over_context(job(), layout) == pytest.approx(sum(wanted) / 2)
     planned = pipeline_bytes(job(), layout)
     assert memory.carries == planned.get("keys of slices", 0.0)
     if remat is None:  # all that a forward leaves; norms and counts are not in the planner's
@@ -207,6 +213,8 @@ def test_a_plan_says_and_writes_its_cuts(tmp_path):
     assert found.pipeline is not None
     assert "by ulysses in 2 slices" in found.verdict
     at = found.best.layout
+    sent = sent_over_context(found.job, at) / 1e9
+    assert f"\nSent over context in its attention: {sent:.2f} GB of a chip a step\n" in said
     text = found.write(tmp_path / "plan.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     config = ParallelConfig.from_dict(tables["parallel"])
