@@ -11,7 +11,6 @@ which takes libtpu and no TPU. What is printed stands in docs/frontier.md.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bench import tpu  # before jax
+from bench.hlo import host_copies
 from bench.measure import table
 
 import jax  # isort: skip
@@ -201,30 +201,10 @@ def small(topology: str | None, names: Sequence[str]) -> list[list[str]]:
         found = predict(pipe.plan, *pipe.plan.facts.last)
         own = said.temp_size_in_bytes, found.temporaries
         host = getattr(said, "host_temp_size_in_bytes", 0), found.host
-        pairs = copies(compiled.as_text() or "")
+        pairs = host_copies(compiled.as_text() or "")
         rows.append([name, *(f"{n / MIB:.1f}" for n in (*own, *host)), *map(str, pairs)])
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
-
-
-_START = re.compile(r"%([\w.-]*(?:slice|copy)-start[\w.-]*) = .*S\(5\)")
-_DONE = re.compile(r"(?:slice|copy)-done[\w.-]* = .*-done\(%([\w.-]+)\)")
-_PRODUCT = re.compile(r" (?:fusion|custom-call|convolution|dot|while)\(")
-
-
-def copies(text: str) -> tuple[int, int]:
-    """Count asynchronous copies to host memory and back, and those with work beside them."""
-    travelling: dict[str, bool] = {}
-    pairs = beside = 0
-    for line in text.splitlines():
-        if start := _START.search(line):
-            travelling[start[1]] = False
-        elif (done := _DONE.search(line)) and done[1] in travelling:
-            pairs += 1
-            beside += travelling.pop(done[1])
-        elif _PRODUCT.search(line):
-            travelling = dict.fromkeys(travelling, True)
-    return pairs, beside
 
 
 def main() -> None:

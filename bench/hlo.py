@@ -70,3 +70,23 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     places = [np.array(np.unravel_index(end, mesh.devices.shape)) for end in ends]
     moved = (places[0] != places[1]).any(axis=1)
     return tuple(axis for axis, m in zip(mesh.axis_names, moved, strict=True) if m)
+
+
+_HOST_START = re.compile(r"%([\w.-]*(?:slice|copy)-start[\w.-]*) = .*S\(5\)")
+_HOST_DONE = re.compile(r"(?:slice|copy)-done[\w.-]* = .*-done\(%([\w.-]+)\)")
+_WORK = re.compile(r" (?:fusion|custom-call|convolution|dot|while)\(")
+
+
+def host_copies(text: str) -> tuple[int, int]:
+    """Count asynchronous copies to host memory and back, and those with work beside them."""
+    travelling: dict[str, bool] = {}
+    pairs = beside = 0
+    for line in text.splitlines():
+        if start := _HOST_START.search(line):
+            travelling[start[1]] = False
+        elif (done := _HOST_DONE.search(line)) and done[1] in travelling:
+            pairs += 1
+            beside += travelling.pop(done[1])
+        elif _WORK.search(line):
+            travelling = dict.fromkeys(travelling, True)
+    return pairs, beside

@@ -1,4 +1,7 @@
-"""The plans of a frontier model: its page has what the program prints (issue 42)."""
+"""The plans of a frontier model, and copies to host memory counted in programs.
+
+Regression tests of issue 42.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,26 @@ def test_the_page_has_the_plans_for_h100() -> None:
             assert f"{start}does not fit | - | {hbm} of 76.0 | - |" in text
         else:
             assert f"{start}{seconds} | {used} | {hbm} | {host} |" in text
+
+
+COPIES = '''
+from bench.hlo import host_copies
+
+POOL = "(bf16[4,8]{1,0:S(5)}, bf16[1,8]{1,0}, u32[]{:S(2)})"
+PROGRAM = f"""
+  %slice-start = {POOL} dynamic-update-slice-start(%pool, %x, %n)
+  %fusion.1 = f32[8,8]{{1,0}} fusion(%x, %w), kind=kOutput
+  %slice-done = bf16[4,8]{{1,0:S(5)}} dynamic-update-slice-done(%slice-start)
+  %dynamic-slice-start.1 = {POOL} dynamic-slice-start(%pool, %n)
+  %bitcast = s8[64]{{0}} bitcast(%x)
+  %dynamic-slice-done.1 = bf16[1,8]{{1,0}} dynamic-slice-done(%dynamic-slice-start.1)
+  %copy-start.2 = (bf16[8]{{0:S(1)}}, bf16[8]{{0}}, u32[]) copy-start(%x)
+  %copy-done.2 = bf16[8]{{0:S(1)}} copy-done(%copy-start.2)
+"""
+print(host_copies(PROGRAM))
+'''
+
+
+def test_copies_to_host_memory_are_counted() -> None:
+    """One with a product between its start and its done, one without, and one within the device."""
+    assert python("-c", COPIES).stdout == "(2, 1)\n"
