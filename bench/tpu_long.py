@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.decoders.block import Block
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
@@ -83,6 +83,9 @@ CASES = {
     "both": _layout(4, 8, 4, "stage"),
     "both-kept": _layout(4, 8, 4, None),
 }
+# A number of slices, which runs the formula.
+_NUMBER = replace(CASES["slices"].cut, lengths=())
+CASES["slices-equal"] = replace(CASES["slices"], cut=_NUMBER, vocabulary="stage")
 
 
 def config_of(layers: int) -> DecoderConfig:
@@ -136,14 +139,18 @@ def block(name: str, number: int, keep: Path | None) -> BlockCycles:
     types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": cut.context}
     one = nnx.eval_shape(lambda: Block(config_of(4), 0, nnx.Rngs(0), **types))
     graphdef, state = nnx.split(one)
-    part = FixedSlice(number, cut.slices, cut.lengths) if cut.lengths else WHOLE_SEQUENCE
-    t = cut.lengths[number] if cut.lengths else LENGTH
+    lengths = cut.lengths or (LENGTH // cut.slices,) * cut.slices
+    part: SequenceSlice = WHOLE_SEQUENCE
+    if cut.slices > 1:
+        given = cut.slices, cut.lengths
+        part = FixedSlice(number, *given) if cut.lengths else SequenceSlice(number, cut.slices)
+    t = lengths[number]
     # All are a rank's own.
     x = jax.ShapeDtypeStruct((1, t // cut.ranks, MODEL.width), jnp.bfloat16)
     earlier = None
     if cut.slices > 1:
         heads = max(MODEL.kv_heads, cut.ranks) // cut.ranks
-        shape = cut.slices, 1, max(cut.lengths), heads, MODEL.width // MODEL.heads
+        shape = cut.slices, 1, max(lengths), heads, MODEL.width // MODEL.heads
         kept = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         earlier = {"keys": kept, "values": kept}
 
@@ -185,14 +192,15 @@ def _shape_of(text: str) -> list[str]:
     return [n for n in inner.split(",") if n]
 
 
-def predicted_block(name: str) -> tuple[float, float, float]:
-    """The planner's seconds of a block's forward, of it with its backward, and bytes sent."""
+def predicted_block(name: str, number: int = 0) -> tuple[float, float, float]:
+    """The planner's seconds of a block's F and B on one slice, and bytes that it sends."""
     layout, job = CASES[name], job_of(MODEL.layers)
     costs, N = stage_costs(job, layout), layout.cut.slices
     each = MODEL.layers // layout.stage * N
     forward, backward = costs.f[1] / each, costs.b[1] / each  # type: ignore[index]
+    share = 1.0 if costs.slices is None else costs.slices[number]
     sent = sum(sent_bytes(MODEL, layout.cut, layout.rows, LENGTH, 1))
-    return forward, backward, sent
+    return share * forward, share * backward, sent
 
 
 def step_of_blocks(name: str, forward: float, both: float) -> float:
@@ -273,14 +281,14 @@ def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
     """A row for each case of what one block takes."""
     rows = []
     for name in names:
-        forward, backward, sent = predicted_block(name)
         cut = CASES[name].cut
         for number in sorted({0, cut.slices - 1}):
+            forward, backward, sent = predicted_block(name, number)
             found = block(name, number, keep)
             share = cut.lengths[number] / LENGTH * cut.slices if cut.lengths else 1.0
             ours = 1 - 1 / cut.ranks  # the rest of an exchange stays on its chip
-            both, again = found.seconds(found.both), CASES[name].remat == "stage"
-            both -= 0.0 if again else found.seconds(found.forward)
+            taken = found.seconds(found.forward), found.seconds(found.both)
+            both = taken[1] - (0.0 if CASES[name].remat == "stage" else taken[0])
             rows.append(
                 [
                     name,
@@ -293,7 +301,7 @@ def blocks(names: list[str], keep: Path | None) -> list[list[str]]:
                     f"{share * sent / 1e6:.0f}",
                     f"{ours * found.sent / 1e6:.0f}",
                     f"{planned(name, MODEL.layers).step:.1f}",
-                    f"{step_of_blocks(name, *map(found.seconds, (found.forward, found.both))):.1f}",
+                    "-" if name == "slices-equal" else f"{step_of_blocks(name, *taken):.1f}",
                 ]
             )
     return rows
