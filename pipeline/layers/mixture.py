@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives.compat import platform
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
@@ -219,11 +220,17 @@ class MixtureOfExperts(nnx.Module):
     def experts(self, rows: jax.Array, product: Product, pick: Pick) -> jax.Array:
         """Apply the experts of this rank to rows in their order."""
         weight = self.gate_up[...].astype(rows.dtype)
-        both = product(rows, weight.reshape(*weight.shape[:2], -1))
-        if self.gate_up_bias is not None:
-            bias = self.gate_up_bias[...].astype(rows.dtype)
-            both = both + pick(bias.reshape(bias.shape[0], -1))
-        gate, up = jnp.split(both, 2, axis=-1)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].astype(rows.dtype)
+        if platform() == "tpu":
+            # One product of 2·f columns has a gradient whose layout is not that of [e, d, 2, f]: to
+            # add it up took 7 times as long in Mixtral 8x7B on v5p (docs/tpu.md).
+            one = functools.partial(jax.lax.index_in_dim, keepdims=False)
+            parts = [(one(weight, n, 2), None if bias is None else one(bias, n, 1)) for n in (0, 1)]
+        else:
+            flat = None if bias is None else bias.reshape(bias.shape[0], -1)
+            parts = [(weight.reshape(*weight.shape[:2], -1), flat)]
+        found = [product(rows, w) if b is None else product(rows, w) + pick(b) for w, b in parts]
+        gate, up = found if len(found) == 2 else jnp.split(found[0], 2, axis=-1)
         y = product(self.gate(gate, up), self.down[...].astype(rows.dtype))
         return y if self.down_bias is None else y + pick(self.down_bias[...].astype(rows.dtype))
 

@@ -19,7 +19,13 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from collectives.compat import vary, varying_axes
 from pipeline import Pipeline, with_losses
-from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts, settle_experts
+from pipeline.layers import (
+    ExpertState,
+    MixtureOfExperts,
+    advance_experts,
+    mixture,
+    settle_experts,
+)
 from pipeline.layers.experts import Router, capacity_of, dispatch, load_of, products, route
 from tests.support import models
 from tests.support.close import assert_close
@@ -622,3 +628,18 @@ def test_forward_mode_of_the_layer_is_its_gradient(dispatch):
     grads = jax.grad(loss, argnums=(0, 1))(*at)
     want = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, grads, along)))
     assert_close(found, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_by_themselves_are_those_of_one_product(bias, monkeypatch):
+    """On TPUs each is a product of its own."""
+    graphdef, params, rest = nnx.split(made(bias=bias), nnx.Param, ...)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.square(nnx.merge(graphdef, params, rest, copy=True)(x)).sum()
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    want = step(params, X)
+    monkeypatch.setattr(mixture, "platform", lambda: "tpu")
+    assert_close(step(params, X), want)
