@@ -373,9 +373,12 @@ def attend_slice(
     if segments is not None and context.size > 1:
         own["segments"] = context.natural(_gather(segments, context.axis))
         segments = own["segments"] if exchanges else segments
-    by_formula = implementation in (None, "chunked") and not isinstance(part, FixedSlice)
-    if by_formula and (context.size == 1 or exchanges):
-        # The number of the slice is traced: one loop over earlier slices ends before later ones.
+    start = part.start(q.shape[1]) if fixed else None
+    if implementation is None and fixed and sinks is None:
+        kernel = kernels.choose(q, softcap=options.get("softcap"), start=start or 0)
+        implementation = "splash" if kernel == "splash" else None
+    if implementation in (None, "chunked") and not splits:
+        # Blocks of keys up to this slice; where its number is traced, a loop ends before others.
         y = _ring_slice(
             q,
             own["keys"],
@@ -390,10 +393,6 @@ def attend_slice(
     whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
     chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
     chosen["query_chunk"] = chosen["query_chunk"] or _chunk(q.shape[1], whole["keys"].shape[1])
-    start = part.start(q.shape[1]) if fixed else None
-    if implementation is None and fixed and sinks is None:
-        kernel = kernels.choose(q, softcap=chosen["softcap"], start=start or 0)
-        implementation = "splash" if kernel == "splash" else None
     y = _attend(
         q,
         whole["keys"],
@@ -427,7 +426,8 @@ def _ring_slice(
     """Attend from one slice by blocks of keys: of earlier slices, and of the ranks of an axis."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     each = q.shape[1] // (2 if context.order == "zigzag" else 1)
-    rule = Rule(context, scale, window, softcap, query_chunk or _chunk(each, k.shape[1]))
+    most = max(k.shape[1], part.start(k.shape[1]) if isinstance(part, FixedSlice) else 0)
+    rule = Rule(context, scale, window, softcap, query_chunk or _chunk(each, most))
     return ring(q, k, v, segments, rule, sinks, part=part, earlier=earlier)
 
 

@@ -305,3 +305,10 @@ def test_masks_by_blocks_are_those_of_jax(window):
                 for name, mine, theirs in zip(found._fields, found, wanted, strict=True):
                     assert (mine is None) == (theirs is None), name
                     assert mine is None or np.array_equal(mine, theirs), name
+
+
+def test_chunks_that_do_not_divide_a_slice():
+    x = jnp.zeros((1, 6, 2, 8))
+    with pytest.raises(ValueError) as caught:
+        attention.attend_slice(x, x, x, None, FixedSlice(0, 2, (6, 4)), query_chunk=4)
+    assert str(caught.value) == "query_chunk=4: must divide the 6 positions of a slice"

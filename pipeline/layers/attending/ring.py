@@ -17,6 +17,7 @@ sequences, n = positions of a block, k = heads of keys and values, g = heads of 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +42,7 @@ class Rule:
       softcap: of the scores, if any.
       chunk: how many queries of a block are read at a time; None for all.
       start: the place of the first position, of a slice whose number is known.
-      starts: those of earlier slices, if so.
+      before: the lengths of earlier slices, if so, as parts of a rank.
     """
 
     context: Context
@@ -50,7 +51,7 @@ class Rule:
     softcap: float | None
     chunk: int | None
     start: int = 0
-    starts: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
 
 
 class Sums(NamedTuple):
@@ -100,10 +101,9 @@ def ring(
     blocks = 2 if rule.context.order == "zigzag" else 1
     each = q.shape[1] // blocks
     if rule.chunk is not None and each % rule.chunk:
-        raise ValueError(
-            f"query_chunk={rule.chunk}: must divide the {each} positions that a rank of "
-            f"{rule.context.axis!r} reads at a time"
-        )
+        axis = rule.context.axis
+        whose = "of a slice" if axis is None else f"that a rank of {axis!r} reads at a time"
+        raise ValueError(f"query_chunk={rule.chunk}: must divide the {each} positions {whose}")
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], blocks, each, *x.shape[2:]), 1, 0)
@@ -126,8 +126,8 @@ def _before(
 ) -> tuple[Rule, Any, Any]:
     """The rule of a slice, its number if that is traced, and the groups of earlier slices' keys.
 
-    A group is (keys, values, segments), [n, ...] of equal slices. There is one of all N where the
-    number is traced, and otherwise one for each earlier slice, as long as it is.
+    A group is (keys, values, segments). Where the number is traced there is one of all N slices,
+    [N, ...], and otherwise one of all earlier slices, joined, [1, ...]; of the first slice none.
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
@@ -135,14 +135,16 @@ def _before(
     group = [earlier[name] for name in names]
     if not isinstance(part, FixedSlice):
         return rule, (jnp.asarray(part.index, jnp.int32),), ((*group[:2], tuple(group[2:])),)
-    every = length * rule.context.size
-    lengths = [length * one // part.lengths[part.index] for one in part.lengths]
-    starts = tuple(sum(part.lengths[:n]) for n in range(part.index))
-    groups = []
-    for n in range(part.index):
-        keys, values, *of_keys = (x[n : n + 1, :, : lengths[n]] for x in group)
-        groups.append((keys, values, tuple(of_keys)))
-    return replace(rule, start=part.start(every), starts=starts), (), tuple(groups)
+    lengths = [length * one // part.lengths[part.index] for one in part.lengths[: part.index]]
+    rule = replace(rule, start=part.start(length * rule.context.size), before=tuple(lengths))
+    if not lengths:
+        return rule, (), ()
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[n, :, :one] for n, one in enumerate(lengths)], axis=1)[None]
+
+    keys, values, *of_keys = map(joined, group)
+    return rule, (), ((keys, values, tuple(of_keys)),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -162,7 +164,7 @@ def _ring(
 def _each_before(
     rule: Rule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
 ) -> Any:
-    """Apply ``read(group, n, slot, places of its keys, sums)`` to every earlier slice.
+    """Apply ``read(group, n, slot, places of its keys, sums)`` to what is kept of earlier slices.
 
     Args:
       rule: of the scores.
@@ -173,21 +175,22 @@ def _each_before(
       read: gives new sums.
       sums: the first.
     """
-    context = rule.context
-    for number, group in enumerate(before):
-        places = context.places(group[0].shape[2], other)
-        if not index:
-            slot = jax.tree.map(lambda x: x[0], group)
-            sums = read(number, 0, slot, rule.starts[number] + places, sums)
-            continue
+    if not before:
+        return sums
+    (group,), context = before, rule.context
+    if not index:
+        starts = itertools.accumulate(rule.before, initial=0)
+        parts = zip(starts, rule.before, strict=False)
+        found = [n * context.size + context.places(size, other) for n, size in parts]
+        return read(0, 0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
+    places = context.places(group[0].shape[2], other)
 
-        def one(n: Any, sums: Any, group: Any = group, places: Any = places) -> Any:
-            slot = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, 0, False), group)
-            return read(0, n, slot, n * (length * context.size) + places, sums)
+    def one(n: Any, sums: Any) -> Any:
+        slot = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False), group)
+        return read(0, n, slot, n * (length * context.size) + places, sums)
 
-        # Later slices are not read: the loop ends before them.
-        sums = jax.lax.fori_loop(jnp.zeros_like(index[0]), index[0], one, sums)
-    return sums
+    # Later slices are not read: the loop ends before them.
+    return jax.lax.fori_loop(jnp.zeros_like(index[0]), index[0], one, sums)
 
 
 def _start(rule: Rule, index: Any, length: int) -> Any:
