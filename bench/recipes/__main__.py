@@ -49,6 +49,11 @@ def row(one: Predicted, efficiency: float) -> list[str]:
     ]
 
 
+def chip_of(one: Predicted) -> str:
+    """The chip of a recipe; each has an efficiency of its own."""
+    return RECIPES[one.name].topology.partition(":")[0]
+
+
 def published() -> list[list[str]]:
     """Rows of the measurements; MFU by our count of operations, half of the scores masked."""
     rows = []
@@ -78,11 +83,14 @@ def main() -> None:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     found = [predict(name, options.keep) for name in options.names or RECIPES]
-    fitted = [one for one in found if RECIPES[one.name].fitted]
-    efficiency = fit(fitted) if fitted else EFFICIENCY
-    how = "fitted" if fitted else "assumed"
-    print(f"jax {jax.__version__}; kernels reach {efficiency:.0%} of the peak, {how}")
-    print(table(HEADER, [row(one, efficiency) for one in found]))
+    print(f"jax {jax.__version__}")
+    for chip in dict.fromkeys(map(chip_of, found)):
+        rows = [one for one in found if chip_of(one) == chip]
+        fitted = [one for one in rows if RECIPES[one.name].fitted]
+        efficiency = fit(fitted) if fitted else EFFICIENCY
+        how = "fitted" if fitted else "assumed"
+        print(f"\n{chip}: kernels reach {efficiency:.0%} of the peak, {how}")
+        print(table(HEADER, [row(one, efficiency) for one in rows]))
 
 
 if __name__ == "__main__":
