@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.base.arguments import DataParallel
-from pipeline.layers.attending.order import CONTEXT
 from pipeline.planner.costs import Estimate, mfu, sent_over_context
 from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import usable
+from pipeline.planner.sequences import CONTEXT
 
 GB = 10**9
 # By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a

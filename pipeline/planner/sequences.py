@@ -15,16 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.base.arguments import is_whole
-from pipeline.layers import Context, context_bytes
-from pipeline.layers.attending.order import CONTEXT, Order, Way
-from pipeline.layers.attention import MOST_PAIRS
 from pipeline.planner.chips import Chip
 from pipeline.planner.models import COMPUTE_BYTES, ModelSizes
 from schedules import equal_time
 
+if TYPE_CHECKING:
+    from pipeline.layers import Context
+    from pipeline.layers.attending.order import Order, Way
+
+# The layers are imported where they are called: they import jax, and the command line must not.
+CONTEXT = "context"  # the axis's name, as `collectives` has it
 BLOCK = 128  # positions of which the lengths of slices are multiples, for kernels
 WIDE = 4  # bytes of a score, and of a number of a carry's gradient
 # Products of [t, c] and [c, T], or the like. A kernel forms scores again twice in its backward
@@ -87,6 +90,8 @@ class SequenceCut:
     @property
     def context(self) -> Context:
         """The layout as a layer takes it."""
+        from pipeline.layers import Context  # noqa: PLC0415
+
         if self.ranks == 1:
             return Context()
         return Context(CONTEXT, self.way, self.order)
@@ -117,6 +122,8 @@ WHOLE_CUT = SequenceCut()
 
 def _chunk(cut: SequenceCut, seq: int) -> tuple[int, int]:
     """Number of queries that are scored at a time, and of the keys that they are scored with."""
+    from pipeline.layers.attention import MOST_PAIRS  # noqa: PLC0415
+
     t = seq // cut.parts
     if cut.slices > 1:
         if cut.way == "allgather" and cut.ranks > 1:
@@ -208,6 +215,8 @@ def sent_bytes(
 
     `pipeline.layers.context_bytes` has the formulas, of the whole sequence; a slice sends its part.
     """
+    from pipeline.layers import context_bytes  # noqa: PLC0415
+
     if cut.ranks == 1:
         return 0.0, 0.0
     both = context_bytes(
