@@ -124,10 +124,10 @@ def ring(
 def _before(
     rule: Rule, part: SequenceSlice, earlier: Any, length: int, *, packed: bool
 ) -> tuple[Rule, Any, Any]:
-    """The rule of a slice, its number if that is traced, and the groups of earlier slices' keys.
+    """The rule of a slice, its number if that is traced, and the group of earlier slices' keys.
 
-    A group is (keys, values, segments). Where the number is traced there is one of all N slices,
-    [N, ...], and otherwise one of all earlier slices, joined, [1, ...]; of the first slice none.
+    A group is (keys, values, segments). Where the number is traced it has all N slices, [N, ...],
+    and otherwise all earlier slices, joined, [1, ...]; the first slice has none.
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
@@ -164,12 +164,12 @@ def _ring(
 def _each_before(
     rule: Rule, index: Any, before: Any, length: int, other: Any, read: Any, sums: Any
 ) -> Any:
-    """Apply ``read(group, n, slot, places of its keys, sums)`` to what is kept of earlier slices.
+    """Apply ``read(n, slot, places of its keys, sums)`` to what is kept of earlier slices.
 
     Args:
       rule: of the scores.
       index: the number of the slice, if it is traced.
-      before: the groups.
+      before: the group, if there is one.
       length: how many positions of a slice each rank has, of slices whose number is traced.
       other: the rank that the keys are of.
       read: gives new sums.
@@ -182,12 +182,12 @@ def _each_before(
         starts = itertools.accumulate(rule.before, initial=0)
         parts = zip(starts, rule.before, strict=False)
         found = [n * context.size + context.places(size, other) for n, size in parts]
-        return read(0, 0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
+        return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
     places = context.places(group[0].shape[2], other)
 
     def one(n: Any, sums: Any) -> Any:
         slot = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False), group)
-        return read(0, n, slot, n * (length * context.size) + places, sums)
+        return read(n, slot, n * (length * context.size) + places, sums)
 
     # Later slices are not read: the loop ends before them.
     return jax.lax.fori_loop(jnp.zeros_like(index[0]), index[0], one, sums)
@@ -235,7 +235,7 @@ def _forward(
         for i, j in _pairs(context, step, rank, other):
             sums = add(i, k[j], v[j], there[j], [x[j] for x in of_keys], sums)
 
-        def read(_: int, __: Any, slot: Any, places: Any, sums: Sums) -> Sums:
+        def read(_: Any, slot: Any, places: Any, sums: Sums) -> Sums:
             k, v, of_keys = slot
             for i in range(q.shape[0]):
                 sums = add(i, k, v, places, of_keys, sums)
@@ -284,15 +284,14 @@ def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
             dq = dq.at[i].add(more[0])
             dk, dv = dk.at[j].add(more[1]), dv.at[j].add(more[2])
 
-        def read(group: int, m: Any, slot: Any, places: Any, sums: Any) -> Any:
-            dq, of_before = sums
+        def read(m: Any, slot: Any, places: Any, sums: Any) -> Any:
+            dq, ((dk, dv),) = sums
             k, v, of_keys = slot
-            dk, dv = of_before[group]
             for i in range(q.shape[0]):
                 more = unread(i, k, v, places, of_keys)
                 dq = dq.at[i].add(more[0])
                 dk, dv = dk.at[m].add(more[1]), dv.at[m].add(more[2])
-            return dq, (*of_before[:group], (dk, dv), *of_before[group + 1 :])
+            return dq, ((dk, dv),)
 
         both = dq, of_before
         dq, of_before = _each_before(rule, index, before, length, other, read, both)
