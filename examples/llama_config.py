@@ -47,7 +47,8 @@ class LlamaConfig:
         then be fewer than ranks.
       attention: the `implementation` of `pipeline.layers.Attention`; None takes that of the
         platform.
-      query_chunk: without a kernel, positions whose scores are formed at a time; None takes all.
+      query_chunk: without a kernel, queries whose scores are formed at a time; None for as many
+        as make 2^20 scores of a head.
       scan_layers: whether a stage's blocks are one block over stacked weights, compiled once.
       remat_blocks: whether each block is computed again in its backward.
       keep_attention: whether that spares splash attention, whose results are then kept.

@@ -17,9 +17,8 @@ from collectives.tensor import group_size, is_manual
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import FusedQKV, RMSNorm, RowLinear, rotary, rotate
-from pipeline.layers.attending.formula import read, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import attend_slice
+from pipeline.layers.attention import attend_slice, attend_to
 from pipeline.layers.weights import check_cut, make_weight
 
 
@@ -174,13 +173,19 @@ class DecoderAttention(nnx.Module):
             cache[...] = jax.lax.dynamic_update_slice(
                 cache[...], new.astype(self.kept_dtype), (0, first, 0, 0)
             )
-        t, length = q.shape[1], self.keys.shape[1]
+        t = q.shape[1]
         self.seen[...] = first + t
-        window = None if self.window is None or self.window >= length else self.window
-        seen = visible(first + jnp.arange(t), jnp.arange(length), window)
-        keys, values = self.keys[...], self.values[...]
-        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        return read(q, keys, values, seen, **options, sinks=self._own_sinks())
+        return attend_to(
+            q,
+            self.keys[...],
+            self.values[...],
+            places=first + jnp.arange(t),
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            implementation="chunked",
+            sinks=self._own_sinks(),
+        )
 
     def _own_sinks(self) -> jax.Array | None:
         """The sinks of this rank's heads."""

@@ -18,9 +18,8 @@ from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.attention import check_not_remembered
 from pipeline.decoders.config import DecoderConfig
 from pipeline.layers import ColumnLinear, RMSNorm, RowLinear, rotary, rotate
-from pipeline.layers.attending.formula import HIDDEN, visible
 from pipeline.layers.attending.order import WHOLE, Context
-from pipeline.layers.attention import check_context, check_segments
+from pipeline.layers.attention import attend_to, check_context, check_segments
 from pipeline.layers.weights import apply, scaled
 
 EPSILON = 1e-6  # of the norms of latents, whatever config.json says of others
@@ -143,10 +142,17 @@ class LatentAttention(nnx.Module):
         if first is None and self.context.size > 1:
             own = {name: self.context.natural(self._gathered(one)) for name, one in own.items()}
         whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
+        in_one_piece = first is None and part.count == self.context.size == 1
         places = self.context.places_in(part, t) if first is None else first + jnp.arange(t)
-        of = () if segments is None else (segments, whole["segments"])
-        seen = visible(places, jnp.arange(whole["latents"].shape[1]), None, *of)
-        y = self._read(q, whole["latents"][..., :-o], whole["latents"][..., -o:], seen)
+        y = attend_to(
+            q,
+            *self._keys(whole["latents"]),
+            segments,
+            scale=self.scale,
+            implementation=None if in_one_piece else "chunked",
+            places=None if in_one_piece else places,
+            segments_of_keys=whole.get("segments"),
+        )
         return self.out(y.reshape(b, t, -1)), own
 
     def _gathered(self, x: jax.Array) -> jax.Array:
@@ -159,17 +165,13 @@ class LatentAttention(nnx.Module):
             return self.q(x)
         return self.q_up(self.q_norm(apply(x, self.q_down[...].astype(x.dtype))))
 
-    def _read(self, q: jax.Array, latent: jax.Array, key: jax.Array, seen: jax.Array) -> jax.Array:
-        """Attention over local heads, in float32: `[b, t, h, w]`."""
-        n = self.sizes.nope
-        kv = self.kv(latent).reshape(*latent.shape[:2], -1, n + self.sizes.value)
-        key = column_input(key, TENSOR)
-        wide_q, wide_kv, wide_key = (x.astype(jnp.float32) for x in (q, kv, key))
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = jnp.einsum("bthn,bshn->bhts", wide_q[..., :n], wide_kv[..., :n])
-        scores = scale * (scores + jnp.einsum("btho,bso->bhts", wide_q[..., n:], wide_key))
-        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, HIDDEN), axis=-1)
-        return jnp.einsum("bhts,bshw->bthw", weights, wide_kv[..., n:]).astype(q.dtype)
+    def _keys(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys `[b, s, h, n + o]` and values `[b, s, h, w]` of local heads, out of latents."""
+        n, o = self.sizes.nope, self.sizes.rope
+        kv = self.kv(latents[..., :-o]).reshape(*latents.shape[:2], -1, n + self.sizes.value)
+        turned = column_input(latents[..., -o:], TENSOR)[:, :, None]
+        turned = jnp.broadcast_to(turned, (*kv.shape[:-1], o))
+        return jnp.concatenate([kv[..., :n], turned], axis=-1), kv[..., n:]
 
 
 def _check_way(context: Context) -> None:

@@ -2,12 +2,13 @@
 
 Letters: R = ranks on the axis, b = sequences, t = positions, d = width, c = width of a head, k =
 heads of keys and values, g = heads of queries for each of them (J. Ainslie et al.,
-arXiv:2305.13245).
+arXiv:2305.13245), w = width of values.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from collectives.tensor import group_rank, group_size
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
-from pipeline.layers.attending.formula import read, visible
+from pipeline.layers.attending.formula import chunk_of, cut, join, read, visible
 from pipeline.layers.attending.order import CONTEXT, WHOLE, Context, Order, Way
 from pipeline.layers.attending.ring import Rule, ring
 from pipeline.layers.linear import ColumnLinear, RowLinear
@@ -108,7 +109,9 @@ class Attention(nnx.Module):
       replicate_kv: whether every rank has the weights of all heads of keys and values
         (`ReplicatedKV`); for more ranks than there are such heads.
       query_chunk: a divisor of t: without a kernel the scores of so many queries, `[b, k·g / R,
-        query_chunk, t]`, are formed at a time, again in the backward; None forms and keeps all.
+        query_chunk, t]`, are formed at a time, again in the backward. None takes as many as make
+        2^20 scores of a head, all of 1,024 positions. All scores are formed and kept for the
+        backward where ``query_chunk`` is t.
       window: how many positions a query reads, its own and those before it; None for all.
       softcap: a cap s of the scores, which become s·tanh(score / s); None for none.
       context_axis: a mesh axis over which the positions of a sequence are split, usually
@@ -259,12 +262,12 @@ def attend(
     context: Context = WHOLE,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute causal attention over local heads, `[b, t, k·g, c]` of queries and of the result.
+    """Compute causal attention over local heads, `[b, t, k·g, w]`.
 
     Args:
-      q: queries.
+      q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, t, k, c]`.
-      v: values, the same.
+      v: values, `[b, t, k, w]`.
       segments: as of a call of `Attention`.
       window: as for `Attention`.
       softcap: as for `Attention`.
@@ -296,9 +299,10 @@ def attend(
         "query_chunk": query_chunk,
     }
     if context.size == 1:
-        return _attend(q, k, v, segments, implementation=implementation, sinks=sinks, **options)
+        options |= {"implementation": implementation, "sinks": sinks}
+        return attend_to(q, k, v, segments, **options)
     if context.way == "ulysses":
-        run = functools.partial(_attend, implementation=implementation, **options)
+        run = functools.partial(attend_to, implementation=implementation, **options)
         return _with_whole_sequences(run, q, k, v, segments, context, sinks)
     if context.way == "allgather":
         return _with_all_keys(
@@ -326,7 +330,7 @@ def attend_slice(
     Args:
       q: queries of the slice, `[b, t, k·g, c]`.
       k: keys of the slice, `[b, t, k, c]`.
-      v: values, the same.
+      v: values of the slice, `[b, t, k, w]`.
       earlier: `[N, ...]` leaves, the second results of calls on earlier slices; None for whole
         sequences.
       part: the place of the slice.
@@ -338,7 +342,7 @@ def attend_slice(
       options: the others of `attend`.
 
     Returns:
-      `[b, t, k·g, c]`, and what later slices read: keys, values and segments of this one; nothing
+      `[b, t, k·g, w]`, and what later slices read: keys, values and segments of this one; nothing
       of a whole sequence.
 
     Raises:
@@ -392,8 +396,7 @@ def attend_slice(
         return (_back(y, context) if exchanges else y), own
     whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
     chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
-    chosen["query_chunk"] = chosen["query_chunk"] or _chunk(q.shape[1], whole["keys"].shape[1])
-    y = _attend(
+    y = attend_to(
         q,
         whole["keys"],
         whole["values"],
@@ -425,9 +428,7 @@ def _ring_slice(
 ) -> jax.Array:
     """Attend from one slice by blocks of keys: of earlier slices, and of the ranks of an axis."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    each = q.shape[1] // (2 if context.order == "zigzag" else 1)
-    most = max(k.shape[1], part.start(k.shape[1]) if isinstance(part, FixedSlice) else 0)
-    rule = Rule(context, scale, window, softcap, query_chunk or _chunk(each, most))
+    rule = Rule(context, scale, window, softcap, query_chunk)
     return ring(q, k, v, segments, rule, sinks, part=part, earlier=earlier)
 
 
@@ -443,16 +444,6 @@ def _check_ring(implementation: kernels.Implementation | None) -> None:
             f"keys by the formula; take implementation=None or 'chunked', or context='ulysses', "
             f"which runs any kernel"
         )
-
-
-MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
-
-
-def _chunk(t: int, length: int) -> int | None:
-    """Choose the number of queries to score at a time, the most that `MOST_PAIRS` allows."""
-    if t * length <= MOST_PAIRS:
-        return None
-    return max(n for n in range(1, t + 1) if t % n == 0 and (n == 1 or n * length <= MOST_PAIRS))
 
 
 def check_context(context: Context) -> None:
@@ -546,7 +537,7 @@ def _with_all_keys(
     places = context.places(q.shape[1])
     k, v = (context.natural(_gather(x, context.axis)) for x in (k, v))
     of_keys = None if segments is None else context.natural(_gather(segments, context.axis))
-    return _attend(
+    return attend_to(
         q,
         k,
         v,
@@ -558,65 +549,103 @@ def _with_all_keys(
     )
 
 
-def _attend(
+def attend_to(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | None,
+    segments: jax.Array | None = None,
     *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
-    query_chunk: int | None,
-    implementation: kernels.Implementation | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_chunk: int | None = None,
+    implementation: kernels.Implementation | None = None,
     places: jax.Array | None = None,
     start: int = 0,
     segments_of_keys: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend with all keys `[b, s, k, c]` at hand.
+    """Attend with all keys `[b, s, k, c]` and values `[b, s, k, w]` at hand.
 
     Args: as of `attend`; places: `[t]` of the queries among the keys, by default 0..t-1; start: the
     first of these, if a kernel reads consecutive ones.
+
+    Raises:
+      ValueError: as `attend`.
     """
-    t, length, usual = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
-    window = None if window is None or window >= length else window
-    implementation = implementation or kernels.choose(q, softcap=softcap)
-    if implementation != "chunked" and scale not in (None, usual):
-        q = q * jnp.asarray(scale / usual, q.dtype)
+    width, c = v.shape[-1], q.shape[-1]
+    window = None if window is None or window >= k.shape[1] else window
+    scale = c**-0.5 if scale is None else scale
+    padded = [_padded(x, max(c, width)) for x in (q, k, v)]
+    implementation = implementation or kernels.choose(padded[0], softcap=softcap)
+    if implementation != "chunked":  # the others have one width of a head, and the scale of it
+        q, k, v = padded
+        usual = q.shape[-1] ** -0.5
+        q = q if scale == usual else q * jnp.asarray(scale / usual, q.dtype)
     if implementation == "splash":
         own_keys: dict[str, Any] = {"start": start, "segments_of_keys": segments_of_keys}
-        return kernels.splash(q, k, v, segments, window=window, softcap=softcap, **own_keys)
-    if implementation == "cudnn":
-        return kernels.cudnn(q, k, v, segments, window=window, softcap=softcap)
-    if implementation == "xla":
+        y = kernels.splash(q, k, v, segments, window=window, softcap=softcap, **own_keys)
+    elif implementation == "cudnn":
+        y = kernels.cudnn(q, k, v, segments, window=window, softcap=softcap)
+    elif implementation == "xla":
         kernels.check_softcap("xla", q, softcap)
-    whole = segments is None and window is None and places is None
+        causal = segments is None and window is None and places is None
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+            whole = causal and q.shape[1] == k.shape[1]
+            how: Any = {"is_causal": True} if whole else {"mask": seen[:, None]}
+            k, v = k.astype(q.dtype), v.astype(q.dtype)
+            return jax.nn.dot_product_attention(q, k, v, implementation="xla", **how)
+
+        y = _in_chunks(run, q, k, v, segments, segments_of_keys, places, window, query_chunk)
+    else:
+        run = functools.partial(read, scale=scale, softcap=softcap, sinks=sinks)
+        y = _in_chunks(run, q, k, v, segments, segments_of_keys, places, window, query_chunk)
+    return y if y.shape[-1] == width else y[..., :width]
+
+
+def _padded(x: jax.Array, width: int) -> jax.Array:
+    """Pad heads `[b, t, k, c]` with zeros to a width."""
+    more = width - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, more)]) if more else x
+
+
+def _in_chunks(
+    run: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    segments_of_keys: jax.Array | None,
+    places: jax.Array | None,
+    window: int | None,
+    query_chunk: int | None,
+) -> jax.Array:
+    """Apply ``run(queries, k, v, seen)`` to as many queries at a time as `query_chunk` says.
+
+    Raises:
+      ValueError: it does not divide them.
+    """
+    t, length = q.shape[1], k.shape[1]
+    if query_chunk is not None and t % query_chunk:
+        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
+    size = query_chunk or chunk_of(t, length)
     places = jnp.arange(t) if places is None else places
+    own = () if segments is None else (segments,)
     of_keys = segments if segments_of_keys is None else segments_of_keys
 
     def some(k: jax.Array, v: jax.Array, chunk: tuple[jax.Array, ...]) -> jax.Array:
         here, queries, *own = chunk
         seen = visible(here, jnp.arange(length), window, *own, *([of_keys] if own else []))
-        if implementation == "chunked":
-            return read(queries, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
-        return jax.nn.dot_product_attention(queries, k, v, mask=seen[:, None], implementation="xla")
+        return run(queries, k, v, seen)
 
-    own = () if segments is None else (segments,)
-    if query_chunk is None or query_chunk == t:
-        if implementation == "chunked" or not whole:
-            return some(k, v, (places, q, *own))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-    if t % query_chunk:
-        raise ValueError(f"query_chunk={query_chunk}: must divide the {t} positions of a sequence")
+    if size == t:
+        return some(k, v, (places, q, *own))
     some = jax.checkpoint(some)
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, query_chunk, *x.shape[2:]), 1, 0)
-
-    chunks = (places.reshape(-1, query_chunk), cut(q), *map(cut, own))
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # chunks add up their gradients so
+    chunks = (cut(places, size, 0), *(cut(x, size, 1) for x in (q, *own)))
     _, y = jax.lax.scan(lambda _, chunk: (None, some(k, v, chunk)), None, chunks)
-    return jnp.moveaxis(y, 0, 1).reshape(q.shape)
+    return join(y, t, 1)
 
 
 def check_segments(segments: Any, q: jax.Array) -> None:

@@ -122,18 +122,16 @@ WHOLE_CUT = SequenceCut()
 
 def _chunk(cut: SequenceCut, seq: int) -> tuple[int, int]:
     """Number of queries that are scored at a time, and of the keys that they are scored with."""
-    from pipeline.layers.attention import MOST_PAIRS  # noqa: PLC0415
+    from pipeline.layers.attending.formula import chunk_of  # noqa: PLC0415
 
-    t = seq // cut.parts
-    if cut.slices > 1:
-        if cut.way == "allgather" and cut.ranks > 1:
-            return max(1, min(t, MOST_PAIRS // seq)), seq
-        slice_ = seq // cut.slices  # whole, of the heads of a rank
-        return max(1, min(slice_, MOST_PAIRS // slice_)), slice_
-    if cut.way == "ring":
-        block = t // (2 if cut.order == "zigzag" else 1)
-        return block, block
-    return t, seq
+    t = keys = seq // cut.parts
+    if cut.way == "allgather" and cut.ranks > 1:
+        keys = seq
+    elif cut.slices > 1:
+        t = keys = seq // cut.slices  # whole, of the heads of a rank
+    elif cut.order == "zigzag":
+        t = keys = t // 2
+    return chunk_of(t, keys), keys
 
 
 def attention_seconds(
@@ -177,8 +175,8 @@ def score_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor
 def kept_bytes(model: ModelSizes, cut: SequenceCut, rows: int, seq: int, tensor: int) -> float:
     """Bytes that the formula keeps for the backward of one block beside what a kernel keeps.
 
-    An all-gather keeps the weights of its scores. A ring, and slices, compute them again from their
-    results and sums in float32.
+    An all-gather keeps the weights of its scores if one chunk has all queries. A ring, and slices,
+    compute them again from their results and sums in float32.
     """
     if cut.by_kernel:
         return 0.0

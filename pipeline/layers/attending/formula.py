@@ -1,7 +1,7 @@
 """The formula of attention, and which keys a query reads.
 
 Letters: b = sequences, t = queries, s = keys, c = width of a head, k = heads of keys and values, g
-= heads of queries for each of them.
+= heads of queries for each of them, w = width of values.
 """
 
 from __future__ import annotations
@@ -10,6 +10,31 @@ import jax
 import jax.numpy as jnp
 
 HIDDEN = -1e30  # the score of a key that a query does not read
+MOST_PAIRS = 2**20  # scores of a head that are formed at a time, where nobody says how many
+
+
+def chunk_of(t: int, s: int) -> int:
+    """Choose how many of t queries are scored with s keys at a time: t up to `MOST_PAIRS` scores.
+
+    Beyond, queries are divided into equal chunks, of which the last one may be padded.
+    """
+    parts = max(1, min(t, -(-t * s // MOST_PAIRS)))
+    return -(-t // parts)
+
+
+def cut(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """Cut an axis into chunks along a new first axis; zeros fill the last chunk."""
+    t = x.shape[axis]
+    if t % size:
+        x = jnp.pad(x, [(0, -t % size if n == axis else 0) for n in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def join(x: jax.Array, t: int, axis: int) -> jax.Array:
+    """Undo `cut` of an axis of length t."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return x if x.shape[axis] == t else jax.lax.slice_in_dim(x, 0, t, axis=axis)
 
 
 def visible(
@@ -45,14 +70,14 @@ def read(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute attention by its formula, in float32, returned in the dtype of q.
+    """Compute attention by its formula, `[b, t, k·g, w]`, in float32 and returned in q's dtype.
 
     `jax.nn.dot_product_attention` mixes types in its backward, which strict promotion refuses.
 
     Args:
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, s, k, c]`.
-      v: values, the same.
+      v: values, `[b, s, k, w]`.
       seen: `[1 or b, t, s]`, which keys a query reads (`visible`).
       scale: of the scores, by default c ** -0.5.
       softcap: of the scores, if any.
@@ -70,4 +95,5 @@ def read(
         sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
-    return jnp.einsum("bkgts,bskc->btkgc", weights, wide_v).reshape(q.shape).astype(q.dtype)
+    y = jnp.einsum("bkgts,bskw->btkgw", weights, wide_v)
+    return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)

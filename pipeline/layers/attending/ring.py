@@ -11,7 +11,7 @@ slice and of earlier ones travel together, and later slices are not read.
 
 Letters: R = ranks on the axis, N = slices, h = blocks of a rank (2 in zig-zag order), b =
 sequences, n = positions of a block, k = heads of keys and values, g = heads of queries for each, c
-= width of a head.
+= width of a head, w = width of values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from collectives import ring_shift, vary, varying_axes
 from collectives.tensor import group_rank
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
-from pipeline.layers.attending.formula import HIDDEN, visible
+from pipeline.layers.attending.formula import HIDDEN, chunk_of, cut, join, visible
 from pipeline.layers.attending.order import Context
 
 
@@ -40,7 +40,7 @@ class Rule:
       scale: of the scores.
       window: how many positions a query reads; None for all before it.
       softcap: of the scores, if any.
-      chunk: how many queries of a block are read at a time; None for all.
+      chunk: how many queries of a block are read at a time; None for as many as `chunk_of` says.
       start: the place of the first position, of a slice whose number is known.
       before: the lengths of earlier slices, if so, as parts of a rank.
     """
@@ -54,11 +54,14 @@ class Rule:
     before: tuple[int, ...] = ()
 
 
+AXES = 1, 3, 3  # of a block's queries in `Sums`
+
+
 class Sums(NamedTuple):
     """Sums over the keys that were read so far, of every query.
 
     Attributes:
-      values: `[h, b, n, k, g, c]` weighted values.
+      values: `[h, b, n, k, g, w]` weighted values.
       largest: `[h, b, k, g, n]` the largest score.
       total: `[h, b, k, g, n]` the sum of exp(score - largest).
     """
@@ -79,14 +82,14 @@ def ring(
     part: SequenceSlice = WHOLE_SEQUENCE,
     earlier: Any = None,
 ) -> jax.Array:
-    """Attend over the ranks of an axis: `[b, t, k·g, c]`, the positions of this rank.
+    """Attend over the ranks of an axis: `[b, t, k·g, w]`, the positions of this rank.
 
     Computed in float32, returned in the dtype of q.
 
     Args:
       q: queries, `[b, t, k·g, c]`.
       k: keys, `[b, t, k, c]`.
-      v: values, the same.
+      v: values, `[b, t, k, w]`.
       segments: `[b, t]` integers, or None where a row is one document.
       rule: which keys are read, and how.
       sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
@@ -105,20 +108,20 @@ def ring(
         whose = "of a slice" if axis is None else f"that a rank of {axis!r} reads at a time"
         raise ValueError(f"query_chunk={rule.chunk}: must divide the {each} positions {whose}")
 
-    def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], blocks, each, *x.shape[2:]), 1, 0)
+    def halves(x: jax.Array) -> jax.Array:
+        return cut(x, each, 1)
 
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    own = () if segments is None else (cut(segments),)
+    own = () if segments is None else (halves(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
     axis = rule.context.axis
     rule, index, before = _before(rule, part, earlier, q.shape[1], packed=segments is not None)
     every = q, k, v, *own, *low, *jax.tree.leaves((index, before))
     both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
-    given = vary((cut(grouped), cut(k), cut(v), own, low, index, before), axes)
+    given = vary((halves(grouped), halves(k), halves(v), own, low, index, before), axes)
     y = jnp.moveaxis(_ring(rule, *given), 0, 1)
-    return y.reshape(q.shape).astype(q.dtype)
+    return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)
 
 
 def _before(
@@ -208,14 +211,14 @@ def _forward(
     index: Any,
     before: Any,
 ) -> Any:
-    """The output `[h, b, n, k, g, c]`, and what the backward reads."""
+    """The output `[h, b, n, k, g, w]`, and what the backward reads."""
     context, wide = rule.context, q.astype(jnp.float32)
     b, n, heads = q.shape[1], q.shape[2], q.shape[3:5]
     length = q.shape[0] * n
     start = _start(rule, index, length)
     like = functools.partial(_like, q)
     sums = Sums(
-        like(jnp.zeros(q.shape, jnp.float32)),
+        like(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)),
         like(jnp.full((q.shape[0], b, *heads, n), HIDDEN)),
         like(jnp.zeros((q.shape[0], b, *heads, n))),
     )
@@ -382,23 +385,25 @@ def _read_block(
         largest = jnp.maximum(had.largest, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
         before = jnp.exp(had.largest - largest)
-        more = jnp.einsum("bkgts,bskc->btkgc", weights, v.astype(jnp.float32))
+        more = jnp.einsum("bkgts,bskw->btkgw", weights, v.astype(jnp.float32))
         values = had.values * jnp.moveaxis(before, -1, 1)[..., None] + more
         return Sums(values, largest, had.total * before + weights.sum(axis=-1))
 
-    if rule.chunk is None or rule.chunk == q.shape[1]:
+    t = q.shape[1]
+    size = rule.chunk or chunk_of(t, k.shape[1])
+    if size == t:
         return some(q, wanted, had)
-    cut, join = _chunks(rule.chunk)
     places, of_keys, *segments = wanted
-    mine = [cut(x, 1) for x in segments[:1]]
-    parts = cut(q, 1), cut(places, 0), mine, Sums(cut(had[0], 1), cut(had[1], 3), cut(had[2], 3))
+    mine = [cut(x, size, 1) for x in segments[:1]]
+    sums = Sums(*(cut(x, size, axis) for x, axis in zip(had, AXES, strict=True)))
+    parts = cut(q, size, 1), cut(places, size, 0), mine, sums
 
     def one(part: Any) -> Sums:
         q, places, mine, had = part
         return some(q, (places, of_keys, *mine, *segments[1:]), had)
 
     found = jax.lax.map(one, parts)
-    return Sums(join(found[0], 1), join(found[1], 3), join(found[2], 3))
+    return Sums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
 
 
 def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wanted: Any) -> Any:
@@ -409,8 +414,8 @@ def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wante
         q, g, level, slope = of_queries
         scores = _scores(rule, q, k)
         weights = jnp.where(_seen(rule, wanted), jnp.exp(scores - level[..., None]), 0.0)
-        dv = jnp.einsum("bkgts,btkgc->bskc", weights, g)
-        along = jnp.einsum("btkgc,bskc->bkgts", g, wide_v)
+        dv = jnp.einsum("bkgts,btkgw->bskw", weights, g)
+        along = jnp.einsum("btkgw,bskw->bkgts", g, wide_v)
         change = weights * (along - slope[..., None])
         if rule.softcap is not None:
             change = change * (1 - (scores / rule.softcap) ** 2)
@@ -418,15 +423,16 @@ def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wante
         dq = jnp.einsum("bkgts,bskc->btkgc", change, wide_k)
         return dq, jnp.einsum("bkgts,btkgc->bskc", change, q), dv
 
-    if rule.chunk is None or rule.chunk == of_queries[0].shape[1]:
+    t = of_queries[0].shape[1]
+    size = rule.chunk or chunk_of(t, k.shape[1])
+    if size == t:
         return some(of_queries, wanted)
-    cut, join = _chunks(rule.chunk)
     places, of_keys, *segments = wanted
     q, g, level, slope = of_queries
     parts = (
-        (cut(q, 1), cut(g, 1), cut(level, 3), cut(slope, 3)),
-        cut(places, 0),
-        [cut(x, 1) for x in segments[:1]],
+        (cut(q, size, 1), cut(g, size, 1), cut(level, size, 3), cut(slope, size, 3)),
+        cut(places, size, 0),
+        [cut(x, size, 1) for x in segments[:1]],
     )
 
     def one(sums: Any, part: Any) -> Any:
@@ -436,18 +442,4 @@ def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wante
 
     zeros = tuple(_like(q, jnp.zeros(x.shape, jnp.float32)) for x in (k, v))
     (dk, dv), dq = jax.lax.scan(one, zeros, parts)
-    return join(dq, 1), dk, dv
-
-
-def _chunks(size: int) -> Any:
-    """Functions that cut an axis into chunks in front, and join them again."""
-
-    def cut(x: jax.Array, axis: int) -> jax.Array:
-        shape = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), axis, 0)
-
-    def join(x: jax.Array, axis: int) -> jax.Array:
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-    return cut, join
+    return join(dq, t, 1), dk, dv
