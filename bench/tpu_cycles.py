@@ -55,11 +55,13 @@ class Compiled:
       text: the optimised HLO.
       hbm: bytes of a chip: arguments, results that lie elsewhere, temporaries.
       predicted: of them, by the pipeline's forecast; None where there is none.
+      moved: of one stash that lies in host memory; 0 without.
     """
 
     text: str
     hbm: int
     predicted: int | None = None
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def compiled(
     keep: Path | None,
     name: str,
     flags: dict[str, str | bool],
-    forecast: Callable[[], int | None] = lambda: None,
+    forecast: Callable[[], tuple[int | None, int]] = lambda: (None, 0),
 ) -> Compiled:
     """Compile a step, or read what was compiled before.
 
@@ -120,7 +122,7 @@ def compiled(
       keep: a folder for programs, or None.
       name: of the step.
       flags: of the compiler.
-      forecast: of its bytes, once it was lowered.
+      forecast: of its bytes and of those of a stash in host memory, once it was lowered.
     """
     hlo, sizes = (keep / f"{name}.{end}" if keep else None for end in ("hlo", "json"))
     if hlo is not None and sizes is not None and hlo.exists() and sizes.exists():
@@ -131,7 +133,7 @@ def compiled(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lowered = lower()
-        predicted = forecast()
+        predicted, moved = forecast()
         if predicted is not None:
             print(f"{name}: {predicted / GB:.1f} GB predicted", file=sys.stderr, flush=True)
         made = lowered.compile(compiler_options=flags)
@@ -141,8 +143,8 @@ def compiled(
     hbm = said.argument_size_in_bytes + outside + said.temp_size_in_bytes
     if hlo is not None and sizes is not None:
         hlo.write_text(made.as_text() or "", encoding="utf-8")
-        sizes.write_text(json.dumps([hbm, predicted]), encoding="utf-8")
-    return Compiled(made.as_text() or "", hbm, predicted)
+        sizes.write_text(json.dumps([hbm, predicted, moved]), encoding="utf-8")
+    return Compiled(made.as_text() or "", hbm, predicted, moved)
 
 
 def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float, kernels: float) -> Machine:
@@ -174,16 +176,20 @@ def ours(case: Case, keep: Path | None, name: str, grouped: float, kernels: floa
     def lower() -> jax.stages.Lowered:
         return pipe.lower(words, words, optimizer=optimizer)
 
-    def forecast() -> int:
-        return predict_step(pipe, optimizer, *pipe.plan.facts.last).total
+    def forecast() -> tuple[int, int]:
+        found = predict_step(pipe, optimizer, *pipe.plan.facts.last)
+        return found.total, found.gradients.host_stashes.each
 
     made = compiled(lower, keep, name, default_compiler_options(devices[0]), forecast)
     read = cycles(made.text, machine)
     plan, tokens = pipe.plan, case.rows * case.length // case.axes.get("tensor", 1)
     message = 2 * tokens * case.config.hidden_size
     costs = costs_of(read, plan, machine, message)
+    host = made.moved / machine.chip.host if made.moved else 0.0
+    costs = replace(costs, host=host, host_overlap=machine.chip.host_overlap)
     slots = simulate(plan.schedule, **plan.clock).pattern  # which the kernel runs
     options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
+    options |= {"offload": plan.offload, "keep": plan.keep}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
     seconds = span + beside(read, plan, machine)
     actions = by_action(read)

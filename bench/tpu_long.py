@@ -52,15 +52,17 @@ TOPOLOGY, CHIP, LENGTH, ROWS = "v5p:4x4x4", CHIPS["v5p"], 131072, 16
 MODEL = MODELS["llama-8b"]
 
 
-def _layout(stage: int, ranks: int, slices: int, remat: str | None) -> MeshLayout:
-    """A layout of the slice, with slices of equal time."""
+def _layout(stage: int, ranks: int, slices: int, remat: str | None, chunks: int = 1) -> MeshLayout:
+    """A layout of the slice, with slices of equal time, and so many stages on a rank."""
     data = 64 // (stage * ranks)
     cut = SequenceCut(ranks, "ulysses" if ranks > 1 else "allgather", slices=slices)
+    whole = "interleaved_1f1b" if chunks > 1 else "eager_1f1b"
     found = MeshLayout(
         data,
         stage,
         1,
-        schedule="seq1f1b" if slices > 1 else "eager_1f1b",
+        schedule="seq1f1b" if slices > 1 else whole,
+        chunks=chunks,
         microbatches=ROWS // data,
         remat=remat,
         data_parallel="zero1",
@@ -82,6 +84,7 @@ CASES = {
     "slices": _layout(8, 1, 16, "stage"),
     "both": _layout(4, 8, 4, "stage"),
     "both-kept": _layout(4, 8, 4, None),
+    "interleaved": _layout(4, 8, 1, None, chunks=8),
 }
 # A number of slices, which runs the formula.
 _NUMBER = replace(CASES["slices"].cut, lengths=())
@@ -196,7 +199,7 @@ def predicted_block(name: str, number: int = 0) -> tuple[float, float, float]:
     """The planner's seconds of a block's F and B on one slice, and bytes that it sends."""
     layout, job = CASES[name], job_of(MODEL.layers)
     costs, N = stage_costs(job, layout), layout.cut.slices
-    each = MODEL.layers // layout.stage * N
+    each = MODEL.layers // (layout.stage * layout.chunks) * N
     forward, backward = costs.f[1] / each, costs.b[1] / each  # type: ignore[index]
     share = 1.0 if costs.slices is None else costs.slices[number]
     sent = sum(sent_bytes(MODEL, layout.cut, layout.rows, LENGTH, 1))
@@ -213,12 +216,12 @@ def step_of_blocks(name: str, forward: float, both: float) -> float:
     """
     layout, job = CASES[name], job_of(MODEL.layers)
     one, costs = estimate(job, layout), stage_costs(job, layout)
-    each = MODEL.layers // layout.stage * layout.cut.slices
+    each = MODEL.layers // (layout.stage * layout.chunks) * layout.cut.slices
     backward = both if layout.remat == "stage" else both - forward
     f = tuple(each * forward if planned_f else 0.0 for planned_f in costs.f)  # type: ignore[union-attr]
     costs = replace(costs, f=f, b=(each * backward,) * layout.stage)
     shared = ("embed", "head") if layout.vocabulary == "stage" else ()
-    sizes = layout.schedule or "", layout.stage, 1, layout.microbatches
+    sizes = layout.schedule or "", layout.stage, layout.chunks, layout.microbatches
     span = makespan(*sizes, costs, shared, "lockstep", N=layout.cut.slices)
     return span + one.seconds["data"] + one.seconds["update"]
 
@@ -226,7 +229,7 @@ def step_of_blocks(name: str, forward: float, both: float) -> float:
 def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
     """A pipeline of types."""
     layout = CASES[name]
-    counts = layers_of_stages(layers, layout.stage)
+    counts = layers_of_stages(layers, layout.stage * layout.chunks)
     types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": layout.cut.context}
     types["vocabulary"] = layout.vocabulary
     stages, embed, head = build(config_of(layers), counts, None, **types)
@@ -261,11 +264,15 @@ def step(name: str, layers: int, keep: Path | None) -> tuple[float, Compiled]:
     read = cycles(made.text, machine)
     message = 2 * layout.tokens(LENGTH) * MODEL.width
     costs = costs_of(read, plan, machine, message)
+    # Costs are of whole microbatches. Of slices by length an action's program has one body each, so
+    # its cycles are of all; equal slices share one body. A message is of one slice.
+    bodies = 1 if layout.cut.lengths else N
     times = {
-        field: tuple(N * one for one in getattr(costs, field)) for field in ("f", "i", "w", "b")
+        field: tuple(bodies * one for one in getattr(costs, field))
+        for field in ("f", "i", "w", "b")
     }
-    ends = {field: N * getattr(costs, field) for field in ("head", "embed", "comm")}
-    costs = replace(costs, **times, **ends)
+    ends = {field: bodies * getattr(costs, field) for field in ("head", "embed")}
+    costs = replace(costs, **times, **ends, comm=N * costs.comm)
     slots = simulate(plan.schedule, **plan.clock).pattern
     options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan

@@ -7,12 +7,13 @@ prints tokens a second and chip beside the published figure. Needs `libtpu`.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from bench import tpu
 from bench.measure import table
 from bench.recipes.predict import Predicted, fit, predict
-from bench.recipes.table import RECIPES
+from bench.recipes.table import ALL, RECIPES
 
 import jax  # isort: skip
 
@@ -37,21 +38,22 @@ PUBLISHED = ["recipe", "mesh", "a chip's batch", "tokens/s/chip", "MFU"]
 
 def row(one: Predicted, efficiency: float) -> list[str]:
     """A row of the table."""
-    recipe = RECIPES[one.name]
+    recipe = ALL[one.name]
+    known = not math.isnan(recipe.measured)
     return [
         one.name,
         *(f"{x:.2f}" for x in (one.seconds(efficiency), one.fusions, one.kernels, one.waits)),
         f"{one.hbm / GB:.1f}",
         f"{one.tokens(efficiency):,.0f}",
-        f"{recipe.measured:,.0f}",
-        f"{one.error(efficiency):+.0%}",
+        f"{recipe.measured:,.0f}" if known else "-",
+        f"{one.error(efficiency):+.0%}" if known else "-",
         "yes" if recipe.fitted else "no",
     ]
 
 
 def chip_of(one: Predicted) -> str:
     """The chip of a recipe; each has an efficiency of its own."""
-    return RECIPES[one.name].topology.partition(":")[0]
+    return ALL[one.name].topology.partition(":")[0]
 
 
 def published() -> list[list[str]]:
@@ -69,7 +71,8 @@ def published() -> list[list[str]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], help="by default all")
+    default = "by default those that were measured"
+    parser.add_argument("names", nargs="*", choices=[*ALL, []], help=default)
     parser.add_argument("--keep", type=Path, help="a folder of results, read where they are there")
     parser.add_argument("--published", action="store_true", help="what was measured, no more")
     options = parser.parse_args()
@@ -86,7 +89,7 @@ def main() -> None:
     print(f"jax {jax.__version__}")
     for chip in dict.fromkeys(map(chip_of, found)):
         rows = [one for one in found if chip_of(one) == chip]
-        fitted = [one for one in rows if RECIPES[one.name].fitted]
+        fitted = [one for one in rows if ALL[one.name].fitted]
         efficiency = fit(fitted) if fitted else EFFICIENCY
         how = "fitted" if fitted else "assumed"
         print(f"\n{chip}: kernels reach {efficiency:.0%} of the peak, {how}")

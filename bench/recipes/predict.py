@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.recipes.model import lower, mesh_of
-from bench.recipes.table import HOST_OFFLOAD, RECIPES, Recipe
+from bench.recipes.table import ALL, HOST_OFFLOAD, Recipe
 
 import jax  # isort: skip
 
@@ -57,12 +57,12 @@ class Predicted:
 
     def tokens(self, efficiency: float) -> float:
         """Tokens a second and chip."""
-        recipe = RECIPES[self.name]
+        recipe = ALL[self.name]
         return recipe.rows * recipe.length / self.seconds(efficiency)
 
     def error(self, efficiency: float) -> float:
-        """The error relative to the measured tokens a second."""
-        return self.tokens(efficiency) / RECIPES[self.name].measured - 1
+        """The error relative to the measured tokens a second; NaN where nothing was measured."""
+        return self.tokens(efficiency) / ALL[self.name].measured - 1
 
 
 def predict(name: str, keep: Path | None = None) -> Predicted:
@@ -71,7 +71,7 @@ def predict(name: str, keep: Path | None = None) -> Predicted:
     if file is not None and file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         return Predicted(**found | {"left": tuple(found["left"])})
-    recipe = RECIPES[name]
+    recipe = ALL[name]
     chip, devices = find_slice(recipe.topology)
     mesh = mesh_of(recipe, devices)
     start = time.perf_counter()

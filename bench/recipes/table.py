@@ -8,8 +8,10 @@ maxtext_v5p_model_configs.py, docs/reference/models/tiering.md).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 # Groups of compiler flags that recipes combine.
 VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
@@ -93,7 +95,7 @@ class Recipe:
       sizes: of the model; length: positions of a sequence.
       topology: of the slice; axes: of the mesh, "data" and "expert".
       rows: sequences of a chip.
-      measured: tokens a second and chip, as published.
+      measured: tokens a second and chip, as published; NaN where nothing was.
       saved, offloaded: names of activations that are kept on the chip or in host memory. All others
         are computed again. ``dots``: all products without batch dims are kept.
       blocks: of splash attention, `BlockSizes` by name; fused: one kernel for all gradients.
@@ -268,3 +270,23 @@ RECIPES = {
         weights="bfloat16",
     ),
 }
+
+_V5P = RECIPES["llama2-70b-v5p-512"]
+
+
+def _job(recipe: Recipe, topology: str, chips: int, rows: int, **changes: Any) -> Recipe:
+    """A recipe on a job that was not measured."""
+    given = {"topology": topology, "axes": {"data": chips}, "rows": rows, "length": 8192}
+    given |= {"measured": math.nan, "fitted": False}
+    return dataclasses.replace(recipe, **given, **changes)
+
+
+# The jobs of the tables of steps in docs/tpu.md, with the freedom of the recipes. On 64 v5p there
+# is room for attention's results too.
+JOBS = {
+    "8B-v5p-job": _job(_V5P, "v5p:4x4x4", 64, 4, sizes=LLAMA_8B, saved=(*_V5P.saved, "context")),
+    "70B-v5p-job": _job(_V5P, "v5p:8x8x8", 512, 2, sizes=LLAMA_70B),
+    "8B-v6e-job": _job(_8B, "v6e:8x8", 64, 4),
+    "70B-v6e-job": _job(_70B, "v6e:16x16", 256, 4),
+}
+ALL = {**RECIPES, **JOBS}
