@@ -16,6 +16,8 @@ from pathlib import Path
 MANY_MAPS, BETWEEN_LOOKS = 20_000, 8
 MUCH_MEMORY = 1_300 * 2**20  # bytes
 STRIDE = 8
+# Which part of the slow tests runs, such as "2/5": CI takes another one for each commit.
+PART, PARTS = map(int, os.environ.get("SLOW_PART", "0/1").split("/"))
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -53,8 +55,9 @@ def standard_promotion():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow cases: of a dear test `make test` runs the first case, and CI others.
 
-    Of a test's slow cases CI runs every eighth, and one at least: which one it begins with is
-    drawn from the test's name. `make test-all` runs all.
+    Of a test's slow cases `make test-slow` runs every eighth, and one at least: which one it begins
+    with is drawn from the test's name, as is the part that a test belongs to. `make test-all` runs
+    all.
     """
     of_test = defaultdict(list)
     for item in items:
@@ -68,9 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
             of_test[item.nodeid.partition("[")[0]].append(item)
     for name, cases in of_test.items():
-        first = zlib.crc32(name.encode()) % min(len(cases), STRIDE)
+        drawn = zlib.crc32(name.encode())
+        first = drawn % min(len(cases), STRIDE)
         for n, item in enumerate(cases):
-            if n % STRIDE != first:
+            if n % STRIDE != first or drawn // STRIDE % PARTS != PART:
                 item.add_marker(pytest.mark.exhaustive)
 
 
