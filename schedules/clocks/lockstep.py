@@ -24,7 +24,7 @@ import numpy as np
 from schedules.clocks.shared import Shared, lasting, together
 from schedules.clocks.ticks import Ticks, check_pattern, exchanges, lay_out
 from schedules.core.arguments import need
-from schedules.core.costs import Costs, Times
+from schedules.core.costs import Costs, HostCopies, Times
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.core.messages import links
 from schedules.orders.schedule import Schedule
@@ -53,14 +53,14 @@ class Lockstep:
       costs: durations.
       partners: an exchange makes only those ranks meet that it joins, not all.
       shared: which ends of the model all ranks share.
-      moved: [A] which actions write to host memory or read from it; None for none.
+      copies: of actions over the host link; None for none.
     """
 
     ticks: Ticks
     costs: Costs
     partners: bool = False
     shared: Shared = ()
-    moved: Mask | None = None
+    copies: HostCopies | None = None
 
     @functools.cached_property
     def starts(self) -> Times:
@@ -98,7 +98,7 @@ class Lockstep:
         schedule, flat = self.ticks.schedule, flatten(self.ticks.schedule)
         sizes = schedule.num_stages, schedule.num_slices
         actions = flat.kind, flat.stage, flat.microbatch
-        return self.costs.durations(*actions, sizes, self.shared, self.moved)
+        return self.costs.durations(*actions, sizes, self.shared, self.copies)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -195,7 +195,7 @@ def fastest(
     partners: bool = False,
     delayed: bool | None = False,
     shared: Shared = (),
-    moved: Mask | None = None,
+    copies: HostCopies | None = None,
 ) -> Lockstep:
     """Lay the schedule out in the named pattern, or in the fastest; ties go to the simplest.
 
@@ -209,7 +209,7 @@ def fastest(
       partners: an exchange makes only those ranks meet that it joins, not all.
       delayed: whether sends are; None for what is faster.
       shared: which ends of the model all ranks share.
-      moved: [A] which actions write to host memory or read from it; None for none.
+      copies: of actions over the host link; None for none.
 
     Raises:
       ScheduleError: no such pattern, or ``delayed`` is none of the three.
@@ -224,7 +224,7 @@ def fastest(
         for name in ([pattern] if pattern else _worth_trying(schedule, costs, partners, late))
     ]
     found = [
-        Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared, moved)
+        Lockstep(lay_out(schedule, name, delayed=late), costs, partners, shared, copies)
         for name, late in choices
     ]
     if len(found) == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,19 @@ from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import LONGEST, check_duration, integer, is_number, need
 
 Times = NDArray[np.float64]
+
+
+class HostCopies(NamedTuple):
+    """Copies over the host link that travel during the A actions of a schedule.
+
+    Attributes:
+      own: [A] whether an action writes a value to host memory, or waits for one from there.
+      early: [A] the index of a later backward whose stash comes back during the action; -1 for
+        none.
+    """
+
+    own: NDArray[np.bool_]
+    early: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,8 @@ class Costs:
         counts where ``offload=`` moves stashes; with "crossings" it is what I leaves for W.
       host_overlap: the share of an action's own time beside which its copy travels, from 0 to 1,
         by keyword only. With 1 (asynchronous copies) an action that moves something lasts as long
-        as the longer of the two; with 0 it lasts as long as both together.
+        as the longer of the two; with 0 it lasts as long as both together. A read that starts early
+        (`schedules.clocks.early`) travels beside all of the action before.
     """
 
     f: float | Sequence[float] = 1.0
@@ -159,7 +173,7 @@ class Costs:
         unit: NDArray[np.int64],
         sizes: tuple[int, int],
         shared: Sequence[str] = (),
-        moved: NDArray[np.bool_] | None = None,
+        copies: HostCopies | None = None,
     ) -> Times:
         """Compute [A] how long actions take.
 
@@ -169,17 +183,28 @@ class Costs:
           unit: [A] likewise, ``microbatch * N + slice``.
           sizes: K and N.
           shared: which ends of the model all ranks share.
-          moved: [A] which of them write to host memory or read from it; None for none.
+          copies: their copies over the host link; None for none.
         """
         num_stages, num_slices = sizes
         found = self.table(num_stages, shared)[kind, stage]
         if num_slices > 1:
             found = found * self.shares(num_slices)[unit % num_slices]
-        host = self._row("host", num_stages)
-        if moved is None or not host.any():
+        if copies is None:
             return found
-        copies = np.where(moved, host[stage] / num_slices, 0.0)
-        return found + copies - np.minimum(copies, self.host_overlap * found)
+        link = self.links(stage, sizes)
+        own = np.where(copies.own, link, 0.0)
+        early = np.where(copies.early >= 0, link[copies.early], 0.0)
+        found = found + own - np.minimum(own, self.host_overlap * found)
+        return np.maximum(found, own + early)
+
+    def links(self, stage: NDArray[np.int64], sizes: tuple[int, int]) -> Times:
+        """Compute [A] how long the stash of each action takes over the host link, one way.
+
+        Args: as of `durations`.
+        """
+        num_stages, num_slices = sizes
+        times: Times = self._row("host", num_stages)[stage] / num_slices
+        return times
 
     def per_slice(self, num_slices: int) -> Costs:
         """Return these costs with messages of one slice."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from schedules.checks.check import check
-from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted, moves
+from schedules.clocks.early import host_copies
+from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, hosted
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, parts, together
 from schedules.clocks.ticks import Ticks
@@ -22,7 +23,7 @@ from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
 from schedules.core.flat import Ints, Mask, flatten
 from schedules.lowering.carries import carried
-from schedules.lowering.offload import move_to_host
+from schedules.lowering.offload import move_to_host, read_early
 from schedules.lowering.places import Values, colour, values
 from schedules.lowering.program import Channel, Op, Program, Slot, Table
 from schedules.orders.schedule import Schedule
@@ -56,7 +57,8 @@ def lower(
       shared: which of "embed" and "head" all ranks share, split by vocabulary.
       offload: what lies in host memory between two actions: "stash", "crossings", or a share of the
         stashes from 0 to 1, those that are held longest (`schedules.clocks.hosted`). Where
-        ``costs`` have a `host` time, the choice of slots counts what moves.
+        ``costs`` have a `host` time, the choice of slots counts what moves, and some reads start an
+        action early (`schedules.clocks.early`).
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
@@ -65,24 +67,40 @@ def lower(
     keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
-    moved = moves(schedule, keep, offload, shared)
+    copies = host_copies(schedule, keep, offload, costs, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
-    best = fastest(schedule, pattern, costs, **sends, shared=shared, moved=moved)
-    return allocate(best.ticks, keep, shared, offload)
+    best = fastest(schedule, pattern, costs, **sends, shared=shared, copies=copies)
+    return allocate(best.ticks, keep, shared, offload, copies.early)
 
 
-def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = None) -> Program:
-    """Give every value of a layout its place and write the tables."""
+def allocate(
+    ticks: Ticks,
+    keep: Keep,
+    shared: Shared = (),
+    offload: Offload = None,
+    early: Ints | None = None,
+) -> Program:
+    """Give every value of a layout its place and write the tables.
+
+    Args:
+      ticks: the layout.
+      keep: as of `lower`.
+      shared: as of `lower`.
+      offload: as of `lower`.
+      early: [A] reads from host memory that start early, as of `schedules.core.costs.HostCopies`.
+    """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     held = values(ticks, keep, shared)
     on_host = move_to_host(ticks, held, keep, hosted(schedule, keep, offload, shared))
+    early = np.full(len(flat.kind), -1, np.int64) if early is None else early
+    back = read_early(ticks, held, on_host, early)
     both = zip(held["operand"], held["gradient"], strict=True)
     messages = Values(*(np.concatenate(pair, axis=-1) for pair in both))
     num_ranks = schedule.num_ranks
     num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
     (num_stashes, num_host_stashes), stashes = _colour(held, on_host, "stash", num_ranks)
     (num_crossings, num_host_crossings), crossings = _colour(held, on_host, "crossing", num_ranks)
-    ops, branch = _ops(ticks, shared, held, on_host)
+    ops, branch = _ops(ticks, shared, held, on_host, early >= 0)
     arrives = np.ones(len(buffers), bool)
     arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
     arriving = Values(*(column[..., arrives] for column in messages))
@@ -113,6 +131,10 @@ def allocate(ticks: Ticks, keep: Keep, shared: Shared = (), offload: Offload = N
         for times in held[column].touched:
             does = times >= 0
             table[column][times[does], held[column].rank[does]] = place[does]
+    if back.times.size:
+        for column, values_of in (("read_from", back.source), ("read_to", back.target)):
+            table[column] = np.full(shape, num_stashes + num_host_stashes, np.int32)
+            table[column][back.times, back.rank] = stashes[values_of]
     for name, work in together(schedule, ticks.times, shape[0], shared)._asdict().items():
         table[name] = work.astype(np.int32)
     slots = zip(ticks.kinds, ops, channels, strict=True)
@@ -149,9 +171,17 @@ def _colour(
 
 
 def _ops(
-    ticks: Ticks, shared: Shared, held: dict[str, Values], on_host: dict[str, Mask]
+    ticks: Ticks, shared: Shared, held: dict[str, Values], on_host: dict[str, Mask], early: Mask
 ) -> tuple[list[tuple[Op, ...]], Ints]:
-    """The ops of each slot, in the order of their fields, and [A] the branch of each action."""
+    """The ops of each slot, in the order of their fields, and [A] the branch of each action.
+
+    Args:
+      ticks: the layout.
+      shared: which ends of the model all ranks share.
+      held: values by table column.
+      on_host: [N] by name, which of them lie in host memory.
+      early: [A] whether a read of another action's stash starts with an action.
+    """
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
     last = -1 if "head" in shared else schedule.num_stages - 1
@@ -164,12 +194,13 @@ def _ops(
             does = on_host[name] & (times >= 0)
             hosted[times[does], held[name].rank[does]] = True
         code = code * 2 + hosted[ticks.times, flat.rank]
+    code = code * 2 + early
     slot = ticks.times % ticks.width
-    size = len(KINDS) * len(kinds) * 4
+    size = len(KINDS) * len(kinds) * 8
     is_there = np.zeros((ticks.width, size), bool)
     is_there[slot, code] = True
     branch = np.cumsum(is_there, axis=1)[slot, code]
-    pools = list(itertools.product((False, True), repeat=2))
+    pools = list(itertools.product((False, True), repeat=3))
     ops = [Op(kind, *stage, *pool) for kind in KINDS for stage in kinds for pool in pools]
     return [tuple(ops[n] for n in np.flatnonzero(row)) for row in is_there], branch
 

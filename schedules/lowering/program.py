@@ -17,6 +17,11 @@ pool follow those of the device's in one numbering, and trash follows both; an o
 its action's places are. With ``keep="input"`` a stash on the host holds the input of a stage: F
 copies it there and its message buffer is free.
 
+A read from host memory may start early, beside an action before the backward that needs the stash
+(`schedules.clocks.early`). Two tables say from which place of the host and to which of the device
+it goes: it reads when that action begins, and the stash has its place on the device when the action
+ends.
+
 Where ranks share an end of the model (`schedules.clocks.shared`), three more tables say what all of
 them do together around a slot. The embedding of a microbatch is then in the buffer that the first
 stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
@@ -43,6 +48,7 @@ from schedules.orders.schedule import Schedule
 Table = NDArray[np.int32]
 FIELDS = ("op", "microbatch", "operand", "gradient", "stash", "crossing", "arrival")  # its tables
 COMMON = ("lookup", "head", "scatter")  # tables of what all ranks do together
+EARLY = ("read_from", "read_to")  # tables of stashes that come back from host memory early
 CARRIED = ("carry", "carry_gradient")  # tables of what slices leave for later ones
 
 
@@ -58,6 +64,7 @@ class Op(NamedTuple):
         ranks share the head, no op is last.
       stash_on_host: the stash that it writes or reads lies in host memory.
       crossing_on_host: its crossing does.
+      reads_early: beside it the stash of another action comes back from host memory.
     """
 
     kind: Kind
@@ -66,20 +73,23 @@ class Op(NamedTuple):
     last: bool
     stash_on_host: bool = False
     crossing_on_host: bool = False
+    reads_early: bool = False
 
     @property
     def label(self) -> str:
         """``F0``, ``B1_last``, ``I0_stash``: its name among the ops of a slot.
 
-        A suffix ``_stash`` or ``_crossing`` says that this lies in host memory.
+        A suffix ``_stash`` or ``_crossing`` says that this lies in host memory, ``_early`` that
+        the stash of another action comes back beside it.
         """
         ends = f"{'_first' * self.first}{'_last' * self.last}"
         host = f"{'_stash' * self.stash_on_host}{'_crossing' * self.crossing_on_host}"
-        return f"{self.kind}{self.chunk}{ends}{host}"
+        return f"{self.kind}{self.chunk}{ends}{host}{'_early' * self.reads_early}"
 
     def __repr__(self) -> str:
         shown = self._asdict()
-        hosts = [name for name in ("stash_on_host", "crossing_on_host") if not shown[name]]
+        names = ("stash_on_host", "crossing_on_host", "reads_early")
+        hosts = [name for name in names if not shown[name]]
         fields = (f"{name}={value!r}" for name, value in shown.items() if name not in hosts)
         return f"Op({', '.join(fields)})"
 
@@ -137,6 +147,9 @@ class Program:
         without slices.
       carry_gradient: [T, slots, S, N] places of their gradients, which a backward adds to and,
         that of its own slice, reads.
+      read_from: [T, slots, S] place in host memory of the stash that comes back beside the action;
+        trash for none. Empty tables where no read starts early.
+      read_to: [T, slots, S] stash on the device that it then is.
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank in device memory, the peak over ranks.
       num_crossings: crossings per rank in device memory, the peak over ranks.
@@ -172,11 +185,19 @@ class Program:
     carry_gradient: Table = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int32))
     num_carries: int = 0
     num_carry_gradients: int = 0
+    read_from: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
+    read_to: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
 
     @property
     def rank_tables(self) -> tuple[str, ...]:
         """Names of the tables that have a column for each rank."""
-        return FIELDS if self.schedule.num_slices == 1 else (*FIELDS, *CARRIED)
+        names = FIELDS if self.schedule.num_slices == 1 else (*FIELDS, *CARRIED)
+        return (*names, *EARLY) if self.has_early_reads else names
+
+    @property
+    def has_early_reads(self) -> bool:
+        """True if a stash comes back from host memory beside an action that does not need it."""
+        return bool(self.read_from.size)
 
     @property
     def trash(self) -> dict[str, int]:
@@ -185,6 +206,7 @@ class Program:
             "operand": self.num_buffers,
             "gradient": self.num_buffers,
             "stash": self.num_stashes + self.num_host_stashes,
+            **dict.fromkeys(EARLY, self.num_stashes + self.num_host_stashes),
             "crossing": self.num_crossings + self.num_host_crossings,
             "arrival": self.num_buffers,
             "carry": self.num_carries,

@@ -54,7 +54,7 @@ class Actions:
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         for branch, op in enumerate(slot.ops, start=1):
-            if not self._does_anything(op):
+            if not (self._does_anything(op) or op.reads_early):
                 continue
             action = functools.partial(self._run, op, row)
             with jax.named_scope(op.label):
@@ -63,6 +63,15 @@ class Actions:
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
+        if not op.reads_early:
+            return self._act(op, row)
+        # The copy starts before the action's products and is awaited behind them.
+        stash = self.memory.early.read(row)
+        message = self._act(op, row) if self._does_anything(op) else self.no_message()
+        self.memory.early.write(row, stash)
+        return message
+
+    def _act(self, op: Op, row: Row) -> Tree:
         return {
             "F": self._forward,
             "B": self._backward,
@@ -294,4 +303,4 @@ class Actions:
 
 def _is_hosted(op: Op) -> bool:
     """Tell whether an action reads or writes host memory."""
-    return op.stash_on_host or op.crossing_on_host
+    return op.stash_on_host or op.crossing_on_host or op.reads_early

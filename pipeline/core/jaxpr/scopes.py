@@ -26,7 +26,7 @@ _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
 PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
-    rf"([FBIW]\d+(?:_first)?(?:_last)?(?:_stash)?(?:_crossing)?|{'|'.join(COMMON)})"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?(?:_stash)?(?:_crossing)?(?:_early)?|{'|'.join(COMMON)})"
 )
 
 

@@ -102,8 +102,9 @@ class Options:
       offload: the values that a rank keeps in host memory from one action to another: "stash" for
         what F keeps for its backward (with remat="stage" the stage's input), "crossings" for what I
         leaves for W, or a share of the stashes from 0 to 1, such as 0.5, those that are held
-        longest. A value that the next action of its rank reads stays on the device. On CPU results
-        are the same bit by bit.
+        longest. A value that the next action of its rank reads stays on the device. Where ``costs``
+        have a `host` time, some stashes come back beside an action before their backward. On CPU
+        results are the same bit by bit.
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
         of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
       gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
