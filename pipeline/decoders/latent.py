@@ -14,6 +14,7 @@ from flax import nnx
 
 from collectives.places.sizes import TENSOR
 from collectives.tensor import column_input
+from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.decoders.attention import check_not_remembered
 from pipeline.decoders.config import DecoderConfig
@@ -144,20 +145,22 @@ class LatentAttention(nnx.Module):
         whole = own if earlier is None else {n: part.join(own[n], earlier[n]) for n in own}
         in_one_piece = first is None and part.count == self.context.size == 1
         places = self.context.places_in(part, t) if first is None else first + jnp.arange(t)
-        y = attend_to(
-            q,
-            *self._keys(whole["latents"]),
-            segments,
-            scale=self.scale,
-            implementation=None if in_one_piece else "chunked",
-            places=None if in_one_piece else places,
-            segments_of_keys=whole.get("segments"),
-        )
+        with reads_all_ranks(when=self.context.size > 1):
+            y = attend_to(
+                q,
+                *self._keys(whole["latents"]),
+                segments,
+                scale=self.scale,
+                implementation=None if in_one_piece else "chunked",
+                places=None if in_one_piece else places,
+                segments_of_keys=whole.get("segments"),
+            )
         return self.out(y.reshape(b, t, -1)), own
 
     def _gathered(self, x: jax.Array) -> jax.Array:
         """Gather the positions of all ranks, `[b, T, ...]` rank by rank."""
-        return jax.lax.all_gather(x, self.context.axis, axis=1, tiled=True)
+        with reads_all_ranks():
+            return jax.lax.all_gather(x, self.context.axis, axis=1, tiled=True)
 
     def _queries(self, x: jax.Array) -> jax.Array:
         """`[b, t, h·(n + o)]` of this rank's heads."""

@@ -18,6 +18,7 @@ from flax import nnx
 from collectives import vary
 from collectives.places.sizes import TENSOR
 from collectives.tensor import group_rank, group_size
+from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, FixedSlice, SequenceSlice
 from pipeline.base.arguments import is_whole
 from pipeline.layers import kernels
@@ -301,6 +302,21 @@ def attend(
     if context.size == 1:
         options |= {"implementation": implementation, "sinks": sinks}
         return attend_to(q, k, v, segments, **options)
+    with reads_all_ranks():
+        return _attend_over(q, k, v, segments, context, implementation, options, sinks)
+
+
+def _attend_over(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    context: Context,
+    implementation: kernels.Implementation | None,
+    options: dict[str, Any],
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attend with the keys of all ranks of an axis."""
     if context.way == "ulysses":
         run = functools.partial(attend_to, implementation=implementation, **options)
         return _with_whole_sequences(run, q, k, v, segments, context, sinks)
@@ -309,8 +325,10 @@ def attend(
             q, k, v, segments, context, implementation, options | {"sinks": sinks}
         )
     _check_ring(implementation)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return ring(q, k, v, segments, Rule(context, scale, window, softcap, query_chunk), sinks)
+    given = options["scale"]
+    scale = q.shape[-1] ** -0.5 if given is None else given
+    reach = options["window"], options["softcap"], options["query_chunk"]
+    return ring(q, k, v, segments, Rule(context, scale, *reach), sinks)
 
 
 def attend_slice(
@@ -348,9 +366,26 @@ def attend_slice(
     Raises:
       ValueError: as `attend`; a kernel asked for by name, with slices.
     """
+    more: dict[str, Any] = {"implementation": implementation, "context": context}
     if part.count == 1:
-        more: dict[str, Any] = {"implementation": implementation, "context": context}
         return attend(q, k, v, segments=segments, **more, **options), ()
+    with reads_all_ranks(when=context.size > 1):
+        return _attend_slice(q, k, v, earlier, part, segments=segments, **more, **options)
+
+
+def _attend_slice(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    earlier: Any,
+    part: SequenceSlice,
+    *,
+    segments: jax.Array | None,
+    implementation: kernels.Implementation | None,
+    context: Context,
+    **options: Any,
+) -> tuple[jax.Array, Any]:
+    """Attend from one of several slices; arguments as of `attend_slice`."""
     splits = context.size > 1 and context.way != "ulysses"
     fixed = isinstance(part, FixedSlice) and not splits
     if implementation == "cudnn" or (implementation == "splash" and not fixed):

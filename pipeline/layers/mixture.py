@@ -17,6 +17,7 @@ from collectives.compat import platform
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
+from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.arguments import is_number, is_whole
 from pipeline.layers.experts.dispatch import (
     DISPATCHES,
@@ -173,6 +174,10 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Run it, with its losses added to the result."""
         self._check(x)
+        with reads_all_ranks():  # it gives tokens to experts one by one, and reduces what it adds
+            return self._run(x)
+
+    def _run(self, x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens)
         bias = None if self.bias is None else self.bias[...]

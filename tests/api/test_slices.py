@@ -143,6 +143,9 @@ MIXING = {
     "slice joins positions": lambda x: jnp.roll(x, 1, axis=1),
     "cumsum joins positions": lambda x: jnp.cumsum(x, axis=1),
     "scan joins positions": running_sum,
+    "conv_general_dilated joins positions": lambda x: jax.lax.conv_general_dilated(
+        x, jnp.ones((3, 4, 4)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    ),
     "add joins positions with numbers that depend on the place": lambda x: (
         x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
     ),
@@ -156,6 +159,14 @@ def test_stages_that_mix_positions_without_a_method_for_it(how):
         f"part, **extras) that returns (y, own), as pipeline.layers.Attention has, or leave slices "
         f"out"
     )
+
+
+def test_dropout_belongs_to_a_slice():
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs.fork()))
+
+    found = nnx.eval_shape(lambda pipe: pipe.loss(X, X), pipe_of(make))
+    assert found.shape == ()
 
 
 def test_embed_head_and_loss_that_mix_positions():

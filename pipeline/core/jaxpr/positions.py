@@ -59,6 +59,9 @@ class Followed:
         return replace(self, varies=varies, dim=dim)
 
 
+NOT_FOLLOWED = Followed(frozenset())  # nothing is said of its places
+
+
 @dataclass(frozen=True)
 class Sequences:
     """A question about a function.
@@ -102,11 +105,12 @@ def follow_positions(
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
-        known |= zip(eqn.outvars, _results(eqn, operands, asked), strict=True)
+        known |= zip(eqn.outvars, follow_equation(eqn, operands, asked), strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
+def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
+    """Find the facts about the results of one equation; arguments and errors as above."""
     name, kind = eqn.primitive.name, traits(eqn)
     rule = _RULES.get(name)
     if not (kind.calls or kind.identity) and any(one.scales or one.broken for one in operands):
@@ -315,6 +319,61 @@ def _iota(eqn: Eqn, _: list[Followed], __: Sequences) -> Followed:
     return Followed(frozenset({eqn.params["dimension"]}))
 
 
+def _split(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    if operands[0].dim == eqn.params["axis"]:
+        _fail(eqn)
+    return replace(operands[0], number=None)
+
+
+def _conv(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    """A convolution, along positions or along other dims."""
+    (one, kernel), params, found = operands, eqn.params, _whole(eqn.outvars[0])
+    if kernel.dim is not None:
+        raise UnknownPositionsError(eqn.primitive.name)
+    if one.dim is None:
+        return found
+    numbers = params["dimension_numbers"]
+    at = numbers.lhs_spec.index(one.dim)  # batch, features, then windows
+    if at == 1:
+        _fail(eqn)
+    if at == 0:
+        if params["batch_group_count"] != 1:
+            raise UnknownPositionsError(eqn.primitive.name)
+        return replace(found, dim=numbers.out_spec[0], inner=one.inner)
+    window = eqn.invars[1].aval.shape[numbers.rhs_spec[at]]
+    if params["lhs_dilation"][at - 2] != 1:
+        _fail(eqn)
+    steps = window, params["window_strides"][at - 2], params["padding"][at - 2]
+    return _windows(eqn, one, found, numbers.out_spec[at], steps)
+
+
+def _pool(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    """A maximum or a sum of windows."""
+    one, params = operands[0], eqn.params
+    if one.dim is None:
+        return _whole(eqn.outvars[0])
+    names = "window_dimensions", "window_strides", "padding"
+    window, stride, padding = (params[name][one.dim] for name in names)
+    return _windows(eqn, one, _whole(eqn.outvars[0]), one.dim, (window, stride, padding))
+
+
+def _windows(
+    eqn: Eqn, one: Followed, found: Followed, dim: int, steps: tuple[int, int, Any]
+) -> Followed:
+    """Windows along positions: of one position each, or of as many as they go on; or mixed."""
+    window, stride, padding = steps
+    if window == stride and not any(padding):
+        return replace(found, dim=dim, inner=one.inner) if window == 1 else NOT_FOLLOWED
+    _fail(eqn)
+
+
+def _noise(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    """Random bits: of a place they say nothing, though they differ."""
+    if any(one.dim is not None for one in operands):
+        raise UnknownPositionsError(eqn.primitive.name)
+    return NOT_FOLLOWED
+
+
 def _scan(eqn: Eqn, operands: list[Followed], asked: Sequences) -> list[Followed]:
     """A loop over what is no position, such as layers."""
     (body,) = bodies(eqn)
@@ -365,6 +424,7 @@ _ELEMENTWISE = frozenset(
     {
         *("erf_inv", "erfc", "one_minus_square", "lt_to", "population_count", "shift_left"),
         *("shift_right_arithmetic", "shift_right_logical", "reduce_precision", "polynomial"),
+        "bitcast_convert_type",
     }
 )
 _REDUCTIONS = "sum", "max", "min", "prod", "and", "or"
@@ -380,10 +440,15 @@ _RULES: dict[str, Any] = {
     "dynamic_slice": _slice,
     "pad": _pad,
     "sort": _sort,
+    "split": _split,
+    "conv_general_dilated": _conv,
+    "random_bits": _noise,
+    "threefry2x32": _noise,
     "iota": _iota,
     "gather": _gather,
     "convert_element_type": lambda _, operands, __: operands[0],
     **dict.fromkeys(_RUNNING, _along),
+    **dict.fromkeys((f"reduce_window_{name}" for name in ("sum", "max", "min")), _pool),
     **dict.fromkeys((f"reduce_{name}" for name in _REDUCTIONS), _reduce),
     **dict.fromkeys(("argmax", "argmin"), _reduce),
 }

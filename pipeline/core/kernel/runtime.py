@@ -22,6 +22,7 @@ from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, Way, chosen
 from pipeline.base.tree import Leaves, Tree, is_float, partition, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
+from pipeline.core.diagnosis.split_positions import warn_of_split_positions
 from pipeline.core.diagnosis.unread import (
     warn_of_nothing_to_gather,
     warn_of_parameters_that_nobody_reads,
@@ -314,6 +315,7 @@ def _prepare(
     """
     state, activations = follow(state)
     check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
+    warn_of_split_positions(state, activations, plan.axes, plan.compiled.warned)
     state = cast_once(state, activations.bodies)
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)

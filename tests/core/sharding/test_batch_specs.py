@@ -222,7 +222,8 @@ def test_outputs_without_the_dim_that_is_split():
         batch=P("data", "context"),
         head=lambda x: x.mean(axis=(1, 2)),
     )
-    with pytest.raises(ValueError) as error:
+    mixes = pytest.warns(UserWarning, match="^head mixes positions")
+    with mixes, pytest.raises(ValueError) as error:
         pipe(jnp.zeros((4, 4, WIDTH)))
     assert str(error.value) == (
         "outputs have 1 dims, float32[2,2] of all microbatches on one device, and batch= splits "

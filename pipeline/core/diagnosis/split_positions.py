@@ -1,0 +1,166 @@
+"""A warning of parts of a model that mix positions which are split over a mesh axis.
+
+Under ``batch=P("data", "context")`` a rank has a part of every sequence's positions. A layer that
+mixes positions has to fetch those of other ranks. One that does not computes something else than
+on whole sequences, and no shape shows it: found by a trace of each part, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pipeline.base.axes import Axes, axes_in
+from pipeline.base.tree import Tree, at, signature
+from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards, varying
+from pipeline.core.jaxpr.positions import NOT_FOLLOWED
+from pipeline.core.rank.activations import Activations
+from pipeline.core.rank.ends import embed, finish
+from pipeline.core.rank.forward import Forward, blank_input
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding.fit import outside
+
+
+def warn_of_split_positions(
+    state: RankState, activations: Activations, axes: Axes, warned: set[Any]
+) -> None:
+    """Warn of stages, embed and head that mix the positions of one rank only.
+
+    Args:
+      state: what a rank holds.
+      activations: what passes between the stages.
+      axes: the roles of mesh axes.
+      warned: of what was warned already, and what was traced; both are added to this.
+    """
+    for axis in axes.positions:
+        if axes.size([axis]) == 1:
+            continue
+        unit = jax.eval_shape(lambda: (at(state.batch.inputs, 0), state.batch.extras_of(0)))
+        specs = *state.batch.specs[0], *state.batch.specs[2]
+        dims = [_dim(spec, axis) for spec in specs]
+        pairs = zip(jax.tree.leaves(unit), dims, strict=True)
+        lengths = [leaf.shape[dim] for leaf, dim in pairs if dim is not None]
+        key = "split", axis, state.model.stages, state.model.ends, signature(unit)
+        if not lengths or key in warned:
+            continue
+        warned.add(key)
+        asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
+        _SplitSearch(state, activations, asked, axes.size([axis]), warned).run(unit, dims)
+
+
+def _dim(spec: Any, axis: str) -> int | None:
+    """The dim that a spec splits over an axis, if any."""
+    dims = [n for n, entry in enumerate(spec or ()) if n and axis in axes_in(entry)]
+    return dims[0] if dims else None
+
+
+class _SplitSearch:
+    """The search for faults, one part of the model after the other."""
+
+    def __init__(
+        self, state: RankState, activations: Activations, asked: Split, ranks: int, warned: set[Any]
+    ) -> None:
+        self._state, self._activations, self._asked = state, activations, asked
+        self._ranks, self._warned = ranks, warned
+
+    def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> None:
+        """Trace embed, stages and head.
+
+        Args:
+          unit: types of a microbatch's inputs and extras.
+          dims: of each leaf of both, the one that is split.
+        """
+        state, types = self._state, self._activations.types
+        pairs = zip(jax.tree.leaves(unit), dims, strict=True)
+        facts = [Shard(varying(leaf.shape, dim)) for leaf, dim in pairs]
+        count = len(jax.tree.leaves(unit[0]))
+        x, extras = facts[:count], facts[count:]
+        if state.model.has_embed:
+            run = lambda x: embed(state, state.ends, x, 0).value  # noqa: E731
+            x = self._follow("embed", run, unit[:1], x)
+        known: dict[Any, list[Shard]] = {}
+        for k, seat in enumerate(state.model.stages):
+            x = self._again(x, types[k])
+            key = state.code(seat), signature(types[k]), tuple(x)
+            if key not in known:
+                given = types[k], unit[1]
+                known[key] = self._follow(f"stages[{k}]", self._stage(k), given, [*x, *extras])
+            x = known[key]
+        if state.model.has_head:
+            head = lambda y: finish(state, state.ends, y, 0, take_loss=False).value  # noqa: E731
+            self._follow("head", head, types[-1:], self._again(x, types[-1]))
+
+    def _stage(self, k: int) -> Callable[..., Tree]:
+        """A stage as a function of its input and extras."""
+        state, activations = self._state, self._activations
+        stage = Forward(state, state.model.stages[k])
+
+        def run(x: Tree, extras: Tree) -> Tree:
+            weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
+            if state.num_slices > 1:
+                blank = blank_input(state, activations.types[k], activations.carries[k], ())
+                x = dataclasses.replace(blank, x=x)
+            return stage.stage(weights, fixed, (streams, extras, *rest), x).value
+
+        return run
+
+    def _again(self, found: list[Shard], types: Tree) -> list[Shard]:
+        """Facts about the input of the next part; of positions that were lost, a guess."""
+        leaves = jax.tree.leaves(types)
+        if len(found) != len(leaves):
+            found = [Shard(NOT_FOLLOWED)] * len(leaves)
+        followed = [one.followed for one in found]
+        pairs = zip(followed, leaves, strict=True)
+        return [
+            Shard(self._asked.guess(leaf.shape) if one.dim is None else one) for one, leaf in pairs
+        ]
+
+    def _follow(
+        self, name: str, run: Callable[..., Tree], given: Any, facts: list[Shard]
+    ) -> list[Shard]:
+        """Facts about the results of a part; warns of the first fault that reaches them."""
+        leaves, treedef = jax.tree.flatten(given)
+        call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        found = follow_shards(jax.make_jaxpr(call)(leaves).jaxpr, facts, self._asked)
+        faults = [one.fault for one in found if one.fault is not None]
+        if faults:
+            self._warn(name, min(faults, key=lambda fault: not fault.is_known))
+        return found
+
+    def _warn(self, name: str, fault: Fault) -> None:
+        axis, ranks = self._asked.axis, self._ranks
+        key = "split positions", name, axis
+        if key in self._warned:
+            return
+        self._warned.add(key)
+        at = f", {fault.line}" if fault.line else ""
+        split = f"batch= splits them over {ranks} ranks of {axis!r}"
+        if not fault.is_known:
+            text = (
+                f"whether {name} mixes positions cannot be told (it uses the primitive "
+                f"{fault.text!r}{at}), and {split}, each of which has a part: if it does, "
+            )
+        else:
+            text = (
+                f"{name} mixes positions ({fault.text}{at}), and {split}: each rank mixes its own "
+                f"alone, and the result is not that of whole sequences: "
+            )
+        warnings.warn(f"{text}{_remedy(fault, axis)}", stacklevel=outside())
+
+
+def _remedy(fault: Fault, axis: str) -> str:
+    if "depend on the place" in fault.text:
+        return (
+            f"begin to count at jax.lax.axis_index({axis!r}) times the positions of a rank, or "
+            f"give positions as a leaf of inputs or extras"
+        )
+    return (
+        f"use a layer that knows the axis, such as "
+        f"pipeline.layers.Attention(..., context_axis={axis!r}), fetch what other ranks hold by a "
+        f"collective over {axis!r} (jax.lax.all_gather, collectives.exchange), or take slices= in "
+        f"place of the axis"
+    )

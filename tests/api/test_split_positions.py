@@ -1,0 +1,321 @@
+"""The warning of parts that mix positions which a mesh axis splits (issue 41)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from collectives import axis_size, exchange, make_mesh, shift_left, shift_right
+from pipeline import Pipeline, add_loss
+from pipeline.decoders import DecoderConfig, build, next_token_loss
+from pipeline.decoders.config import LatentConfig
+from pipeline.layers import Attention, Context, Dropout, MixtureOfExperts
+from tests.support.close import assert_close
+
+AXIS = "context"
+X = jnp.ones((4, 8, 4))
+BOTH = P("data", AXIS)
+SPLIT = f"batch= splits them over 2 ranks of {AXIS!r}"
+MIXES = f"and {SPLIT}: each rank mixes its own alone, and the result is not that of whole sequences"
+REMEDY = (
+    f"use a layer that knows the axis, such as pipeline.layers.Attention(..., "
+    f"context_axis={AXIS!r}), fetch what other ranks hold by a collective over {AXIS!r} "
+    f"(jax.lax.all_gather, collectives.exchange), or take slices= in place of the axis"
+)
+PLACES = (
+    f"begin to count at jax.lax.axis_index({AXIS!r}) times the positions of a rank, or give "
+    f"positions as a leaf of inputs or extras"
+)
+
+
+class Layer(nnx.Module):
+    """A layer that treats positions by themselves, and does something else beside."""
+
+    def __init__(self, rngs: nnx.Rngs, mix: Callable[..., Any]) -> None:
+        self.linear, self.mix = nnx.Linear(4, 4, rngs=rngs), mix
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.linear(x.reshape(-1, 4)).reshape(x.shape)
+        return x + self.mix(jnp.tanh(y))
+
+
+class Convolution(nnx.Module):
+    """A convolution over positions, of so many at a time."""
+
+    def __init__(self, rngs: nnx.Rngs, window: int = 3) -> None:
+        self.conv = nnx.Conv(4, 4, (window,), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.conv(x)
+
+
+class Foreign(nnx.Module):
+    """A layer with attention of flax."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attend = nnx.MultiHeadAttention(2, 4, rngs=rngs, decode=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.attend(x)
+
+
+class After(nnx.Module):
+    """A convolution beside a layer that knows the axis."""
+
+    def __init__(self, rngs: nnx.Rngs, *, first: bool) -> None:
+        self.conv = Convolution(rngs)
+        self.attend = Attention(4, 2, 2, rngs, context_axis=AXIS, context="ulysses")
+        self.first = first
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.conv(x) if self.first else x
+        x = x + self.attend(x)
+        return x if self.first else self.conv(x)
+
+
+def mean(y: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.square(y - targets).mean()
+
+
+def pipe_of(make: Callable[..., Any], *, ranks: int = 2, **options: Any) -> Pipeline:
+    mesh = make_mesh(stage=2, context=ranks, devices=jax.devices()[: 2 * ranks])
+    stages = [make(nnx.Rngs(0, dropout=k)) for k in range(2)]
+    made: dict[str, Any] = {"loss_fn": mean, "mesh": mesh, "batch": BOTH}
+    return Pipeline(stages, 2, **(made | options))
+
+
+def told(pipe: Pipeline, x: Any = X, targets: Any = X, **given: Any) -> list[str]:
+    """The texts of warnings while a step is traced."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nnx.eval_shape(lambda pipe: pipe.loss(x, targets, **given), pipe)
+    return [str(one.message) for one in caught]
+
+
+def line_of(thing: Any, text: str) -> str:
+    """File and line of a text in this file, after a name."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if thing in line)
+    number = next(n for n, line in enumerate(lines[start:], start + 1) if text in line)
+    return f"test_split_positions.py:{number}"
+
+
+def running(x: jax.Array) -> jax.Array:
+    _, sums = jax.lax.scan(lambda s, a: (s + a, s), x[:, 0] * 0, jnp.moveaxis(x, 1, 0))
+    return jnp.moveaxis(sums, 0, 1)
+
+
+MIXING: dict[str, Callable[..., Any]] = {
+    "cumsum joins positions": lambda x: jnp.cumsum(x, axis=1),
+    "reduce_sum joins positions": lambda x: x.mean(axis=1, keepdims=True),
+    "reduce_max joins positions": lambda x: jax.nn.softmax(x, axis=1),
+    "slice joins positions": lambda x: jnp.roll(x, 1, axis=1),
+    "dot_general joins positions": lambda x: (x @ x.swapaxes(1, 2)) @ x,
+}
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_stages_that_mix_the_positions_of_one_rank(how):
+    pipe, line = pipe_of(lambda rngs: Layer(rngs, MIXING[how])), line_of("MIXING:", f'"{how}"')
+    (one,) = told(pipe)
+    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
+    assert not told(pipe, X[:2], X[:2], num_microbatches=1)
+
+
+def test_a_convolution_a_loop_and_foreign_attention():
+    line = line_of("class Convolution", "self.conv(x)")
+    (one,) = told(pipe_of(Convolution))
+    how = "conv_general_dilated joins positions"
+    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
+    (one,) = told(pipe_of(lambda rngs: Layer(rngs, running)))
+    line = line_of("def running", "scan(")
+    assert one == f"stages[0] mixes positions (scan joins positions, {line}), {MIXES}: {REMEDY}"
+    (one,) = told(pipe_of(Foreign))
+    line = line_of("class Foreign", "self.attend(x)")
+    how = "dot_general joins positions"
+    assert one == f"stages[0] mixes positions ({how}, {line}), {MIXES}: {REMEDY}"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_convolution_beside_a_layer_that_knows_the_axis(first):
+    (one,) = told(pipe_of(functools.partial(After, first=first)))
+    assert one.startswith("stages[0] mixes positions (conv_general_dilated joins positions, ")
+
+
+def test_embed_and_head():
+    add: Any = lambda x: x + jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]  # noqa: E731
+    pool: Any = lambda y: y - y.max(axis=1, keepdims=True)  # noqa: E731
+    pipe = pipe_of(functools.partial(Layer, mix=jnp.sin), embed=add, head=pool)
+    how = "add joins positions with numbers that depend on the place"
+    first, second = (line_of("def test_embed", text) for text in ("add: Any", "pool: Any"))
+    of_embed, of_head = told(pipe)
+    assert of_embed == f"embed mixes positions ({how}, {first}), {MIXES}: {PLACES}"
+    how = "reduce_max joins positions"
+    assert of_head == f"head mixes positions ({how}, {second}), {MIXES}: {REMEDY}"
+
+
+def test_what_is_not_known():
+    lookup = lambda x: jnp.take_along_axis(x, jnp.zeros(x.shape, int), axis=-1)  # noqa: E731
+    (one,) = told(pipe_of(functools.partial(Layer, mix=lookup)))
+    assert one == (
+        f"whether stages[0] mixes positions cannot be told (it uses the primitive 'gather', "
+        f"{line_of('def test_what_is', 'lookup')}), and {SPLIT}, each of which has a part: if it "
+        f"does, {REMEDY}"
+    )
+
+
+@pytest.mark.parametrize("batch", [P("data", AXIS), P("data")])
+def test_nothing_is_split(batch):
+    mesh = make_mesh(stage=2, data=2, devices=jax.devices()[:4])
+    options = {"mesh": mesh, "batch": P("data")} if batch == P("data") else {"batch": batch}
+    assert not told(pipe_of(Convolution, ranks=1, **options))
+
+
+def halo(x: jax.Array) -> jax.Array:
+    """A mean of each position and its neighbours, which other ranks may hold."""
+    left, right = shift_right(x[:, -1:], AXIS), shift_left(x[:, :1], AXIS)
+    whole = jnp.concatenate([left, x, right], axis=1)
+    return whole[:, :-2] + whole[:, 1:-1] + whole[:, 2:]
+
+
+def recurrence(x: jax.Array, send: Any = exchange) -> jax.Array:
+    """States of h[t] = h[t - 1] / 2 + x[t], whose last one goes from rank to rank."""
+    last, own = jax.lax.scan(
+        lambda h, a: (h / 2 + a,) * 2, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0)
+    )
+    ranks, t = axis_size(AXIS), x.shape[1]
+    edges, start = [(r, r + 1) for r in range(ranks - 1)], jnp.zeros_like(last)
+    for _ in range(ranks - 1):
+        start = send(last + start / 2**t, edges, AXIS)
+    decay = jnp.exp2(-jnp.arange(1, t + 1, dtype=x.dtype))
+    return jnp.moveaxis(own, 0, 1) + decay[None, :, None] * start[:, None]
+
+
+def permuted(x: jax.Array, edges: Any, axis: str) -> jax.Array:
+    return jax.lax.ppermute(x, axis, edges)
+
+
+def places(x: jax.Array) -> jax.Array:
+    here = jax.lax.axis_index(AXIS) * x.shape[1] + jnp.arange(x.shape[1])
+    return x * jnp.ones((8, 4))[here][None]
+
+
+def balanced(x: jax.Array) -> jax.Array:
+    return add_loss(x, jnp.square(x).mean())
+
+
+DECLARED: dict[str, Callable[..., Any]] = {
+    "halo": halo,
+    "recurrence": recurrence,
+    "places": places,
+    "an added loss": balanced,
+    "a mean of all": lambda x: jax.lax.pmean(x.mean(axis=1, keepdims=True), AXIS),
+    "each by itself": lambda x: jnp.moveaxis(jax.lax.map(jnp.sin, jnp.moveaxis(x, 1, 0)), 0, 1),
+    "a gathered sequence": lambda x: (
+        x
+        @ jnp.cumsum(jax.lax.all_gather(x, AXIS, axis=1, tiled=True), axis=1).swapaxes(1, 2)[
+            ..., :4
+        ]
+    ),
+    "patches": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 4, 1), (1, 4, 1), "VALID"),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_stages_that_fetch_positions_or_need_none(name):
+    assert told(pipe_of(functools.partial(Layer, mix=DECLARED[name]))) == []
+
+
+def test_stages_with_a_permute_of_jax():
+    mix = functools.partial(recurrence, send=permuted)
+    assert told(pipe_of(functools.partial(Layer, mix=mix), bubbles="masked")) == []
+
+
+def test_windows_of_one_position_and_dropout_of_flax():
+    assert told(pipe_of(functools.partial(Convolution, window=1))) == []
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs.fork()))
+
+    assert told(pipe_of(make)) == []
+
+
+class Ours(nnx.Module):
+    """Attention, dropout and experts of `pipeline.layers`."""
+
+    def __init__(self, rngs: nnx.Rngs, way: Any, order: Any) -> None:
+        options: dict[str, Any] = {"context": way, "context_order": order, "window": 6}
+        self.attend = Attention(4, 2, 2, rngs, context_axis=AXIS, **options)
+        self.drop = Dropout(0.5, rngs=rngs.fork())
+        losses: dict[str, Any] = {"balance_weight": 0.1, "z_weight": 0.1}
+        self.experts = nnx.List(
+            MixtureOfExperts(4, 8, 4, 2, rngs, axis=None, balance=balance, **losses)
+            for balance in ("microbatch", "sequence")
+        )
+
+    def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+        x = x + self.drop(self.attend(x, segments=segments))
+        for one in self.experts:
+            x = x + one(x)
+        return x
+
+
+WAYS = [
+    ("allgather", "contiguous"),
+    ("ulysses", "zigzag"),
+    ("ring", "contiguous"),
+    ("ring", "zigzag"),
+]
+
+
+@pytest.mark.parametrize(("way", "order"), WAYS)
+@pytest.mark.parametrize("slices", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_layers_of_this_library(way, order, slices):
+    if slices:  # a stage of one's own needs call_slice, which attention has
+        make = functools.partial(
+            Attention, 4, 2, 2, context_axis=AXIS, context=way, context_order=order
+        )
+    else:
+        make = functools.partial(Ours, way=way, order=order)
+    pipe = pipe_of(make, slices=slices)
+    assert told(pipe, extras={"segments": jnp.ones((4, 8), int)}) == []
+
+
+LATENT = LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4)
+
+
+@pytest.mark.parametrize(
+    ("context", "more"),
+    [
+        (Context(AXIS, "ring", "zigzag"), {}),
+        (Context(AXIS, "ulysses"), {"rope": None, "positions": 8, "sinks": True}),
+        (Context(AXIS, "allgather"), {"latent": LATENT}),
+    ],
+)
+def test_decoders(context, more):
+    sizes = {"width": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8}
+    config = DecoderConfig(vocabulary=16, **(sizes | more))
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0), context=context)
+    mesh = make_mesh(stage=2, context=2, devices=jax.devices()[:4])
+    ends: dict[str, Any] = {"embed": embed, "head": head, "loss_fn": next_token_loss}
+    pipe = Pipeline(stages, 2, mesh=mesh, batch=BOTH, **ends)
+    words = jnp.ones((4, 8), int)
+    extras = {"segment_ids": words, "positions": words}
+    assert told(pipe, words, (words, jnp.ones((4, 8))), extras=extras) == []
+
+
+@pytest.mark.slow
+def test_the_recurrence_is_that_of_whole_sequences():
+    x = jax.random.normal(jax.random.key(0), (4, 8, 4))
+    pipe = pipe_of(functools.partial(Layer, mix=recurrence))
+    whole = pipe_of(functools.partial(Layer, mix=recurrence), ranks=1)
+    assert_close(pipe.loss(x, X), whole.loss(x, X))
