@@ -42,6 +42,7 @@ from pipeline.planner import CHIPS, MODELS
 from pipeline.planner.costs import Estimate, estimate, mfu, stage_costs, with_equal_slices
 from pipeline.planner.layout import MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.makespan import makespan
+from pipeline.planner.memory import LOGIT_PARTS
 from pipeline.planner.sequences import SequenceCut, sent_bytes
 from pipeline.training.compiling import default_compiler_options
 from pipeline.vocabulary import CrossEntropy
@@ -232,6 +233,7 @@ def pipeline_of(name: str, layers: int, devices: list[Any]) -> Pipeline:
     counts = layers_of_stages(layers, layout.stage * layout.chunks)
     types = {"dtype": jnp.float32, "activations": jnp.bfloat16, "context": layout.cut.context}
     types["vocabulary"] = layout.vocabulary
+    types["loss_chunks"] = LOGIT_PARTS if layout.vocabulary == "ends" else None
     stages, embed, head = build(config_of(layers), counts, None, **types)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ from pipeline.decoders.config import DecoderConfig, Rope
 from pipeline.decoders.decoder import (
     Embedding,
     Head,
+    LogitFactors,
     Parts,
     Stage,
     build,
@@ -27,6 +28,7 @@ __all__ = [
     "ExpertsConfig",
     "Head",
     "LatentConfig",
+    "LogitFactors",
     "MultiTokenBlock",
     "MultiTokenLoss",
     "Parts",

@@ -12,12 +12,14 @@ Letters: b = sequences, t = positions, d = width, v = words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from collectives.chunked import linear_cross_entropy
 from collectives.vocabulary import IGNORED, vocabulary_cross_entropy
 from pipeline import vocabulary as shared
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
@@ -232,8 +234,30 @@ class Embedding(VocabularyEmbedding):
             )
 
 
+@dataclass(frozen=True)
+class LogitFactors:
+    """The factors of logits, from which `next_token_loss` forms some of the words at a time.
+
+    Attributes:
+      x: `[b, t, d]`.
+      table: `[v, d]`, of which a rank of ``tensor`` may have its part.
+      chunks: into how many parts of equal size the rows of a rank are cut.
+      words: the number of words.
+    """
+
+    x: jax.Array
+    table: jax.Array
+    chunks: int = field(metadata={"static": True})
+    words: int = field(metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(LogitFactors)
+
+
 class Head(VocabularyHead):
     """Last activations to logits: `[b, t, d] -> [b, t, v]`.
+
+    With ``loss_chunks`` its output is `LogitFactors`.
 
     With multi-token prediction its output is a dict: ``logits``, and of every module its logits
     ``ahead`` and which of its positions are ``inside`` a document. The modules have norms of their
@@ -244,10 +268,17 @@ class Head(VocabularyHead):
       rngs: has a stream ``params``.
       table: that of the embedding, to share it.
       dtype: of the parameters.
+      loss_chunks: as of `build`.
     """
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, *, table: Any = None, dtype: Any
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        *,
+        table: Any = None,
+        dtype: Any,
+        loss_chunks: int | None = None,
     ) -> None:
         super().__init__(
             width=config.width,
@@ -258,10 +289,12 @@ class Head(VocabularyHead):
             init=nnx.initializers.normal(SPREAD),
             dtype=dtype,
         )
-        self.softcap = config.logit_softcap
+        self.softcap, self.chunks = config.logit_softcap, loss_chunks
 
     def __call__(self, x: Any) -> Any:
         """This rank's logits."""
+        if self.chunks is not None:
+            return LogitFactors(*self._factors(x), self.chunks, self.words)
         if not isinstance(x, Mapping):
             return self._logits(x)
         ahead = tuple(map(self._logits, x[AHEAD]))
@@ -292,6 +325,7 @@ def build(
     vocabulary: Mode = "ends",
     context: Context = WHOLE,
     mtp: Sequence[int] | None = None,
+    loss_chunks: int | None = None,
 ) -> tuple[list[Stage], Any, Any]:
     """Stages, embed and head of a decoder.
 
@@ -307,12 +341,17 @@ def build(
         ``Pipeline(..., batch=P("data", "context"))``; by default they are whole.
       mtp: [K] how many modules for multi-token prediction each stage has, behind all blocks; by
         default the last stage has all.
+      loss_chunks: for training with `next_token_loss`: a divisor of the words of a rank, into as
+        many parts are the logits formed, and again in the backward, and none are kept. What
+        ``pipe(inputs)`` returns is then `LogitFactors`; None forms all logits at once.
 
     Raises:
       ValueError: counts that do not add up to the config's layers, or modules before a block; or
         ranks that are to share what they cannot: embeddings that are scaled or have positions,
-        logits with a soft cap, multi-token prediction.
+        logits with a soft cap, multi-token prediction; or logits in chunks that are more than a
+        product: with a soft cap, of several modules, or that ranks share.
     """
+    check_chunks(config, vocabulary, loss_chunks)
     check_shared(config, vocabulary)
     if config.mtp_layers:
         check_whole("multi-token prediction", context)
@@ -331,7 +370,8 @@ def build(
         else:
             embed = Embedding(config, rngs, **types)
             table = embed.table if config.tied else None
-            ends = embed, Head(config, rngs, table=table, dtype=dtype)
+            more: dict[str, Any] = {"table": table, "loss_chunks": loss_chunks}
+            ends = embed, Head(config, rngs, dtype=dtype, **more)
         depths = range(1, config.mtp_layers + 1)
         ahead = [MultiTokenBlock(config, depth, rngs, **types) for depth in depths]
         firsts = [(sum(counts[:k]), sum(modules[:k])) for k in range(len(counts))]
@@ -404,6 +444,31 @@ def check_shared(config: DecoderConfig, vocabulary: Any) -> None:
         )
 
 
+def check_chunks(config: DecoderConfig, vocabulary: Any, loss_chunks: Any) -> None:
+    """Refuse logits in chunks where they are more than a product.
+
+    Raises:
+      ValueError: a soft cap, multi-token prediction, ranks that share the words, or no number.
+    """
+    if loss_chunks is None:
+        return
+    if not is_whole(loss_chunks, 1):
+        raise ValueError(
+            f"loss_chunks={loss_chunks!r}: must be an integer >= 1 that divides the words of a "
+            f"rank, or None for all logits at once"
+        )
+    found = {
+        f"logits with a soft cap of {config.logit_softcap}": config.logit_softcap is not None,
+        f"multi-token prediction (mtp_layers={config.mtp_layers})": bool(config.mtp_layers),
+        "vocabulary='stage'": vocabulary == "stage",
+    }
+    if has := [text for text, value in found.items() if value]:
+        raise ValueError(
+            f"loss_chunks={loss_chunks} with {' and '.join(has)}: logits in chunks are products "
+            f"with the table of one head that one rank has; leave loss_chunks out"
+        )
+
+
 def _shared_ends(
     config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, activations: Any
 ) -> tuple[shared.VocabularyEmbedding, shared.VocabularyHead]:
@@ -423,11 +488,11 @@ def _shared_ends(
     return embed, head
 
 
-def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
+def next_token_loss(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the cross entropy of a microbatch, on any mesh.
 
     Args:
-      logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part.
+      logits: `[b, t, v]`, of which a rank of ``tensor`` may have its part; or `LogitFactors`.
       targets: `[b, t]`, the word that follows each; -100 counts for nothing. Or a pair of them and
         of weights `[b, t]`, as `pipeline.training.packed` gives them.
 
@@ -440,12 +505,18 @@ def next_token_loss(logits: jax.Array, targets: Any) -> tuple[jax.Array, jax.Arr
             "give loss_fn=MultiTokenLoss(), or load the checkpoint with mtp=0; or let modules be "
             "untrained: lambda outputs, targets: next_token_loss(outputs['logits'], targets)"
         )
-    check_targets(targets, logits)
+    in_chunks = isinstance(logits, LogitFactors)
+    check_targets(targets, logits.x if in_chunks else logits)
+    losses_of: Any = _losses_in_chunks if in_chunks else vocabulary_cross_entropy
     if isinstance(targets, tuple | list):
         words, counts = words_and_counts(targets)
-        return (vocabulary_cross_entropy(logits, words) * counts).sum(), counts.sum()
-    losses = vocabulary_cross_entropy(logits, targets)
-    return losses.sum(), (targets != IGNORED).sum()
+        return (losses_of(logits, words) * counts).sum(), counts.sum()
+    return losses_of(logits, targets).sum(), (targets != IGNORED).sum()
+
+
+def _losses_in_chunks(at: LogitFactors, words: jax.Array) -> jax.Array:
+    how: dict[str, Any] = {"chunks": at.chunks, "vocabulary": at.words}
+    return linear_cross_entropy(at.x, at.table, words, **how)
 
 
 def split_layers(layers: int, num_stages: int) -> list[int]:

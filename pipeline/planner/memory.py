@@ -31,7 +31,8 @@ from pipeline.planner.sequences import (
     score_bytes,
 )
 
-# Parts in which a head forms its logits (`loss_chunks=`), where not all ranks share it.
+# Parts in which a head forms its logits where not all ranks share it: `loss_chunks=` of
+# `pipeline.decoders.build`. A head that forms all at once holds so many times the bytes.
 LOGIT_PARTS = 8
 # What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
 USABLE = 0.95

@@ -31,10 +31,11 @@ from pipeline.planner.costs import (
     with_equal_slices,
 )
 from pipeline.planner.layout import MeshLayout, PlannedJob
-from pipeline.planner.memory import pipeline_bytes, stash_bytes, usable
+from pipeline.planner.memory import LOGIT_PARTS, pipeline_bytes, stash_bytes, usable
 from pipeline.planner.sequences import (
     FORMULA_PRODUCTS,
     SCORE_PASSES,
+    WHOLE_CUT,
     SequenceCut,
     attention_seconds,
     carry_bytes,
@@ -129,6 +130,38 @@ def test_bytes_are_those_that_describe_has(cut, remat):
         held = memory.stashes.count * stash_bytes(job(), layout)
         assert memory.stashes.size == pytest.approx(held, rel=0.06)
         assert planned["stashes"] == held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(), (104, 64, 48, 40)])
+def test_logits_are_in_as_many_parts_as_the_head_forms(lengths):
+    """The planner's eight parts, by what compiled steps hold with all logits and in chunks."""
+    words, length = 8192, 256
+    model = replace(SMALL, vocabulary=words)
+    held = {}
+    for chunks in (None, LOGIT_PARTS):
+        config = DecoderConfig(
+            vocabulary=words, width=16, layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16
+        )
+        stages, embed, head = build(config, [1, 1], nnx.Rngs(0), loss_chunks=chunks)
+        pipe = Pipeline(
+            stages,
+            M,
+            embed=embed,
+            head=head,
+            loss_fn=next_token_loss,
+            mesh=make_mesh(stage=2, devices=jax.devices()[:2]),
+            schedule="seq1f1b" if lengths else "1f1b",
+            slices=lengths or None,
+        )
+        tokens = jnp.zeros((M, length), jnp.int32)
+        lines = str(pipe.describe(tokens, tokens, compiled=True)).splitlines()
+        (line,) = [line for line in lines if line.strip().startswith("temporaries")]
+        held[chunks] = int(line.split("compiled ")[1].replace(",", ""))
+    layout = layout_of(SequenceCut(slices=4, lengths=lengths) if lengths else WHOLE_CUT, "stage")
+    planned = pipeline_bytes(replace(job(model), seq=length), layout)["workspace"]
+    spared = (LOGIT_PARTS - 1) * planned
+    assert held[None] - held[LOGIT_PARTS] == pytest.approx(spared, rel=0.15)
 
 
 def test_a_step_of_context_by_hand():

@@ -113,3 +113,60 @@ def test_words_that_ranks_cannot_share():
         "vocabulary='stage' with embeddings that are multiplied with 4.0 and logits with a soft "
         "cap of 30.0: ranks share the table of a plain embedding and head; use vocabulary='ends'"
     )
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("slices", "axes"), [(None, {}), ((5, 3), {"stage": 2}), (2, {"stage": 2, "tensor": 2})]
+)
+def test_logits_in_chunks_have_the_loss_of_whole_ones(slices, axes):
+    """Loss and gradients, of words and weights, with slices and with words on ranks of tensor."""
+    config = DecoderConfig(**{**SIZES, "vocabulary": 32, "layers": 2, "tied": True})
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 32)
+    targets = tokens[:, 1:], jnp.asarray([[1.0, 0, 1, 1, 1, 0, 1, 1]] * 2)
+    found = []
+    for chunks in (None, 4):
+        stages, embed, head = build(config, [1, 1], nnx.Rngs(0), loss_chunks=chunks)
+        ends = {"embed": embed, "head": head, "loss_fn": next_token_loss, "slices": slices}
+        pipe = Pipeline(stages, 2, mesh=make_mesh(**{"stage": 1, "data": 1, **axes}), **ends)
+        loss, grads = nnx.jit(lambda pipe: pipe.value_and_grad(tokens[:, :-1], targets))(pipe)
+        found.append((loss, pipe.to_layers(grads)))
+    (loss, plain), (again, chunked) = found
+    assert_close(again, loss)
+    for a, b in zip(jax.tree.leaves(chunked), jax.tree.leaves(plain), strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        (
+            {"logit_softcap": 30.0},
+            {"vocabulary": "ends", "loss_chunks": 4},
+            (
+                "loss_chunks=4 with logits with a soft cap of 30.0: logits in chunks are products "
+                "with the table of one head that one rank has; leave loss_chunks out"
+            ),
+        ),
+        (
+            {},
+            {"vocabulary": "stage", "loss_chunks": 4},
+            (
+                "loss_chunks=4 with vocabulary='stage': logits in chunks are products with the "
+                "table of one head that one rank has; leave loss_chunks out"
+            ),
+        ),
+        (
+            {},
+            {"loss_chunks": 0},
+            (
+                "loss_chunks=0: must be an integer >= 1 that divides the words of a rank, or None "
+                "for all logits at once"
+            ),
+        ),
+    ],
+)
+def test_logits_that_have_no_chunks(changes, options, said):
+    with pytest.raises(ValueError) as caught:
+        build(DecoderConfig(**{**SIZES, **changes}), [3], **options)
+    assert str(caught.value) == said
