@@ -328,7 +328,7 @@ def _attend_over(
     given = options["scale"]
     scale = q.shape[-1] ** -0.5 if given is None else given
     reach = options["window"], options["softcap"], options["query_chunk"]
-    return ring(q, k, v, segments, Rule(context, scale, *reach), sinks)
+    return ring(q, {"keys": k, "values": v}, segments, Rule(context, scale, *reach), sinks)
 
 
 def attend_slice(
@@ -408,9 +408,9 @@ def _attend_slice(
         q, own["keys"], own["values"] = map(context.natural, (q, k, v))
         places = part.places(q.shape[1])
     elif context.size > 1:
-        own["keys"], own["values"] = (context.natural(_gather(x, context.axis)) for x in (k, v))
+        own["keys"], own["values"] = (context.natural(gather(x, context.axis)) for x in (k, v))
     if segments is not None and context.size > 1:
-        own["segments"] = context.natural(_gather(segments, context.axis))
+        own["segments"] = context.natural(gather(segments, context.axis))
         segments = own["segments"] if exchanges else segments
     start = part.start(q.shape[1]) if fixed else None
     if implementation is None and fixed and sinks is None:
@@ -428,7 +428,7 @@ def _attend_slice(
             WHOLE,
             **(options | {"sinks": sinks}),
         )
-        return (_back(y, context) if exchanges else y), own
+        return (back_to_positions(y, context) if exchanges else y), own
     whole = {name: part.join(x, earlier and earlier[name]) for name, x in own.items()}
     chosen = {name: options.get(name) for name in ("window", "softcap", "scale", "query_chunk")}
     y = attend_to(
@@ -443,7 +443,7 @@ def _attend_slice(
         sinks=sinks,
         **chosen,
     )
-    return (_back(y, context) if exchanges else y), own
+    return (back_to_positions(y, context) if exchanges else y), own
 
 
 def _ring_slice(
@@ -464,7 +464,8 @@ def _ring_slice(
     """Attend from one slice by blocks of keys: of earlier slices, and of the ranks of an axis."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rule = Rule(context, scale, window, softcap, query_chunk)
-    return ring(q, k, v, segments, rule, sinks, part=part, earlier=earlier)
+    held = {"keys": k, "values": v}
+    return ring(q, held, segments, rule, sinks, part=part, earlier=earlier)
 
 
 def _check_ring(implementation: kernels.Implementation | None) -> None:
@@ -509,11 +510,11 @@ def _with_whole_sequences(
     q, k, v, sinks = _with_own_heads(q, k, v, sinks, context)
     q, k, v = map(context.natural, (q, k, v))
     if segments is not None:
-        segments = context.natural(_gather(segments, context.axis))
-    return _back(run(q, k, v, segments, sinks=sinks), context)
+        segments = context.natural(gather(segments, context.axis))
+    return back_to_positions(run(q, k, v, segments, sinks=sinks), context)
 
 
-def _back(y: jax.Array, context: Context) -> jax.Array:
+def back_to_positions(y: jax.Array, context: Context) -> jax.Array:
     """Exchange heads for positions: undo `_with_own_heads` for what was read."""
     return _exchange(context.as_on_ranks(y), context.axis, split=1, join=2)
 
@@ -544,11 +545,16 @@ def _with_own_heads(
     return q, k, v, sinks
 
 
+def to_heads(x: jax.Array, context: Context) -> jax.Array:
+    """Exchange positions for heads: `[b, T, h / R, c]` in ascending order of positions."""
+    return context.natural(_exchange(x, context.axis, split=2, join=1))
+
+
 def _exchange(x: jax.Array, axis: str | None, *, split: int, join: int) -> jax.Array:
     return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
 
 
-def _gather(x: jax.Array, axis: str | None) -> jax.Array:
+def gather(x: jax.Array, axis: str | None) -> jax.Array:
     """Gather the positions of all ranks, `[b, T, ...]` rank by rank."""
     return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
@@ -570,8 +576,8 @@ def _with_all_keys(
             f"implementation=None, 'chunked' or 'xla', or context='ulysses', which runs any kernel"
         )
     places = context.places(q.shape[1])
-    k, v = (context.natural(_gather(x, context.axis)) for x in (k, v))
-    of_keys = None if segments is None else context.natural(_gather(segments, context.axis))
+    k, v = (context.natural(gather(x, context.axis)) for x in (k, v))
+    of_keys = None if segments is None else context.natural(gather(segments, context.axis))
     return attend_to(
         q,
         k,

@@ -24,6 +24,7 @@ from pipeline.core.layerwise.view import EndRef, LayerView, Ref, Slot, layer_vie
 from pipeline.core.sharding.distribute import distribute
 from pipeline.decoders import DecoderConfig, MultiTokenLoss, build, next_token_loss, split_layers
 from pipeline.decoders.config import as_float, with_options
+from pipeline.layers.attending.order import WHOLE, Context
 from pipeline.pipeline import Pipeline
 from pipeline.splitting.layouts import Layout, parse_layout, place_modules
 from pipeline.vocabulary import CrossEntropy
@@ -74,6 +75,7 @@ def load(
     family: str | Family | None = None,
     experts: Mapping[str, Any] | None = None,
     mtp: int | None = None,
+    context: Context = WHOLE,
     **options: Any,
 ) -> Pipeline:
     """A pipeline of the decoder that a checkpoint holds, with its weights.
@@ -94,6 +96,8 @@ def load(
         ``balance_weight`` (`pipeline.decoders.ExpertsConfig`).
       mtp: how many modules for multi-token prediction are read: 0 leaves them out; by default those
         of config.json, if the files have them. Their loss is `pipeline.decoders.MultiTokenLoss`.
+      context: how sequences lie on the ranks of an axis (`pipeline.layers.Context`), beside
+        ``batch=P("data", "context")``; by default they are whole.
       options: any others of `Pipeline`, such as ``loss_fn`` and ``schedule``.
 
     Raises:
@@ -111,6 +115,7 @@ def load(
         family=family,
         experts=experts,
         mtp=mtp,
+        context=context,
         **shared,
     )
     stages, read = made.pop("stages"), made.pop("read")
@@ -132,6 +137,7 @@ def parts(
     experts: Mapping[str, Any] | None = None,
     mtp: int | None = None,
     mtp_weight: float | Sequence[float] | None = None,
+    context: Context = WHOLE,
 ) -> dict[str, Any]:
     """Make the parts of a `Pipeline` of a checkpoint, all of them types, and the reader of weights.
 
@@ -147,6 +153,7 @@ def parts(
       experts: as of `load`, as is mtp.
       mtp: how many modules for multi-token prediction are read.
       mtp_weight: of their losses, as `pipeline.decoders.MultiTokenLoss` takes it.
+      context: as of `load`.
 
     Returns:
       stages, embed, head; loss_fn, the loss of the next token; and read, a function of the pipeline
@@ -169,7 +176,13 @@ def parts(
     stored = common_dtype(checkpoint) if dtype is None else as_float(dtype)
     own = stored if activations is None else as_float(activations)
     stages, embed, head = build(
-        config, counts, dtype=stored, activations=own, vocabulary=vocabulary, mtp=modules
+        config,
+        counts,
+        dtype=stored,
+        activations=own,
+        vocabulary=vocabulary,
+        context=context,
+        mtp=modules,
     )
     loss_fn = choose_loss(config, vocabulary, mtp_weight)
 

@@ -188,40 +188,57 @@ def test_latent_attention_and_learned_positions_in_slices(slices):
 
 
 LATENT: dict[str, Any] = {
-    "latent": LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4),
+    "latent": LatentConfig(query_rank=8, rank=8, nope=4, rope=2, value=5),
     "windows": (None,) * LAYERS,
     "head_dim": 8,
     "kv_heads": 4,
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few
 @pytest.mark.parametrize(
-    ("order", "slices", "options"),
+    ("way", "order", "slices", "options"),
     [
-        ("contiguous", None, {"schedule": "1f1b"}),
-        ("zigzag", None, {"schedule": "zb_h1", "remat": None}),
-        ("contiguous", 2, {"schedule": "seq1f1b_zb", "remat": None}),
-        ("zigzag", (8, 4, 4), {}),
+        ("ring", "zigzag", None, {"schedule": "1f1b"}),
+        ("ulysses", "zigzag", None, {"schedule": "1f1b", "data": 2}),
+        ("ring", "zigzag", None, {"schedule": "zb_h1", "remat": None, "data": 2}),
+        ("ring", "contiguous", None, {"schedule": "gpipe", "context": 4}),
+        ("ulysses", "contiguous", None, {"schedule": "1f1b", "context": 4}),
+        ("allgather", "contiguous", None, {"schedule": "1f1b", "context": 4}),
+        ("allgather", "zigzag", None, {"schedule": "zb_h1", "remat": None, "data": 2}),
+        ("allgather", "contiguous", 2, {"schedule": "seq1f1b_zb", "remat": None}),
+        ("allgather", "zigzag", (8, 4, 4), {}),
+        ("ulysses", "contiguous", 2, {"schedule": "seq1f1b_zb", "remat": None}),
+        ("ulysses", "zigzag", (8, 4, 4), {}),
+        ("ring", "contiguous", 2, {"schedule": "seq1f1b_zb", "remat": None}),
+        ("ring", "zigzag", (8, 4, 4), {}),
+        ("ulysses", "contiguous", None, {"schedule": "1f1b", "tensor": 2}),
+        ("ring", "contiguous", None, {"schedule": "1f1b", "tensor": 2}),
     ],
 )
-def test_latent_attention_over_a_context_axis(order, slices, options):
-    parts = decoder(2, context=Context("context", "allgather", order), **LATENT)
+def test_latent_attention_over_a_context_axis(way, order, slices, options):
+    """Packed rows; the three ways exchange latents."""
+    options = {"stage": 2, "data": 1, "context": 2, **options}
+    axes = ("stage", "data", "context", "tensor")
+    sizes = {name: options.pop(name) for name in axes if name in options}
+    parts = decoder(2, context=Context("context", way, order), **LATENT)
     batch = data()
     if order == "zigzag":
-        batch = zigzag(batch, 2, slices=slices or 1)
-    sizes = {"stage": 2, "context": 2, "data": 1}
+        batch = zigzag(batch, sizes["context"], slices=slices or 1)
     pipe = pipe_of(parts, sizes, slices=slices, batch=P("data", "context"), **options)
     check(pipe, batch, plain(decoder(2, **LATENT), data()))
 
 
-def test_latent_attention_refuses_other_ways():
+def test_latent_attention_of_heads_that_ulysses_cannot_share():
+    few = LATENT | {"heads": 2, "kv_heads": 2}
+    parts = decoder(2, context=Context("context", "ulysses"), **few)
+    pipe = pipe_of(parts, {"stage": 2, "context": 4}, batch=P("data", "context"))
+    batch = data()
     with pytest.raises(ValueError) as caught:
-        decoder(2, context=Context("context", "ring"), **LATENT)
+        pipe.loss(batch.inputs, batch.targets, extras=batch.extras)
     assert str(caught.value) == (
-        "latent attention with context=Context(axis='context', way='ring', order='contiguous'): "
-        "ranks gather the latents, which are smaller than the keys and values of one head or two; "
-        "take Context('context', 'allgather')"
+        "context='ulysses' with 2 heads of latent attention over 4 ranks of 'context': each rank "
+        "takes as many heads; choose an axis that divides 2, or take context='allgather' or 'ring'"
     )
 
 

@@ -12,10 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import generate, weights
+from pipeline.decoders import next_token_loss
 from pipeline.decoding.caches import keeps_caches, takes_many
+from pipeline.layers import Context, zigzag
 from tests.support.close import assert_close
 from tests.weights import tiny
 from tests.weights.test_families import same
@@ -145,6 +148,28 @@ def test_weights_come_back_and_text_is_the_same_on_any_ranks(name: str, tmp_path
     whole = weights.load(folder, 1, num_stages=1)
     tokens = np.random.default_rng(0).integers(0, tiny.WORDS, (4, 6))
     assert_close(pipe(jnp.asarray(tokens)), np.asarray(whole(jnp.asarray(tokens))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+def test_every_family_takes_a_context_axis(name: str, way: Any, tmp_path: Path):
+    """The loss of sequences on two ranks is that of whole ones, with latents and with sinks."""
+    folder = tiny.write(tmp_path / "given", config_of(name), tensors_of(name))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.WORDS, (2, 9)))
+    given: dict[str, Any] = {"loss_fn": next_token_loss}
+    whole = weights.load(folder, 2, num_stages=1, **given)
+    pipe = weights.load(
+        folder,
+        2,
+        layout="Et|ttL",
+        mesh=make_mesh(stage=2, context=2),
+        context=Context("context", way, "zigzag"),
+        batch=P("data", "context"),
+        **given,
+    )
+    batch = zigzag((tokens[:, :-1], tokens[:, 1:]), 2)
+    assert_close(pipe.loss(*batch), whole.loss(tokens[:, :-1], tokens[:, 1:]))
 
 
 @pytest.mark.slow

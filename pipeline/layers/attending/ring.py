@@ -9,6 +9,9 @@ on every rank (`pipeline.layers.attending.order`).
 With slices of sequences a rank keeps its part of the keys and values of every slice. Those of the
 slice and of earlier ones travel together, and later slices are not read.
 
+Keys and values may be made of something smaller, the latents of latent attention. These travel
+then, and every rank forms the keys and values of one block at a time, once more in the backward.
+
 Letters: R = ranks on the axis, N = slices, h = blocks of a rank (2 in zig-zag order), b =
 sequences, n = positions of a block, k = heads of keys and values, g = heads of queries for each, c
 = width of a head, w = width of values.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +47,8 @@ class Rule:
       chunk: how many queries of a block are read at a time; None for as many as `chunk_of` says.
       start: the place of the first position, of a slice whose number is known.
       before: the lengths of earlier slices, if so, as parts of a rank.
+      expand: (weights, what a block holds) to its keys `[b, n, k, c]` and values `[b, n, k, w]`;
+        None where it holds them.
     """
 
     context: Context
@@ -52,6 +58,14 @@ class Rule:
     chunk: int | None
     start: int = 0
     before: tuple[int, ...] = ()
+    expand: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+
+    def keys(self, weights: Any, held: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Form the keys and values of a block."""
+        if self.expand is not None:
+            return self.expand(weights, *held)
+        k, v = held
+        return k, v
 
 
 AXES = 1, 3, 3  # of a block's queries in `Sums`
@@ -73,12 +87,12 @@ class Sums(NamedTuple):
 
 def ring(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    held: Mapping[str, jax.Array],
     segments: jax.Array | None,
     rule: Rule,
     sinks: jax.Array | None = None,
     *,
+    weights: Any = (),
     part: SequenceSlice = WHOLE_SEQUENCE,
     earlier: Any = None,
 ) -> jax.Array:
@@ -88,14 +102,15 @@ def ring(
 
     Args:
       q: queries, `[b, t, k·g, c]`.
-      k: keys, `[b, t, k, c]`.
-      v: values, `[b, t, k, w]`.
+      held: keys `[b, t, k, c]` and values `[b, t, k, w]`; or what `Rule.expand` makes them of,
+        arrays `[b, t, ...]`.
       segments: `[b, t]` integers, or None where a row is one document.
       rule: which keys are read, and how.
       sinks: `[k·g]`, a score of each head beside those of its keys, whose weight goes to no value.
-      part: the place of the slice, of which q, k, v and segments are this rank's positions.
-      earlier: [N, ...] leaves, the keys, values and segments that slices have left on this rank, by
-        name; None without any.
+      weights: of `Rule.expand`.
+      part: the place of the slice, of which q, held and segments are this rank's positions.
+      earlier: [N, ...] leaves, what slices have left on this rank of the arrays of ``held`` and of
+        segments, by name; None without any.
 
     Raises:
       ValueError: zig-zag order and an odd t; or a chunk that does not divide a block's queries.
@@ -111,33 +126,42 @@ def ring(
     def halves(x: jax.Array) -> jax.Array:
         return cut(x, each, 1)
 
+    k, v = jax.eval_shape(rule.keys, weights, tuple(held.values()))
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     own = () if segments is None else (halves(segments),)
     low = () if sinks is None else (sinks.astype(jnp.float32).reshape(k.shape[2], -1),)
-    axis = rule.context.axis
-    rule, index, before = _before(rule, part, earlier, q.shape[1], packed=segments is not None)
-    every = q, k, v, *own, *low, *jax.tree.leaves((index, before))
+    axis, names = rule.context.axis, tuple(held)
+    rule, index, before = _before(
+        rule, part, earlier, q.shape[1], names, packed=segments is not None
+    )
+    every = q, *held.values(), *own, *low, *jax.tree.leaves((weights, index, before))
     both = frozenset({axis} - {None}).union(*map(varying_axes, every))
     axes = tuple(sorted(map(str, both)))
-    given = vary((halves(grouped), halves(k), halves(v), own, low, index, before), axes)
+    blocks_of = tuple(halves(x) for x in held.values())
+    given = vary((halves(grouped), blocks_of, weights, own, low, index, before), axes)
     y = jnp.moveaxis(_ring(rule, *given), 0, 1)
     return y.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype)
 
 
 def _before(
-    rule: Rule, part: SequenceSlice, earlier: Any, length: int, *, packed: bool
+    rule: Rule,
+    part: SequenceSlice,
+    earlier: Any,
+    length: int,
+    names: tuple[str, ...],
+    *,
+    packed: bool,
 ) -> tuple[Rule, Any, Any]:
     """The rule of a slice, its number if that is traced, and the group of earlier slices' keys.
 
-    A group is (keys, values, segments). Where the number is traced it has all N slices, [N, ...],
-    and otherwise all earlier slices, joined, [1, ...]; the first slice has none.
+    A group is (keys and values, segments). Where the number is traced it has all N slices, `[N,
+    ...]`, and otherwise all earlier slices, joined, `[1, ...]`; the first slice has none.
     """
     if part.count == 1 or earlier is None:
         return rule, (), ()
-    names = ("keys", "values", *(("segments",) if packed else ()))
-    group = [earlier[name] for name in names]
+    group = tuple(earlier[n] for n in names), (earlier["segments"],) if packed else ()
     if not isinstance(part, FixedSlice):
-        return rule, (jnp.asarray(part.index, jnp.int32),), ((*group[:2], tuple(group[2:])),)
+        return rule, (jnp.asarray(part.index, jnp.int32),), (group,)
     lengths = [length * one // part.lengths[part.index] for one in part.lengths[: part.index]]
     rule = replace(rule, start=part.start(length * rule.context.size), before=tuple(lengths))
     if not lengths:
@@ -146,22 +170,21 @@ def _before(
     def joined(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[n, :, :one] for n, one in enumerate(lengths)], axis=1)[None]
 
-    keys, values, *of_keys = map(joined, group)
-    return rule, (), ((keys, values, tuple(of_keys)),)
+    return rule, (), (jax.tree.map(joined, group),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
     rule: Rule,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    kv: Any,
+    weights: Any,
     segments: Any,
     sinks: Any,
     index: Any,
     before: Any,
 ) -> jax.Array:
-    return _forward(rule, q, k, v, segments, sinks, index, before)[0]
+    return _forward(rule, q, kv, weights, segments, sinks, index, before)[0]
 
 
 def _each_before(
@@ -186,7 +209,7 @@ def _each_before(
         parts = zip(starts, rule.before, strict=False)
         found = [n * context.size + context.places(size, other) for n, size in parts]
         return read(0, jax.tree.map(lambda x: x[0], group), jnp.concatenate(found), sums)
-    places = context.places(group[0].shape[2], other)
+    places = context.places(group[0][0].shape[2], other)
 
     def one(n: Any, sums: Any) -> Any:
         slot = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False), group)
@@ -204,8 +227,8 @@ def _start(rule: Rule, index: Any, length: int) -> Any:
 def _forward(
     rule: Rule,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    kv: Any,
+    weights: Any,
     segments: Any,
     sinks: Any,
     index: Any,
@@ -217,6 +240,7 @@ def _forward(
     length = q.shape[0] * n
     start = _start(rule, index, length)
     like = functools.partial(_like, q)
+    _, v = jax.eval_shape(rule.keys, weights, [x[0] for x in kv])
     sums = Sums(
         like(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)),
         like(jnp.full((q.shape[0], b, *heads, n), HIDDEN)),
@@ -224,29 +248,30 @@ def _forward(
     )
     here = start + _places(context, n, group_rank(context.axis))
 
-    def add(i: Any, k: Any, v: Any, there: Any, of_keys: Any, sums: Sums) -> Sums:
+    def add(i: Any, kv: Any, there: Any, of_keys: Any, sums: Sums) -> Sums:
         wanted = here[i], there, *(x[i] for x in segments), *of_keys
-        found = _read_block(rule, wide[i], k, v, wanted, Sums(*(x[i] for x in sums)))
+        had = Sums(*(x[i] for x in sums))
+        found = _read_block(rule, wide[i], *rule.keys(weights, kv), wanted, had)
         return Sums(*(x.at[i].set(y) for x, y in zip(sums, found, strict=True)))
 
     def meet(step: Any, held: Any, sums: Sums) -> Sums:
         """Read the keys of one rank."""
-        (k, v, of_keys), before = held
+        (kv, of_keys), before = held
         rank = group_rank(context.axis)
         other = (rank - step) % context.size
         there = start + _places(context, n, other)
         for i, j in _pairs(context, step, rank, other):
-            sums = add(i, k[j], v[j], there[j], [x[j] for x in of_keys], sums)
+            sums = add(i, [x[j] for x in kv], there[j], [x[j] for x in of_keys], sums)
 
         def read(_: Any, slot: Any, places: Any, sums: Sums) -> Sums:
-            k, v, of_keys = slot
+            kv, of_keys = slot
             for i in range(q.shape[0]):
-                sums = add(i, k, v, places, of_keys, sums)
+                sums = add(i, kv, places, of_keys, sums)
             return sums
 
         return cast("Sums", _each_before(rule, index, before, length, other, read, sums))
 
-    held = (k, v, segments), before
+    held = (kv, segments), before
     sums = meet(0, held, sums)
 
     def step(carry: Any, number: jax.Array) -> Any:
@@ -260,76 +285,89 @@ def _forward(
     for sink in sinks:
         level = jnp.logaddexp(level, sink[None, None, ..., None])
     y = sums.values * jnp.moveaxis(jnp.exp(sums.largest - level), -1, 2)[..., None]
-    return y, (q, k, v, segments, sinks, index, before, y, level)
+    return y, (q, kv, weights, segments, sinks, index, before, y, level)
 
 
 def _backward(rule: Rule, kept: Any, g: jax.Array) -> Any:
-    """Gradients of queries, keys, values, sinks, and keys and values of earlier slices."""
-    q, k, v, segments, sinks, index, before, y, level = kept
+    """Gradients of all arguments: queries, keys and values, weights, sinks, earlier slices."""
+    q, kv, weights, segments, sinks, index, before, y, level = kept
     context, n, wide = rule.context, q.shape[2], q.astype(jnp.float32)
     length = q.shape[0] * n
     start = _start(rule, index, length)
     slope = jnp.moveaxis(jnp.sum(g * y, axis=-1), 2, -1)  # [h, b, k, g, n]
     here = start + _places(context, n, group_rank(context.axis))
 
-    def unread(i: Any, k: Any, v: Any, there: Any, of_keys: Any) -> Any:
+    def unread(i: Any, kv: Any, there: Any, of_keys: Any) -> Any:
         wanted = here[i], there, *(x[i] for x in segments), *of_keys
-        return _unread_block(rule, (wide[i], g[i], level[i], slope[i]), k, v, wanted)
+        return _unread(rule, weights, (wide[i], g[i], level[i], slope[i]), kv, wanted)
 
-    def meet(step: Any, held: Any, dq: Any, sums: Any) -> Any:
-        (k, v, of_keys), before = held
+    def meet(step: Any, held: Any, own: Any, sums: Any) -> Any:
+        (kv, of_keys), before = held
         rank = group_rank(context.axis)
         other = (rank - step) % context.size
         there = start + _places(context, n, other)
-        (dk, dv), of_before = sums
+        dkv, of_before = sums
         for i, j in _pairs(context, step, rank, other):
-            more = unread(i, k[j], v[j], there[j], [x[j] for x in of_keys])
-            dq = dq.at[i].add(more[0])
-            dk, dv = dk.at[j].add(more[1]), dv.at[j].add(more[2])
+            mine, more = unread(i, [x[j] for x in kv], there[j], [x[j] for x in of_keys])
+            own, dkv = _add_own(i, own, mine), _add_at(j, dkv, more)
 
         def read(m: Any, slot: Any, places: Any, sums: Any) -> Any:
-            dq, ((dk, dv),) = sums
-            k, v, of_keys = slot
+            own, (dkv,) = sums
+            kv, of_keys = slot
             for i in range(q.shape[0]):
-                more = unread(i, k, v, places, of_keys)
-                dq = dq.at[i].add(more[0])
-                dk, dv = dk.at[m].add(more[1]), dv.at[m].add(more[2])
-            return dq, ((dk, dv),)
+                mine, more = unread(i, kv, places, of_keys)
+                own, dkv = _add_own(i, own, mine), _add_at(m, dkv, more)
+            return own, (dkv,)
 
-        both = dq, of_before
-        dq, of_before = _each_before(rule, index, before, length, other, read, both)
-        return dq, ((dk, dv), of_before)
+        both = own, of_before
+        own, of_before = _each_before(rule, index, before, length, other, read, both)
+        return own, (dkv, of_before)
 
-    def zeros(*like: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_like(q, jnp.zeros(x.shape, jnp.float32)) for x in like)
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda x: _like(q, jnp.zeros(x.shape, jnp.float32)), tree)
 
-    held = (k, v, segments), before
-    (dq,) = zeros(q)
-    sums: Any = zeros(k, v), tuple(zeros(*group[:2]) for group in before)
-    dq, sums = meet(0, held, dq, sums)
+    held = (kv, segments), before
+    own = zeros((q, weights))
+    sums: Any = zeros((kv, tuple(kept for kept, _ in before)))
+    own, sums = meet(0, held, own, sums)
 
     def step(carry: Any, number: jax.Array) -> Any:
-        held, dq, sums = carry
+        held, own, sums = carry
         held, sums = _sent((held, sums), context.axis)
-        return (held, *meet(number, held, dq, sums)), None
+        return (held, *meet(number, held, own, sums)), None
 
     if context.size > 1:
-        (_, dq, sums), _ = jax.lax.scan(step, (held, dq, sums), jnp.arange(1, context.size))
-    (dk, dv), of_before = _sent(sums, context.axis)  # home
-    found = (x.astype(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+        (_, own, sums), _ = jax.lax.scan(step, (held, own, sums), jnp.arange(1, context.size))
+    dkv, of_before = _sent(sums, context.axis)  # home
+    dq, dw = _narrow(own, (q, weights))
     low = tuple(
         -jnp.sum(jnp.exp(sink[None, None, ..., None] - level) * slope, axis=(0, 1, 4))
         for sink in sinks
     )
     none = functools.partial(jax.tree.map, lambda _: None)
     earlier = tuple(
-        (dk.astype(k.dtype), dv.astype(v.dtype), none(of_keys))
-        for (dk, dv), (k, v, of_keys) in zip(of_before, before, strict=True)
+        (_narrow(found, kept), none(of_keys))
+        for found, (kept, of_keys) in zip(of_before, before, strict=True)
     )
-    return *found, none(segments), low, none(index), earlier
+    return dq, _narrow(dkv, kv), dw, none(segments), low, none(index), earlier
 
 
 _ring.defvjp(_forward, _backward)
+
+
+def _add_own(i: Any, own: Any, more: Any) -> Any:
+    """Add gradients of block i of the queries, and of weights, to those that stay on a rank."""
+    dq, dw = own
+    return dq.at[i].add(more[0]), jax.tree.map(lambda x, y: x + y.astype(x.dtype), dw, more[1])
+
+
+def _add_at(j: Any, sums: Any, more: Any) -> Any:
+    """Add gradients of block j of the keys."""
+    return tuple(x.at[j].add(y.astype(x.dtype)) for x, y in zip(sums, more, strict=True))
+
+
+def _narrow(found: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), found, like)
 
 
 def _sent(tree: Any, axis: str | None) -> Any:
@@ -404,6 +442,18 @@ def _read_block(
 
     found = jax.lax.map(one, parts)
     return Sums(*(join(x, t, axis) for x, axis in zip(found, AXES, strict=True)))
+
+
+def _unread(rule: Rule, weights: Any, of_queries: Any, kv: Any, wanted: Any) -> Any:
+    """Compute the gradients ((queries, weights), keys and values) of a pair of blocks."""
+    if rule.expand is None:
+        k, v = kv
+        dq, *dkv = _unread_block(rule, of_queries, k, v, wanted)
+        return (dq, ()), dkv
+    (k, v), pull = jax.vjp(rule.expand, weights, *kv)
+    dq, dk, dv = _unread_block(rule, of_queries, k, v, wanted)
+    dw, *dkv = pull((dk.astype(k.dtype), dv.astype(v.dtype)))
+    return (dq, dw), dkv
 
 
 def _unread_block(rule: Rule, of_queries: Any, k: jax.Array, v: jax.Array, wanted: Any) -> Any:

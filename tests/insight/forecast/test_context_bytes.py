@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.decoders import DecoderConfig, LatentConfig
+from pipeline.decoders.latent import LatentAttention
 from pipeline.insight.forecast import traffic
 from pipeline.layers import Attention, Context, context_bytes
 from tests.support import models
@@ -29,20 +31,41 @@ class Block(nnx.Module):
         return x + self.attention(x, segments=segments)
 
 
+class LatentBlock(nnx.Module):
+    """Latent attention over the axis: four heads of 8 and 5 numbers out of a latent of 6 and 2."""
+
+    def __init__(self, rngs: nnx.Rngs, *, way):
+        latent = LatentConfig(query_rank=None, rank=6, nope=6, rope=2, value=5)
+        sizes = {"heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 8, "latent": latent}
+        config = DecoderConfig(vocabulary=8, width=D, layers=1, **sizes)
+        context = Context("context", way)
+        self.attention = LatentAttention(config, 0, rngs, dtype=jnp.float32, context=context)
+
+    def __call__(self, x, segments=None):
+        return x + self.attention(x, segments=segments)
+
+
 @pytest.mark.parametrize(
-    ("way", "packed"),
+    ("way", "packed", "kind"),
     [
-        ("allgather", True),
+        ("allgather", True, Block),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("ring", True), ("ulysses", True), ("allgather", False)]
+            for case in [
+                ("ring", True, Block),
+                ("ulysses", True, Block),
+                ("allgather", False, Block),
+                ("allgather", True, LatentBlock),
+                ("ulysses", True, LatentBlock),
+                ("ring", True, LatentBlock),
+            ]
         ],
     ],
 )
-def test_bytes_by_formula(way, packed):
+def test_bytes_by_formula(way, packed, kind):
     """A rank runs every layer once forward and once backward for each microbatch."""
     pipe = Pipeline(
-        models.build(Block, 2, way=way),
+        models.build(kind, 2, way=way),
         M,
         mesh=make_mesh(stage=2, context=R, devices=jax.devices()[: 2 * R]),
         schedule="gpipe",
@@ -64,6 +87,7 @@ def test_bytes_by_formula(way, packed):
         head_dim=8,
         itemsize=4,
         packed=packed,
+        **({"latent": 8, "value_dim": 5} if kind is LatentBlock else {}),
     )
     kinds = {"all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
     for one in (found.sent, sent.bytes):
