@@ -414,7 +414,8 @@ class Pipeline(nnx.Module):
         the last with head and loss, is timed within the kernel, on microbatches of the size that
         these rows give; on a mesh of several ranks an exchange too, and with ``offload`` a copy
         over the host link. The stages that differ are
-        copied to those devices. Weights stay as they are.
+        copied to those devices. Weights stay as they are. With ``slices=`` actions are those of all
+        slices of a microbatch, and ``costs.slices`` says how slices compare.
 
         With a topology nothing runs: the step is compiled for TPUs that need not be there, and
         seconds are the cycles that their compiler expects, over their clock. Stages and batch may
@@ -440,7 +441,8 @@ class Pipeline(nnx.Module):
             too large to say anything; or a compiler that writes no cycles.
         """
         given = inputs, targets, extras
-        refuse_slices("calibrate", self.plan.schedule)
+        if topology is not None:
+            refuse_slices(f"calibrate(topology={topology!r})", self.plan.schedule)
         operands = self._operands(*given, "calibrate")
         if topology is None:
             check_arrays("calibrate", operands)

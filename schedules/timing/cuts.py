@@ -10,19 +10,23 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
+
 from schedules.core.action import ScheduleError, shorten
 from schedules.core.arguments import integer, is_number
+from schedules.core.costs import Costs
 
 
 def equal_time(
-    length: int, num_slices: int, *, attention: float, multiple: int = 1
+    length: int, num_slices: int, *, attention: float | Costs, multiple: int = 1
 ) -> tuple[int, ...]:
     """Compute [N] lengths of slices that take equal time, for ``Pipeline(slices=...)``.
 
     Args:
       length: T.
       num_slices: N.
-      attention: a, from 0 to 1, where attention reads the keys before each query and no others.
+      attention: a, from 0 to 1, where attention reads the keys before each query and no others; or
+        costs with ``slices`` that were measured on slices of equal length, which tell it.
       multiple: a divisor of T, of which every length is a multiple; such as 128 for the blocks of a
         kernel, or twice the ranks of a context axis in zig-zag order.
 
@@ -33,6 +37,8 @@ def equal_time(
     for name, value in sizes.items():
         if (integer(value) or 0) < 1:
             raise ScheduleError(f"{name}={shorten(value)}: must be an integer >= 1")
+    if isinstance(attention, Costs):
+        attention = _share_of_attention(attention)
     if not (is_number(attention) and 0 <= attention <= 1):
         raise ScheduleError(
             f"attention={shorten(attention)}: must be the share of attention in the time of a "
@@ -49,6 +55,23 @@ def equal_time(
     for n in range(1, num_slices):  # each has one block at least
         ends[n] = min(max(ends[n], ends[n - 1] + 1), blocks - (num_slices - n))
     return tuple((b - a) * multiple for a, b in itertools.pairwise(ends))
+
+
+def _share_of_attention(costs: Costs) -> float:
+    """Fit a to the times of N equal slices, of which slice n takes (1 - a) / N + a (2n + 1) / N².
+
+    Raises:
+      ScheduleError: costs of whole sequences.
+    """
+    if costs.slices is None or len(costs.slices) < 2:
+        raise ScheduleError(
+            f"attention={shorten(costs)}: these costs say nothing of slices; calibrate a pipeline "
+            f"with slices=2 or more, or give the share of attention, from 0 to 1"
+        )
+    N = len(costs.slices)
+    times, offset = costs.shares(N), np.arange(N) - (N - 1) / 2
+    slope = float((offset * times).sum() / (offset**2).sum())
+    return min(1.0, max(0.0, slope * N**2 / 2))
 
 
 def _part(time: float, attention: float) -> float:

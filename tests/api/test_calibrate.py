@@ -6,6 +6,7 @@ Nothing here is timed but by injected clocks. Letters: S ranks, K stages, M micr
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +20,17 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.base.agreed.slices import FixedSlice
 from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.insight.calibrate import host, measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
 from pipeline.insight.calibrate.conclude import Timed, conclude
-from pipeline.layers import Context
+from pipeline.layers import Attention, Context
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
-from schedules import Costs, ScheduleError, simulate
+from schedules import Costs, ScheduleError, equal_time, simulate
 from tests.support import models
 from tests.support.close import assert_close
+from tests.support.dots import work
 from tests.support.models import WIDTH, Block, Hostile
 
 MS = 1e-3
@@ -155,10 +158,13 @@ def clock(monkeypatch):
 
         def step(runs: Any) -> None:
             total = BASE
+            N = program.schedule.num_slices
+            parts = np.array([takes.get(("slice", part), 1.0) for part in range(N)])
             for index, slot in enumerate(program.slots):
+                each = parts[program.microbatch[:, index] % N]
                 for branch, op in enumerate(slot.ops, start=1):
                     here = np.asarray(runs)[:, index] & (program.op[:, index] == branch)
-                    total += here.sum() * takes.get((op.chunk, op.kind), TRUE[op.kind])
+                    total += (here * each).sum() * takes.get((op.chunk, op.kind), TRUE[op.kind])
             shown.append(MS * total)
 
         return step
@@ -237,6 +243,77 @@ def test_calibrate_says_what_contradicts(clock):
     clock[0, "F"] = 0.0
     with pytest.raises(CalibrationError, match="F of stage 0 takes 0 ms, and another"):
         make().calibrate(*data(), rounds=1, repeats=2)
+
+
+def test_calibrate_slices(clock, tmp_path):
+    """Slices compare as the multiplications of attention to all keys up to theirs."""
+    lengths, x = (4, 4, 4), jnp.ones((4, 12, 8))
+    stages = [Attention(8, 2, 2, nnx.Rngs(k), theta=100.0) for k in range(2)]
+
+    def multiplications(part: int) -> int:
+        own = {name: jnp.ones((3, 1, 4, 2, 4)) for name in ("keys", "values")}
+        place = FixedSlice(part, 3, lengths)
+        run = lambda x: stages[0].call_slice(x, own, place)[0]  # noqa: E731
+        return work(jax.make_jaxpr(run)(x[:1, :4]).jaxpr)
+
+    counts = [multiplications(part) for part in range(3)]
+    assert counts == sorted(set(counts))
+    clock |= {("slice", part): count / counts[0] for part, count in enumerate(counts)}
+    whole = sum(counts) / counts[0]
+    pipe = make(stages=stages, slices=lengths)
+    cal = pipe.calibrate(x, x, rounds=1, repeats=2, split=False)
+    costs = cal.costs
+    assert costs.shares(3) == pytest.approx(np.array(counts) / sum(counts))
+    assert costs.f == pytest.approx([whole * MS * TRUE["F"]] * 2)
+    assert costs.b == pytest.approx([whole * MS * TRUE["B"]] * 2)
+    assert costs.comm == pytest.approx(3 * 0.03 * MS)  # of a microbatch, as F and B are
+    shares = ", ".join(f"{count / sum(counts):.1%}" for count in counts)
+    assert f"slices, of a microbatch's time: {shares}" in str(cal).splitlines()
+    cal.to_json(tmp_path / "cal.json")
+    assert Calibration.from_json(tmp_path / "cal.json") == cal
+
+    assert pipe.replace(costs=cal).plan.costs == costs
+    equal = simulate(pipe.schedule, dataclasses.replace(costs, slices=None), "lockstep")
+    assert simulate(pipe.schedule, costs, "lockstep").makespan > equal.makespan
+    found = pipe.replace(costs=cal, schedule="auto", slices=None).plan
+    assert (found.costs, found.schedule.num_slices) == (costs, 1)
+    cuts = equal_time(1024, 3, attention=costs)
+    assert list(cuts) == sorted(cuts, reverse=True)
+    assert cuts[0] > cuts[2]
+
+
+class Seen(nnx.Module):
+    """A stage that says which slices it is run on."""
+
+    def __init__(self, seen: Any) -> None:
+        self.scale, self.seen = nnx.Param(jnp.ones(())), seen
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale[...]
+
+    def call_slice(self, x: jax.Array, _: Any, part: Any) -> Any:
+        jax.debug.callback(self.seen, jnp.asarray(part.index))
+        return self(x), x[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [2, (5, 3)])
+def test_entries_of_one_slice(slices):
+    seen: list[int] = []
+
+    def note(index: Any) -> None:
+        seen.append(int(index))
+
+    pipe, x = make(stages=[Seen(note)], S=1, slices=slices, remat=None), jnp.ones((6, 8, 4))
+    chain = one_rank.find_chain(pipe)
+    one = one_rank.one_rank(pipe, Pipeline, chain, "FB", 3, 1)
+    step = one_rank.partial_step(one.plan, one_rank.operands_of(one, x, x))
+    for part in 0, 1:
+        seen.clear()
+        runs = one_rank.entries(one.plan.training, [0], "F", part)
+        jax.block_until_ready(step(jnp.asarray(runs)))
+        jax.effects_barrier()
+        assert sorted(seen) == sorted([0, 1, part, part])
 
 
 def test_entries_of_the_table_that_do_not_run_are_idle():

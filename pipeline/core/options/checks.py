@@ -90,11 +90,13 @@ def check_sliced(
 
 
 def refuse_slices(method: str, schedule: Schedule) -> None:
-    """Raise ValueError where a method runs whole sequences alone."""
+    """Raise ValueError where a method takes its times from compiled code alone."""
     if schedule.num_slices > 1:
         raise ValueError(
-            f"{method}() of a pipeline with slices={schedule.num_slices}: it runs whole sequences; "
-            f"take pipe.replace(schedule=None, slices=None), whose stages do the same work"
+            f"{method} of a pipeline with slices={schedule.num_slices}: the compiler counts the "
+            f"cycles of an action's code once, and slices share it, or choose their part of it as "
+            f"they run; compile pipe.replace(schedule=None, slices=None), or measure on devices, "
+            f"calibrate() without topology="
         )
 
 

@@ -178,6 +178,9 @@ class Calibration:
             lines.append(f"{k:<5}" + "".join(f"{cell:>20}" for cell in cells))
         ends = {"head and loss": self.costs.head, "embed": self.costs.embed}
         lines += [f"{name}, beside the stages: {1e3 * t:.3f}" for name, t in ends.items() if t]
+        if self.costs.slices is not None:
+            parts = ", ".join(f"{part:.1%}" for part in self.costs.shares(len(self.costs.slices)))
+            lines.append(f"slices, of a microbatch's time: {parts}")
         lines.append(f"a step beside its actions: {1e3 * self.overhead:.3f}")
         lines.append(f"exchange: {self._cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
         return "\n".join(lines)

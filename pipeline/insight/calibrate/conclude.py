@@ -108,6 +108,23 @@ def conclude(
     return in_turn
 
 
+def slices_of(one: Timed, parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Compute [N] seconds of all actions of one slice, for ``Costs(slices=)``.
+
+    Args:
+      one: of a program of slices, with its first microbatch alone.
+      parts: [N] of steps in which beside the first microbatch one slice of the others runs.
+
+    Raises:
+      CalibrationError: the times are noise.
+    """
+    found = {(n, "a microbatch"): spread_of(one.each(times)) for n, times in enumerate(parts)}
+    longest = max(took.median for took in found.values())
+    names = {n: f"slice {n}" for n in range(len(parts))}
+    _check_noise(found, dict.fromkeys(names, longest), names, rounds=len(one.first))
+    return tuple(max(0.0, took.median) for took in found.values())
+
+
 def _in_turn(one: Timed) -> float:
     """Ratio of the time of a rank's actions in turn to their time one by one."""
     turns = sum(spread_of(one.each(times)).median for times in one.turns.values())

@@ -17,6 +17,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -32,7 +33,14 @@ from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
 from pipeline.core.sharding import meshes
 from pipeline.insight.calibrate.calibration import Calibration
-from pipeline.insight.calibrate.conclude import Key, Timed, Took, conclude, spread_of
+from pipeline.insight.calibrate.conclude import (
+    Key,
+    Timed,
+    Took,
+    conclude,
+    slices_of,
+    spread_of,
+)
 from pipeline.insight.calibrate.one_rank import (
     Chain,
     Runs,
@@ -48,6 +56,7 @@ from schedules.core.costs import is_last_forward_free
 
 EXCHANGES = 100  # that are timed at once
 FIRST = "first"  # names the step of the first microbatch alone
+SLICE = "slice"  # with a number: the step of one slice of the others
 MOST_IN_FLIGHT = 4  # microbatches, so that what they leave fits beside the pipeline
 
 
@@ -111,7 +120,8 @@ class Calibrator:
         plan = pipe.plan
         if in_flight is None:
             program = plan.training
-            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // plan.num_chunks)) or 1
+            units = plan.num_chunks * plan.schedule.num_slices  # of a microbatch on a rank
+            in_flight = min(MOST_IN_FLIGHT, -(-program.num_stashes // units)) or 1
         self._pipe, self._chain, self._repeats = pipe, find_chain(pipe), repeats
         ranks = [
             tuple(sorted({self._chain.stands_for(k) for k in stages}))
@@ -135,6 +145,10 @@ class Calibrator:
             which |= {(stages, kinds): entries(program, stages, kinds) for stages in ranks}
             for n in dict.fromkeys(map(self._chain.kinds.index, self._chain.kinds)):
                 which |= {(n, kind): entries(program, [n], kind) for kind in kinds}
+            if kinds == self._programs[0] and plan.schedule.num_slices > 1:
+                every = range(len(self._chain.stages))
+                for part in range(plan.schedule.num_slices):
+                    which[SLICE, part] = entries(program, every, kinds, part)
             for key, runs in which.items():
                 steps[kinds, key] = functools.partial(run, jnp.asarray(runs))
         if plan.schedule.num_ranks > 1:
@@ -167,10 +181,13 @@ class Calibrator:
         """
         pipe, chain, repeats = self._pipe, self._chain, self._repeats
         last = {key: times[-(rounds or len(times)) :] for key, times in self._taken.items()}
-        timed = []
+        timed, slices = [], None
         for program in self._programs:
             of = {key: times for (kinds, key), times in last.items() if kinds == program}
             first = of.pop(FIRST)
+            parts = [of.pop(key) for key in list(of) if key[0] == SLICE]
+            if parts:
+                slices = slices_of(Timed(first, {}, {}, repeats), parts)
             turns = {key[0]: of.pop(key) for key in list(of) if isinstance(key[0], tuple)}
             timed.append(_weighted(Timed(first, turns, of, repeats), chain))
         names = {n: f"stage {k}" for n, k in enumerate(chain.stages)}
@@ -180,7 +197,10 @@ class Calibrator:
         exchanged = [t / EXCHANGES for t in last.get(("exchanges", None), [0.0])]
         count = len(timed[0].first)
         took = spread_of(exchanged)
-        return _calibration(pipe, chain, found, took, overhead, self._batch, count, repeats)
+        whole = pipe.plan.schedule.num_slices  # messages of a microbatch
+        took = Took(whole * took.median, whole * took.spread)
+        result = _calibration(pipe, chain, found, took, overhead, self._batch, count, repeats)
+        return replace(result, costs=replace(result.costs, slices=slices))
 
 
 def _check(pipe: Any, **counts: Any) -> None:

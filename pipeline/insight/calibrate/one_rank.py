@@ -108,7 +108,9 @@ def one_rank(
     options = plan.options.to_dict() | {
         "mesh": Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types),
         "num_microbatches": microbatches,
-        "schedule": timetable(len(chain.stages), kinds, microbatches, in_flight),
+        "schedule": timetable(
+            len(chain.stages), kinds, microbatches, in_flight, plan.schedule.num_slices
+        ),
         "bubbles": "skip",
         "pattern": "single",
         "delayed": False,
@@ -141,32 +143,55 @@ def _remapped(wrt: Any, stages: Sequence[int]) -> Any:
     return asked
 
 
-def timetable(num_stages: int, kinds: str, microbatches: int, in_flight: int) -> Schedule:
+def timetable(
+    num_stages: int, kinds: str, microbatches: int, in_flight: int, num_slices: int = 1
+) -> Schedule:
     """One rank: each microbatch goes through all stages, and back when so many have gone.
 
     Weights' halves are as far behind the inputs', so that what an action reads has been left for as
-    long as in a step, and lies in no cache.
+    long as in a step, and lies in no cache. Slices of a microbatch follow each other.
     """
     there = range(num_stages)
     order: list[str] = []
+
+    def back(kind: str, m: int) -> list[str]:
+        parts = reversed(_units(m, num_slices))
+        return [f"{k}{kind}{unit}" for unit in parts for k in reversed(there)]
+
     for m in range(microbatches + 2 * in_flight - 1):
-        back, late = m - in_flight, m - 2 * in_flight + 1
-        if 0 <= back < microbatches:
-            order += [f"{k}{kinds[1]}{back}" for k in reversed(there)]
+        behind, late = m - in_flight, m - 2 * in_flight + 1
+        if 0 <= behind < microbatches:
+            order += back(kinds[1], behind)
         if kinds[2:] and 0 <= late < microbatches:
-            order += [f"{k}{kinds[2]}{late}" for k in reversed(there)]
+            order += back(kinds[2], late)
         if m < microbatches:
-            order += [f"{k}F{m}" for k in there]
+            order += [f"{k}F{unit}" for unit in _units(m, num_slices) for k in there]
     return from_orders([order], name="one by one")
 
 
-def entries(program: Program, stages: Collection[int] = (), kinds: str = "") -> Runs:
-    """Mark the first microbatch's entries, and some kinds of action of some chunks of each rank."""
-    runs = program.microbatch == 0
+def _units(microbatch: int, num_slices: int) -> list[str]:
+    """A microbatch as actions name it, or its slices."""
+    if num_slices == 1:
+        return [str(microbatch)]
+    return [f"{microbatch}.{part}" for part in range(num_slices)]
+
+
+def entries(
+    program: Program, stages: Collection[int] = (), kinds: str = "", part: int | None = None
+) -> Runs:
+    """Mark the first microbatch's entries, and some kinds of action of some chunks of each rank.
+
+    With ``part`` those of one slice of each further microbatch.
+    """
+    N = program.schedule.num_slices
+    first = program.microbatch < N  # units, of which a microbatch has N
+    runs = first.copy()
     for index, slot in enumerate(program.slots):
         for branch, op in enumerate(slot.ops, start=1):
             if op.chunk in stages and op.kind in kinds:
                 runs[:, index] |= program.op[:, index] == branch
+    if part is not None:
+        runs &= first | (program.microbatch % N == part)
     return runs & (program.op > 0)
 
 
