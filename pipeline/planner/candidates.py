@@ -220,21 +220,39 @@ def _can(name: str, S: int, V: int, M: int, N: int) -> bool:
 
 
 def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
-    """Offload the smallest share that fits, for each pipeline that does not fit without.
+    """Use host memory for each pipeline that does not fit without.
 
-    P is the most stashes that a rank holds at once. Slices are left out: a pipeline refuses both.
+    Either the smallest share of stashes lies there that fits, or the optimizer's state and, if that
+    is not enough, the smallest share beside it.
     """
     room = usable(job)
     for layout in layouts:
-        if layout.schedule is None or layout.cut.slices > 1:
+        if layout.schedule is None or sum(pipeline_bytes(job, layout).values()) <= room:
             continue
-        over = sum(pipeline_bytes(job, layout).values()) - room
-        if over <= 0:
-            continue
-        P, _ = places(layout.schedule, layout.stage, layout.chunks, layout.microbatches)
-        moved = math.ceil(over / stash_bytes(job, layout) + COPIES)
-        if moved <= P:
-            yield replace(layout, offload=min(1.0, math.ceil(1e4 * moved / P) / 1e4))
+        for one in (layout, replace(layout, host_optimizer=True)):
+            found = _with_stashes(job, one, room)
+            if found is not None:
+                yield found
+
+
+def _with_stashes(job: PlannedJob, layout: MeshLayout, room: float) -> MeshLayout | None:
+    """Offload the smallest share of stashes that fits; None if none does.
+
+    P is the most stashes that a rank holds at once. Stashes of slices stay: a pipeline refuses
+    both. Where the optimizer's state fills the chip during the update, no share helps.
+    """
+    held = pipeline_bytes(job, layout)
+    over = sum(held.values()) - room
+    if over <= 0:
+        return layout
+    if layout.cut.slices > 1 or (layout.host_optimizer and held["optimizer"]):
+        return None
+    P, _ = places(layout.schedule or "", layout.stage, layout.chunks, layout.microbatches)
+    moved = math.ceil(over / stash_bytes(job, layout) + COPIES)
+    if moved > P:
+        return None
+    found = replace(layout, offload=min(1.0, math.ceil(1e4 * moved / P) / 1e4))
+    return found if sum(pipeline_bytes(job, found).values()) <= room else None
 
 
 def divisors(number: int) -> list[int]:

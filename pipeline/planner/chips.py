@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class Chip:
       host_overlap: share of an action's work beside which a copy over that link travels: 1 where
         compilers make asynchronous pairs around products, 0 where they start and wait at once
         (docs/offload.md).
+      host_memory: bytes of its host's memory that fall to a chip, where all chips of a host take
+        equal shares; without limit where nobody says.
       closes: from how many chips on an axis of the torus is a ring, and not a line.
     """
 
@@ -69,6 +72,7 @@ class Chip:
     keeps_attention: bool = True
     host: float = TPU_HOST
     host_overlap: float = 1.0
+    host_memory: float = math.inf
 
     def ring(self, axes: int = 1) -> float:
         """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
@@ -79,27 +83,68 @@ class Chip:
 # of 1 and 2 cores (cloud.google.com/tpu/docs/v5e, /v5p), two operations a cell. v6e and tpu7x: 2 of
 # 256 x 256 in a core (/v6e, and jax's tpu_info.py), four operations a cell: of a product of 8192
 # cubed their compilers write 369,000 and 423,000 operations a cycle, more than two a cell give.
+# Hosts of TPUs: the memory of the machine types in cloud.google.com/compute/docs/tpus/tpu-machines,
+# for each of their chips: ct5p-hightpu-4t has 448 GB, ct6e-standard-4t 720 and -8t 1440,
+# tpu7x-standard-4t 960; ct4p-hightpu-4t 407 and ct5lp-hightpu-4t 192 (of cloud.google.com/tpu).
 # Rings: jax-ml.github.io/scaling-book/tpus: axes of a multiple of 4 chips, of 16 on v5e and v6e.
 _TABLE = (
     # cloud.google.com/tpu/docs/v4: peak, HBM, pod. Links, clock: Jouppi et al., "TPU v4", ISCA
     # 2023, table 4 (6 links of 50 GB/s, 1050 MHz). Network: not published, taken as v5p's.
-    Chip("v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, clock=1.05e9),
+    Chip(
+        "v4", 275e12, 32 * GIB, 1200e9, 50e9, 3, 4096, 6.25e9, clock=1.05e9, host_memory=407e9 / 4
+    ),
     # cloud.google.com/tpu/docs/v5e: 400 GB/s of ICI both ways over 4 ports; 6.4 Tb/s of network for
     # 256 chips.
-    Chip("v5e", 197e12, 16 * GB, 819e9, 50e9, 2, 256, 3.125e9, clock=1.5e9, closes=16),
+    Chip(
+        "v5e",
+        197e12,
+        16 * GB,
+        819e9,
+        50e9,
+        2,
+        256,
+        3.125e9,
+        clock=1.5e9,
+        closes=16,
+        host_memory=48e9,
+    ),
     # cloud.google.com/tpu/docs/v5p: 1200 GB/s of ICI both ways over 6 ports; 50 Gb/s of network;
     # jobs of up to 6144 chips. HBM is called 95 GiB there, and 95 GB elsewhere: the smaller.
-    Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, clock=1.75e9),
+    Chip("v5p", 459e12, 95 * GB, 2765e9, 100e9, 3, 6144, 6.25e9, clock=1.75e9, host_memory=112e9),
     # cloud.google.com/tpu/docs/v6e and /tpu7x (which compares): 800 GB/s of ICI both ways over 4
     # ports; 100 Gb/s of network.
-    Chip("v6e", 918e12, 32 * GB, 1638e9, 100e9, 2, 256, 12.5e9, clock=1.75e9, closes=16),
+    Chip(
+        "v6e",
+        918e12,
+        32 * GB,
+        1638e9,
+        100e9,
+        2,
+        256,
+        12.5e9,
+        clock=1.75e9,
+        closes=16,
+        host_memory=180e9,
+    ),
     # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
-    Chip("tpu7x", 2307e12, 192 * GB, 7380e9, 100e9, 3, 9216, 12.5e9, clock=2.2e9, devices=2),
+    Chip(
+        "tpu7x",
+        2307e12,
+        192 * GB,
+        7380e9,
+        100e9,
+        3,
+        9216,
+        12.5e9,
+        clock=2.2e9,
+        devices=2,
+        host_memory=240e9,
+    ),
     # NVIDIA's datasheets, SXM, dense: NVLink 900 and 600 GB/s both ways, 8 in a host; network of
     # DGX H100 (400 Gb/s a GPU) and DGX A100 (200 Gb/s a GPU). Hosts: PCIe Gen5 and Gen4, 128 and 64
-    # GB/s both ways.
-    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, host=64e9, **_GPU),
-    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, host=32e9, **_GPU),
+    # GB/s both ways; 2 TB of memory for 8 GPUs.
+    Chip("h100", 989e12, 80 * GB, 3350e9, 450e9, 0, 8, 50e9, host=64e9, host_memory=250e9, **_GPU),
+    Chip("a100", 312e12, 80 * GB, 2039e9, 300e9, 0, 8, 25e9, host=32e9, host_memory=250e9, **_GPU),
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 

@@ -25,7 +25,7 @@ from pipeline.planner.layout import (
     parameters_of,
 )
 from pipeline.planner.makespan import makespan
-from pipeline.planner.memory import alone_bytes, pipeline_bytes, stash_bytes
+from pipeline.planner.memory import alone_bytes, moment_bytes, pipeline_bytes, stash_bytes
 from pipeline.planner.models import COMPUTE_BYTES
 from pipeline.planner.sequences import (
     SequenceCut,
@@ -475,14 +475,20 @@ def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
 
 
 def _update(job: PlannedJob, layout: MeshLayout) -> float:
-    """Seconds of Adam: weight and moments are read and written, the gradient is read."""
+    """Seconds of Adam: weight and moments are read and written, the gradient is read.
+
+    Moments in host memory come over the host link, all at once, and then go back.
+    """
     alone = layout.schedule is None
     held = parameters_alone(job, layout) if alone else parameters_of(job, layout)
     shared = layout.data // (layout.data_slices if layout.data_parallel == "hsdp" else 1)
     own = held.all
     if layout.data_parallel != "replicated":
         own = held.shards(shared, layout.experts.ranks * (layout.cut.ranks if alone else 1))
-    return 7 * WEIGHT * own / job.chip.hbm_bandwidth
+    seconds = 7 * WEIGHT * own / job.chip.hbm_bandwidth
+    if layout.host_optimizer:
+        seconds += 2 * moment_bytes(layout, held) / job.chip.host
+    return seconds
 
 
 def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:

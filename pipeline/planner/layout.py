@@ -86,6 +86,8 @@ class MeshLayout:
       vocabulary: "ends" or "stage".
       experts: E, and how tokens get there.
       offload: share of the stashes that lie in host memory, of a pipeline; None for none.
+      host_optimizer: whether the optimizer's state lies in host memory between updates, of a
+        pipeline.
       cut: of sequences, over ranks of `context` and into slices.
     """
 
@@ -103,7 +105,13 @@ class MeshLayout:
     vocabulary: str = "ends"
     experts: Dispatched = ALL_HERE
     offload: float | None = None
+    host_optimizer: bool = False
     cut: SequenceCut = WHOLE_CUT
+
+    @property
+    def uses_host(self) -> bool:
+        """True if anything lies in host memory."""
+        return self.offload is not None or self.host_optimizer
 
     def tokens(self, seq: int) -> float:
         """Positions of an action on a rank, over the ranks of `tensor`: of a slice of a microbatch.

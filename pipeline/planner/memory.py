@@ -16,6 +16,7 @@ from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
     WEIGHT,
+    HeldParameters,
     MeshLayout,
     PlannedJob,
     parameters_alone,
@@ -36,6 +37,8 @@ from pipeline.planner.sequences import (
 LOGIT_PARTS = 8
 # What of a chip's memory a plan may take: docs/llama.md has compiled / predicted up to 1.01.
 USABLE = 0.95
+# What of its host's memory: the rest is for batches, checkpoints and the system.
+USABLE_HOST = 0.9
 # What autodiff alone leaves of a block for its backward, over the smallest set: 8B on v5p by its
 # compiler (`8B-fsdp-kept`, docs/tpu.md).
 UNTRIMMED = 2.25
@@ -48,6 +51,23 @@ COPIES = 2
 def usable(job: PlannedJob) -> float:
     """Bytes of a chip that a plan may take."""
     return USABLE * job.chip.hbm
+
+
+def usable_host(job: PlannedJob) -> float:
+    """Bytes of a chip's part of its host's memory that a plan may take."""
+    return USABLE_HOST * job.chip.host_memory
+
+
+def fits(job: PlannedJob, layout: MeshLayout) -> bool:
+    """Tell whether a layout fits its chips, and their hosts."""
+    return fullness(job, layout) <= 1
+
+
+def fullness(job: PlannedJob, layout: MeshLayout) -> float:
+    """The larger share of usable bytes that a layout takes, of a chip or of its host's memory."""
+    held = alone_bytes if layout.schedule is None else pipeline_bytes
+    on_chip = sum(held(job, layout).values()) / usable(job)
+    return max(on_chip, host_bytes(job, layout) / usable_host(job))
 
 
 def _block_bytes(job: PlannedJob, layout: MeshLayout) -> tuple[float, float, float]:
@@ -162,10 +182,9 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     if crossings:
         workspace += n * _whole(job, layout)  # gradients that I gathered, before they have a place
     weights = WEIGHT * held_here.all
-    moments = held_here.all if layout.data_parallel == "replicated" else parts
     held = {
         "weights": weights,
-        "optimizer": 2 * WEIGHT * moments,
+        "optimizer": moment_bytes(layout, held_here),
         "gradients": weights,
         "stashes": stashes * stash_bytes(job, layout) + crossings * n * _crossing(job, layout),
         # Float32 weights that all microbatches read are cast once, of blocks and not of tables.
@@ -178,7 +197,17 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     if layout.data_parallel == "fsdp":
         held["weights"] = WEIGHT * parts
         held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * held_here.blocks / V  # of one action
+    if layout.host_optimizer:  # comes to the chip when the microbatches are through
+        passing = sum(held.values()) - held["weights"] - held["gradients"] - held["optimizer"]
+        held["optimizer"] = max(0.0, held["optimizer"] - passing)
     return held
+
+
+def moment_bytes(layout: MeshLayout, held: HeldParameters) -> float:
+    """Bytes of Adam's two moments on a rank of a pipeline."""
+    if layout.data_parallel == "replicated":
+        return 2 * WEIGHT * held.all
+    return 2 * WEIGHT * held.shards(layout.data, layout.experts.ranks)
 
 
 def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
@@ -204,8 +233,11 @@ def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
 
 
 def host_bytes(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of host memory for a chip; 0 without `MeshLayout.offload`."""
-    if layout.offload is None or layout.schedule is None:
+    """Bytes of host memory for a chip: of stashes, and of the optimizer's state."""
+    if layout.schedule is None:
         return 0.0
+    held = moment_bytes(layout, parameters_of(job, layout)) if layout.host_optimizer else 0.0
+    if layout.offload is None:
+        return held
     most, _ = places(layout.schedule, layout.stage, layout.chunks, layout.microbatches)
-    return math.floor(layout.offload * most + 1e-9) * stash_bytes(job, layout)
+    return held + math.floor(layout.offload * most + 1e-9) * stash_bytes(job, layout)

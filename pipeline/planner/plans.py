@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pipeline.base.arguments import DataParallel
 from pipeline.planner.costs import Estimate, mfu, sent_over_context
 from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
-from pipeline.planner.memory import usable
+from pipeline.planner.memory import host_bytes, usable, usable_host
 from pipeline.planner.sequences import CONTEXT
 
 GB = 10**9
@@ -51,8 +52,8 @@ class Plans:
       pipeline: the best with one; None if none fits or none is quicker than all that were found.
       lost: a line on each mesh and schedule that is not the best.
       tried: how many layouts there were.
-      offload: with ``offload="auto"``, a sentence that says whether stashes in host memory beat
-        computing again, and why; else empty.
+      offload: with ``offload="auto"``, a sentence that says whether host memory beats computing
+        again, and why; else empty.
     """
 
     job: PlannedJob
@@ -90,6 +91,16 @@ class Plans:
         """Sentences on parts of the model, and options of its layers, that no layout has."""
         return notes_on(self.job)
 
+    @property
+    def _in_host_memory(self) -> tuple[str, ...]:
+        """A line on the host memory that the best plan takes, if any."""
+        layout = self.best.layout
+        if not layout.uses_host:
+            return ()
+        held, room = host_bytes(self.job, layout), self.job.chip.host_memory
+        of = f" of {room / GB:.0f}" if room < math.inf else ""
+        return (f"Host memory of the best, GB a chip{of}: {held / GB:.2f}",)
+
     def __str__(self) -> str:
         """The verdict, a table of the best, and a line on each that lost."""
         job = self.job
@@ -106,6 +117,7 @@ class Plans:
             "",
             f"HBM of the best, GB of {job.chip.hbm / GB:.0f}: "
             + ", ".join(f"{what} {n / GB:.2f}" for what, n in self.best.bytes.items() if n),
+            *self._in_host_memory,
             *self.notes,
         ]
         if self.best.layout.cut.ranks > 1:
@@ -212,6 +224,8 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
     else:
         lines = [f"{layout.chunks} stages on a rank, of {_counts(job, layout)} layers"]
         lines += [blocks] if layout.by_block else []
+        if layout.host_optimizer:
+            lines.append("make_optimizer(offload=True): its state lies in host memory")
         if layout.vocabulary == "stage" and layout.tensor > 1:
             lines.append("embedding and head of pipeline.vocabulary with sequence_parallel=True")
     if job.model.experts is not None:
@@ -337,7 +351,7 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
                 str(at.chunks),
                 str(at.microbatches),
                 str(at.rows),
-                (at.remat or "-") + (f", {at.offload:.0%} on host" if at.offload else ""),
+                (at.remat or "-") + _on_host(at),
                 at.data_parallel,
                 at.vocabulary if at.schedule else "-",
                 f"{one.step:.4g}",
@@ -350,8 +364,17 @@ def _table(job: PlannedJob, ranked: Sequence[Estimate]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def _on_host(layout: MeshLayout) -> str:
+    """Say in a few words what lies in host memory."""
+    stashes = f", {layout.offload:.0%} on host" if layout.offload else ""
+    return stashes + ", optimizer on host" * layout.host_optimizer
+
+
 def why(job: PlannedJob, one: Estimate, best: Estimate) -> str:
     """Why a layout lost against the best: what it spends more on."""
+    if (held := host_bytes(job, one.layout)) > usable_host(job):
+        room = f"{usable_host(job) / GB:.0f} GB of host memory a chip"
+        return f"does not fit: {held / GB:.0f} of {room}"
     if one.bytes and one.hbm > usable(job):
         largest = max(one.bytes, key=lambda name: one.bytes[name])
         return (
@@ -380,11 +403,14 @@ class Comparison:
         """A sentence that says whether to offload, and why."""
         if self.hosted is None:
             return (
-                "do not offload: no pipeline that is short of memory fits with its stashes in host "
-                "memory"
+                "do not offload: no pipeline that is short of memory fits with its stashes or its "
+                "optimizer's state in host memory"
             )
         one = f"{_named(self.hosted)} takes {self.hosted.step:.4g} s"
-        copies = f"copies that no work hides take {self.hosted.seconds['host']:.3g} s"
+        hidden = self.hosted.seconds.get("host", 0.0)
+        copies = f"copies that no work hides take {hidden:.3g} s"
+        if self.hosted.layout.host_optimizer:
+            copies += f" and the update {self.hosted.seconds['update']:.3g} s"
         if self.plain is None:
             return f"offload: {one}, of which {copies}; no pipeline fits without"
         again = self.plain.seconds["recompute"]
@@ -400,5 +426,7 @@ class Comparison:
 def _named(one: Estimate) -> str:
     """Name a layout with its remat, and its share in host memory."""
     layout = one.layout
-    hosted = "" if layout.offload is None else f" and {layout.offload:.0%} of stashes on the host"
+    parts = [] if layout.offload is None else [f"{layout.offload:.0%} of stashes"]
+    parts += ["the optimizer's state"] * layout.host_optimizer
+    hosted = f" and {' and '.join(parts)} on the host" if parts else ""
     return f"{short(layout)} with remat {layout.remat or 'none'}{hosted}"

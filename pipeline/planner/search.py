@@ -20,7 +20,7 @@ from pipeline.planner.costs import Estimate, estimate, with_equal_slices
 from pipeline.planner.experts import DISPATCHES
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
-from pipeline.planner.memory import alone_bytes, pipeline_bytes, usable
+from pipeline.planner.memory import fits, fullness, host_bytes, usable, usable_host
 from pipeline.planner.models import ModelSizes, find_model
 from pipeline.planner.plans import (
     GB,
@@ -88,9 +88,10 @@ def plan(
       imbalance: load of the busiest expert over the mean, as a run's records have it.
       chunk: tokens of a rank that its mixtures of experts dispatch at a time, and again in their
         backward, as `pipeline.layers.MixtureOfExperts` takes it; must divide ``seq``. None for all.
-      offload: "auto" to try stashes in host memory too, for pipelines that do not fit without: of
-        each the smallest share that fits, against what computes again. `Plans.offload` says
-        which wins, and why.
+      offload: "auto" to try host memory too, for pipelines that do not fit without: of each the
+        smallest share of stashes that fits, or the optimizer's state with such a share if that
+        is not enough, against what computes again. No plan takes more than 90% of its chip's
+        part of the host's memory. `Plans.offload` says which wins, and why.
       context: sizes of the mesh axis `context` that are tried, over which positions are split, such
         as (1, 4, 8); "auto" for 1 to 32, None for 1. Each with Ulysses where its ranks share the
         heads, elsewhere with an all-gather and with a ring in zig-zag order.
@@ -205,7 +206,7 @@ def _compared(job: PlannedJob, sorted_bounds: Iterable[Estimate]) -> Comparison:
     """Compare the best pipelines with and without stashes in host memory."""
     bounds = [one for one in sorted_bounds if one.layout.schedule is not None]
     best = [
-        _best(job, (one for one in bounds if (one.layout.offload is not None) is hosted))
+        _best(job, (one for one in bounds if one.layout.uses_host is hosted))
         for hosted in (True, False)
     ]
     return Comparison(*(found[0] if found else None for found in best))
@@ -283,12 +284,6 @@ def _check_known(what: str, given: Sequence[Any], known: Sequence[Any]) -> None:
         )
 
 
-def hbm(job: PlannedJob, layout: MeshLayout) -> float:
-    """Bytes of a chip."""
-    held = alone_bytes if layout.schedule is None else pipeline_bytes
-    return sum(held(job, layout).values())
-
-
 def _bounds(job: PlannedJob, layouts: Iterable[MeshLayout]) -> list[Estimate]:
     found = (estimate(job, layout, bound=True) for layout in layouts)
     return sorted(found, key=lambda one: one.step)
@@ -301,7 +296,7 @@ def _best(job: PlannedJob, bounds: Iterable[Estimate], kept: int = 1) -> list[Es
     for bound in bounds:
         if bound.step >= limit:
             break
-        if hbm(job, bound.layout) > usable(job):
+        if not fits(job, bound.layout):
             continue
         one = estimate(job, bound.layout)
         key = sizes_of(job, bound.layout), bound.layout.schedule, bound.layout.cut.slices
@@ -343,7 +338,7 @@ def _lost(
             named = zip(axes_of(job), sizes, strict=True)
             text = " x ".join(f"{axis} {size}" for axis, size in named)
             lines.append((text, _nearest_of(job, own, best)))
-    lines.sort(key=lambda line: (line[1].hbm > usable(job), line[1].step))
+    lines.sort(key=lambda line: (not fits(job, line[1].layout), line[1].step))
     if piped is not None:
         own = meshes[sizes_of(job, piped.layout)]
         for name in sorted({str(one.layout.schedule) for one in own}):
@@ -358,11 +353,11 @@ def _lost(
 def _nearest_of(job: PlannedJob, bounds: Sequence[Estimate], best: Estimate | None) -> Estimate:
     """The quickest that fits, or a bound above the best; else that of the fewest bytes."""
     for bound in bounds:
-        if hbm(job, bound.layout) <= usable(job):
+        if fits(job, bound.layout):
             if best is not None and bound.step > best.step:
                 return bound
             return _best(job, bounds)[0]
-    least = min((one.layout for one in bounds), key=lambda layout: hbm(job, layout))
+    least = min((one.layout for one in bounds), key=lambda layout: fullness(job, layout))
     return estimate(job, least)
 
 
@@ -380,13 +375,16 @@ def _refusal(
     remat: Sequence[str | None],
 ) -> DoesNotFitError:
     """Make the error with the nearest plans: other remat, more chips, or shorter sequences."""
-    least = estimate(job, min(layouts, key=lambda layout: hbm(job, layout)))
+    least = estimate(job, min(layouts, key=lambda layout: fullness(job, layout)))
     most = max(least.bytes, key=lambda name: least.bytes[name])
     text = (
         f"no layout fits {job.devices} x {job.chip.name}: the least takes "
         f"{least.hbm / GB:.1f} GB a chip, {short(least.layout)}, of which {most} "
         f"{least.bytes[most] / GB:.1f}; a chip has {usable(job) / GB:.1f} GB for it"
     )
+    if least.layout.uses_host:
+        held, room = host_bytes(job, least.layout) / GB, usable_host(job) / GB
+        text += f". In host memory it takes {held:.1f} GB a chip, of {room:.1f}"
     more = [_larger(job, job.devices * times) for times in MORE_DEVICES]
     less = [replace(job, seq=job.seq // n) for n in SHORTER if job.seq % n == 0]
     tries: dict[str, tuple[list[PlannedJob], Sequence[str | None]]] = {
@@ -414,7 +412,7 @@ def _if_it_fits(
 ) -> Plans | None:
     """The best of another job, if any of it fits."""
     layouts = _all(job, schedules, remat, {})
-    if not any(hbm(job, layout) <= usable(job) for layout in layouts):
+    if not any(fits(job, layout) for layout in layouts):
         return None
     found = _search(job, _bounds(job, layouts))
     return None if found is None else Plans(job, *found, (), len(layouts))
