@@ -97,8 +97,9 @@ class Planned:
 
 
 def _remat(one: Estimate) -> list[str]:
-    share = one.layout.offload
-    return [one.layout.remat or "none", "-" if share is None else f"{share:.0%}"]
+    parts = [] if one.layout.offload is None else [f"{one.layout.offload:.0%} of stashes"]
+    parts += ["optimizer"] * one.layout.host_optimizer
+    return [one.layout.remat or "none", ", ".join(parts) or "-"]
 
 
 def _gb(size: float) -> str:

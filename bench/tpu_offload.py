@@ -4,11 +4,19 @@ Four ranks have one MLP layer each, and all stashes that outlive the next action
 The step is compiled for slices that are described and not there. Beside the bytes of both memories
 stand the asynchronous copies, and how many of them travel beside work. What is printed stands in
 docs/offload.md. Needs `libtpu` and no TPU; a slice takes about a minute of a core.
+
+``--against`` compiles four ways to keep stashes and counts their steps: the cycles of each action
+as the compiler wrote them, and copies at the speed of the chip's host link beside what stands
+between their start and their end. The table has the same steps by the planner's rule too, which
+hides copies behind the work of their own action.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from bench import tpu  # before jax
 from bench.hlo import host_copies
@@ -21,9 +29,28 @@ from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.core.jaxpr.scopes import PLACE, Place
+from pipeline.insight.calibrate.cycles import Cycles, Machine, Scope, cycles
+from pipeline.planner.chips import CHIPS
+from schedules import Costs, simulate
+from schedules.core.action import Action
 
 MIB = 2**20
 RANKS, MICROBATCHES = 4, 8
+# Ways to keep what a backward needs. With these costs reads start early.
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"remat": None},
+    "stash": {"remat": None, "offload": "stash"},
+    "early": {"remat": None, "offload": "stash", "costs": Costs(host=0.8, host_overlap=0)},
+    "again": {"remat": "stage"},
+}
+SAID = {
+    "none": "stashes on the device",
+    "stash": "on the host",
+    "early": "on the host, read early",
+    "again": "computed again",
+}
+AGAINST = ["stashes", "F, ms", "B, ms", "copies that are waited for, ms", "a step, ms", "by rule"]
 HEADER = ["slice", "device temporaries, MiB", "on the host", "pairs of copies", "beside work"]
 
 
@@ -43,24 +70,113 @@ def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square((outputs - targets).astype(jnp.float32)))
 
 
-def row(topology: str, width: int, rows: int) -> list[str]:
-    """Compile a step; a row of the table."""
+def pipeline(topology: str, width: int, way: str) -> Pipeline:
+    """The pipeline of one way, for a slice that is not there."""
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    pipe = Pipeline(
+    return Pipeline(
         [nnx.eval_shape(lambda: Layer(width)) for _ in range(RANKS)],
         MICROBATCHES,
         schedule="1f1b",
         mesh=make_mesh(devices=slice_.devices[:RANKS], stage=RANKS),
-        remat=None,
-        offload="stash",
         loss_fn=mean_square,
+        **WAYS[way],
     )
+
+
+def compiled_step(pipe: Pipeline, width: int, rows: int) -> jax.stages.Compiled:
+    """A step by the compiler."""
     x = jax.ShapeDtypeStruct((MICROBATCHES * rows, width), jnp.bfloat16)
-    compiled = pipe.lower(x, x).compile()
+    return pipe.lower(x, x).compile()
+
+
+def row(topology: str, width: int, rows: int) -> list[str]:
+    """Compile a step; a row of the table."""
+    compiled = compiled_step(pipeline(topology, width, "stash"), width, rows)
     said = compiled.memory_analysis()
     sizes = said.temp_size_in_bytes, said.host_temp_size_in_bytes
     pairs = host_copies(compiled.as_text() or "")
     return [topology, *(f"{size / MIB:.0f}" for size in sizes), *map(str, pairs)]
+
+
+def durations(pipe: Pipeline, read: Mapping[Scope, Cycles], clock: float) -> dict[Action, float]:
+    """Seconds of every action of a step."""
+    program, found = pipe.plan.training, {}
+    for scope, one in read.items():
+        if match := PLACE.fullmatch(f"{scope.ticks}/{scope.slot}/{scope.action}"):
+            start, stop, slot, _, label = match.groups()
+            place = Place(int(start), int(stop), int(slot), label, None)
+            for rank in range(RANKS):
+                actions = [action for _, action in place.actions(program, rank) if action]
+                found |= dict.fromkeys(actions, one.total / clock)
+    missing = [a for order in pipe.schedule.orders for a in order if a not in found]
+    return found | dict.fromkeys(missing, 0.0)  # the last F does nothing if it is computed again
+
+
+def step(pipe: Pipeline, taken: Mapping[Action, float], **costs: Any) -> float:
+    """Milliseconds of a step whose ranks wait for their data alone, by durations of actions.
+
+    Args:
+      pipe: whose step it is.
+      taken: seconds of each action.
+      costs: of the host link, by which the planner's rule lengthens actions; none where the
+        durations have copies in them.
+    """
+    if not costs:
+        return 1e3 * simulate(pipe.schedule, clock="measured", durations=taken).makespan
+    report = simulate(pipe.schedule, offload="stash", keep="residuals")
+    rows = zip(report.schedule.orders, report.moved, strict=True)
+    moved = {a for row in rows for a, moves in zip(*row, strict=True) if moves}
+    longer = {a: max(t, costs["host"]) if a in moved else t for a, t in taken.items()}
+    return step(pipe, longer)
+
+
+def against(topology: str, width: int, rows: int, keep: Path | None) -> list[list[str]]:
+    """Rows of the second table: each way by its program, and by the planner's rule.
+
+    Args:
+      topology: of the slice.
+      width: of the layers.
+      rows: of a microbatch.
+      keep: a folder for programs; those that lie there are not compiled again.
+    """
+    chip, found = CHIPS[topology.partition(":")[0]], []
+    host = 2 * rows * 5 * width / chip.host  # an input and a hidden layer, bfloat16
+    on_device: dict[Action, float] = {}
+    for way in WAYS:
+        pipe = pipeline(topology, width, way)
+        file = keep / f"{topology.replace(':', '_')}-{width}-{rows}-{way}.hlo" if keep else None
+        if file is None or not file.exists():
+            text = compiled_step(pipe, width, rows).as_text() or ""
+            if file is not None:
+                file.write_text(text, encoding="utf-8")
+        else:
+            text = file.read_text(encoding="utf-8")
+        read = cycles(text, Machine(chip, copies=True))
+        taken = durations(pipe, read, Machine(chip).clock)
+        on_device = on_device or taken
+        rule = step(pipe, on_device, host=host) if way == "stash" else None
+        by_rule = f"{rule:.1f}" if rule else f"{step(pipe, taken):.1f}" * (way != "early")
+        f, b = (1e3 * taken[Action(1, kind, 3)] for kind in ("F", "B"))
+        waits = {scope.action: one.waits for scope, one in read.items()}
+        waited = sum(waits.get(f"{k}0{end}", 0.0) for k, end in _labels(way))
+        waited *= 1e3 / Machine(chip).clock
+        found.append(
+            [
+                SAID[way],
+                f"{f:.2f}",
+                f"{b:.2f}",
+                f"{waited:.2f}",
+                f"{step(pipe, taken):.1f}",
+                by_rule,
+            ]
+        )
+    return found
+
+
+def _labels(way: str) -> tuple[tuple[str, str], ...]:
+    """Kinds of the actions of a rank in the middle, with what their names end in."""
+    ends = {"stash": ("_stash", "_stash"), "early": ("_stash", "_early")}.get(way, ("", ""))
+    return tuple(zip("FB", ends, strict=True))
 
 
 def main() -> None:
@@ -69,13 +185,21 @@ def main() -> None:
     parser.add_argument("topologies", nargs="*", default=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
     parser.add_argument("--width", type=int, default=1024, help="(1024)")
     parser.add_argument("--rows", type=int, default=2048, help="of a microbatch (2048)")
+    parser.add_argument("--against", action="store_true", help="other ways to keep stashes")
+    parser.add_argument("--keep", type=Path, help="a folder for programs, with --against")
     options = parser.parse_args()
     if not tpu.is_here():
         print(tpu.ABSENT)
         return
     tpu.prepare()
     print(f"jax {jax.__version__}, width {options.width}, {options.rows} rows a microbatch")
-    rows = [row(topology, options.width, options.rows) for topology in options.topologies]
+    sizes = options.width, options.rows
+    if options.against:
+        for topology in options.topologies:
+            print(f"{topology}, copies at {CHIPS[topology.partition(':')[0]].host / 1e9:g} GB/s")
+            print(table(AGAINST, against(topology, *sizes, options.keep)))
+        return
+    rows = [row(topology, *sizes) for topology in options.topologies]
     print(table(HEADER, rows))
 
 

@@ -64,6 +64,8 @@ _OPERANDS = re.compile(
 )
 _BLOCK = r'block_{}\\?": (\d+)'
 _TYPES = re.compile(r"\b([a-z]+\d+)(?:e\w+)?\[([\d,]*)\]")
+_COPY = re.compile(r" = .*S\(5\).* dynamic-(?:update-)?slice-start\(")  # S(5): host memory
+_TYPES_AND_LAYOUTS, _IN_HOST = re.compile(r"([a-z]+\d+\[[\d,]*\])\{([^}]*)\}"), "S(5)"
 _MESH_GROUPS = re.compile(r"replica_groups=(?:mesh|@\w+)\[([^\]]*)\] ?\{([^}]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -92,7 +94,8 @@ class Cycles:
     Attributes:
       fusions: that the compiler has written.
       kernels: of Pallas kernels, counted.
-      waits: for collectives, beyond what runs beside them.
+      waits: for collectives, and for copies to host memory and back if these count, beyond what
+        runs beside them.
       sent: of collectives, whether anything runs beside them or not.
     """
 
@@ -119,6 +122,8 @@ class Machine:
       grouped: of the peak, in the kernels of `jax.lax.ragged_dot`, over all rows that they are
         given; more where many of these belong to no group.
       kernels: of the peak, in all other Pallas kernels.
+      copies: whether copies to host memory and back count: at the speed of the chip's host link,
+        one after the other in each direction, beside what stands between their start and their end.
     """
 
     chip: Chip
@@ -126,6 +131,7 @@ class Machine:
     size: tuple[int, ...] = ()
     grouped: float = EFFICIENCY
     kernels: float = EFFICIENCY
+    copies: bool = False
 
     @property
     def clock(self) -> float:
@@ -219,6 +225,7 @@ class _HloWalk:
         """Count a computation that runs so often; returns the cycles of one run."""
         now = free = 0.0  # when this device, and its links, have nothing to do
         travelling: dict[str, float] = {}
+        copied = {True: 0.0, False: 0.0}  # when the host link is free, each way
         for line in self.bodies[name]:
             here = scope_of(line, around)
             of = self.found[here]
@@ -238,6 +245,10 @@ class _HloWalk:
                 took, kernel = self._written(line), self._kernel(line)
                 of.fusions += times * took
                 of.kernels += times * kernel
+                if copies := self._copied(line):
+                    back = " dynamic-slice-start(" in line
+                    copied[back] = max(now, copied[back]) + copies
+                    travelling[_name(line)] = copied[back]
                 sent = self._sent(line, here)
                 of.sent += times * sent
                 if sent and self._is_start(line):
@@ -267,6 +278,14 @@ class _HloWalk:
         is_grouped = _name(line).startswith(GROUPED)
         efficiency = self.machine.grouped if is_grouped else self.machine.kernels
         return kernel_operations(line) / self.machine.rate / efficiency
+
+    def _copied(self, line: str) -> float:
+        """Cycles of a copy to host memory or back that starts here."""
+        if not self.machine.copies or not _COPY.search(line):
+            return 0.0
+        types = _TYPES_AND_LAYOUTS.findall(line.partition("-start(")[0])
+        size = max((_bytes(text) for text, layout in types if _IN_HOST not in layout), default=0.0)
+        return size / self.machine.chip.host * self.machine.clock
 
     def _is_start(self, line: str) -> bool:
         return " async-start(" in line or (

@@ -104,6 +104,45 @@ def program(**changes: list[str]) -> str:
     return "\n\n".join(["HloModule step", *texts])
 
 
+# 1000 bytes of bfloat16 to the first of two places in host memory, and back.
+POOL, VALUE = "bf16[2,500]{1,0:S(5)}", "bf16[1,500]{1,0:T(8,128)(2,1)}"
+OUT = (
+    f"  %dynamic-update-slice-start = (({POOL}, {VALUE}, s32[]), {POOL}, u32[]{{:S(2)}}) "
+    "dynamic-update-slice-start(%pool, %x, %n)"
+)
+BACK = (
+    f"  %dynamic-slice-start = (({POOL}, s32[]), {VALUE}, u32[]{{:S(2)}}) "
+    "dynamic-slice-start(%pool, %n)"
+)
+OUT_DONE, BACK_DONE = (
+    f"  %{kind}-done = {result} {kind}-done(%{kind}-start)"
+    for kind, result in (("dynamic-update-slice", POOL), ("dynamic-slice", VALUE))
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "waits"),
+    [
+        ([OUT, fusion("a", 300), OUT_DONE, fusion("b", 50)], 200),  # 500 cycles at 2 bytes each
+        ([OUT, BACK, fusion("a", 300), OUT_DONE, fusion("b", 150), BACK_DONE], 200 + 0),  # two ways
+        ([BACK, BACK_DONE, fusion("a", 300)], 500),
+        (
+            [BACK, BACK.replace("start =", "start.1 ="), fusion("a", 600), BACK_DONE,
+             BACK_DONE.replace("done =", "done.1 =").replace("start)", "start.1)")],
+            400,  # one after the other
+        ),
+    ],
+)  # fmt: skip
+def test_copies_to_host_memory_count_where_they_are_to(lines, waits) -> None:
+    chip = dataclasses.replace(CHIP, host=2e9)
+    text = program(main=lines)
+    for copies in (False, True):
+        machine = dataclasses.replace(MACHINE, chip=chip, copies=copies)
+        one = cycles(text, machine)[Scope("step")]
+        assert one.waits == waits * copies
+        assert one.total == one.fusions + one.waits
+
+
 def test_cycles_are_summed_by_action_and_times_the_trips_within() -> None:
     operations = 3 * 2 * 4 * BLOCKS * 256**2 * 64
     found = cycles(program(), MACHINE)
