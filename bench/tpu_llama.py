@@ -184,6 +184,14 @@ CASES = {
     ),
 }
 # The planner's best with stashes in host memory, which leaves room for fewer ranks of `tensor`.
+CASES["8B-v6e-host"] = replace(
+    CASES["8B-v6e"],
+    axes={"data": 16, "stage": 4},
+    config=_8B_KEEPING,
+    options={**SHARED, "schedule": "looped_bfs", "offload": 0.65},
+    chunks=8,
+    microbatches=16,
+)
 CASES["70B-v6e-host"] = replace(
     CASES["70B-v6e"],
     axes={"data": 8, "stage": 16, "tensor": 2},

@@ -282,9 +282,10 @@ def _job(recipe: Recipe, topology: str, chips: int, rows: int, **changes: Any) -
 
 
 # The jobs of the tables of steps in docs/tpu.md, with the freedom of the recipes. On 64 v5p there
-# is room for attention's results too.
+# is room for attention's results too, and for the gate of the MLP.
+_KEPT = (*_V5P.saved, "context", "mlpwi_0")
 JOBS = {
-    "8B-v5p-job": _job(_V5P, "v5p:4x4x4", 64, 4, sizes=LLAMA_8B, saved=(*_V5P.saved, "context")),
+    "8B-v5p-job": _job(_V5P, "v5p:4x4x4", 64, 4, sizes=LLAMA_8B, saved=_KEPT),
     "70B-v5p-job": _job(_V5P, "v5p:8x8x8", 512, 2, sizes=LLAMA_70B),
     "8B-v6e-job": _job(_8B, "v6e:8x8", 64, 4),
     "70B-v6e-job": _job(_70B, "v6e:16x16", 256, 4),

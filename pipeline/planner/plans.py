@@ -407,8 +407,8 @@ class Comparison:
                 "optimizer's state in host memory"
             )
         one = f"{_named(self.hosted)} takes {self.hosted.step:.4g} s"
-        hidden = self.hosted.seconds.get("host", 0.0)
-        copies = f"copies that no work hides take {hidden:.3g} s"
+        hidden = _rounded(self.hosted.seconds.get("host", 0.0))
+        copies = f"copies that no work hides take {hidden} s"
         if self.hosted.layout.host_optimizer:
             copies += f" and the update {self.hosted.seconds['update']:.3g} s"
         if self.plain is None:
@@ -416,11 +416,16 @@ class Comparison:
         again = self.plain.seconds["recompute"]
         other = (
             f"the best pipeline without, {_named(self.plain)}, {self.plain.step:.4g} s, of which "
-            f"computing again takes {again:.3g} s"
+            f"computing again takes {_rounded(again)} s"
         )
         if self.hosted.step < self.plain.step:
             return f"offload: {one}, of which {copies}; {other}"
         return f"do not offload: {other}; {one}, of which {copies}"
+
+
+def _rounded(seconds: float) -> str:
+    """Write a difference of seconds; what rounding leaves of none is 0."""
+    return f"{0.0 if abs(seconds) < 1e-9 else seconds:.3g}"
 
 
 def _named(one: Estimate) -> str:

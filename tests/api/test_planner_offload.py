@@ -32,7 +32,7 @@ from pipeline.planner.memory import (
     stash_bytes,
     usable,
 )
-from pipeline.planner.plans import Plans, configuration, why
+from pipeline.planner.plans import Comparison, Plans, configuration, why
 
 JOB: dict[str, Any] = {"model": "llama-8b", "devices": 16, "batch": 16, "seq": 8192}
 FEW: dict[str, Any] = {"schedules": ("1f1b",), "remat": (None, "block"), "offload": "auto"}
@@ -70,6 +70,15 @@ def test_the_sentence_names_both_and_their_prices():
         f"without, "
     ) in plans.offload
     assert "with remat block, " in plans.offload
+
+
+def test_what_rounding_leaves_of_a_price_is_nothing():
+    """Regression test of issue 42: "computing again takes -5.69e-16 s"."""
+    best = planned().pipeline
+    assert best is not None
+    near = replace(best, seconds=best.seconds | {"host": -5.7e-16, "recompute": 4e-16})
+    assert str(Comparison(near, near)).count(" take 0 s") == 1
+    assert str(Comparison(near, near)).count(" takes 0 s") == 1
 
 
 def test_the_share_is_the_smallest_that_fits():

@@ -10,6 +10,7 @@ Letters: S ranks, K stages, M microbatches, N rows of a batch, D data shards.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import platform
 import warnings
@@ -43,7 +44,9 @@ from pipeline.insight.calibrate.cycles import (
 )
 from pipeline.planner.chips import CHIPS, Chip, known
 from schedules import Costs, Schedule, from_orders
-from schedules.lowering.program import COMMON
+from schedules.core.action import KINDS as ACTIONS
+from schedules.core.action import Kind
+from schedules.lowering.program import COMMON, Op
 
 # What libtpu else asks the machine it is on for, which is none of Google's.
 _ENVIRONMENT = {
@@ -276,7 +279,7 @@ def costs_of(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine, message
       message: bytes of a message between ranks.
     """
     stages, clock = range(plan.schedule.num_stages), machine.clock
-    of = {kind: [_of_stage(read, plan, k, kind).total / clock for k in stages] for kind in "FBIW"}
+    of = {kind: [_of_stage(read, plan, k, kind).total / clock for k in stages] for kind in ACTIONS}
     common = {
         name: max((c.total for s, c in read.items() if s.action == name), default=0.0)
         for name in COMMON
@@ -300,13 +303,15 @@ def beside(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine) -> float:
     return (once + len(plan.training.op) * max(around, default=0.0)) / machine.clock
 
 
-def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: str) -> Cycles:
+def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> Cycles:
     """Read the cycles of one action of a stage; zero if the program has no such action."""
     rank = plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
     first, last = plan.training.ends_of(k)
-    label = f"{kind}{chunk}{'_first' * first}{'_last' * last}"
-    of = [c for s, c in read.items() if s.action == label and (not s.stages or k in s.stages)]
+    # With its stash or crossing in host memory an action has code of its own.
+    on_host = itertools.product((False, True), repeat=2)
+    labels = {Op(kind, chunk, first, last, *hosts).label for hosts in on_host}
+    of = [c for s, c in read.items() if s.action in labels and (not s.stages or k in s.stages)]
     return max(of, key=lambda one: one.total, default=Cycles())
 
 
