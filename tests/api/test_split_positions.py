@@ -163,6 +163,24 @@ def test_embed_and_head():
     assert of_head == f"head mixes positions ({how}, {second}), {MIXES}: {REMEDY}"
 
 
+def test_labels_that_are_shifted_after_the_cut():
+    def shifted(y: jax.Array, targets: jax.Array) -> jax.Array:
+        return jnp.square(y[:, :-1] - targets[:, 1:]).mean()
+
+    make = functools.partial(Layer, mix=jnp.sin)
+    (one,) = told(pipe_of(make, loss_fn=shifted))
+    line = line_of("def shifted", "jnp.square")
+    assert one == (
+        f"loss_fn mixes positions (slice joins positions, {line}), {MIXES}: shift targets before "
+        f"they are split, as pipeline.training.batches.next_tokens does, and return (sum, weight)"
+    )
+    for loss_fn in (
+        lambda y, t: (jnp.square(y - t).sum(), jnp.ones(t.shape).sum()),
+        lambda y, t: jnp.square(y - t).sum(axis=1).mean() / y.shape[1],
+    ):
+        assert told(pipe_of(make, loss_fn=loss_fn)) == []
+
+
 def test_what_is_not_known():
     lookup = lambda x: jnp.take_along_axis(x, jnp.zeros(x.shape, int), axis=-1)  # noqa: E731
     (one,) = told(pipe_of(functools.partial(Layer, mix=lookup)))
@@ -294,17 +312,19 @@ LATENT = LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4)
 
 
 @pytest.mark.parametrize(
-    ("context", "more"),
+    ("context", "more", "chunks"),
     [
-        (Context(AXIS, "ring", "zigzag"), {}),
-        (Context(AXIS, "ulysses"), {"rope": None, "positions": 8, "sinks": True}),
-        (Context(AXIS, "allgather"), {"latent": LATENT}),
+        (Context(AXIS, "ring", "zigzag"), {}, None),
+        (Context(AXIS, "ulysses"), {"rope": None, "positions": 8, "sinks": True}, None),
+        (Context(AXIS, "allgather"), {"latent": LATENT}, None),
+        (Context(AXIS, "ulysses"), {"latent": LATENT}, 2),
+        (Context(AXIS, "ring", "zigzag"), {"latent": LATENT}, None),
     ],
 )
-def test_decoders(context, more):
+def test_decoders(context, more, chunks):
     sizes = {"width": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8}
     config = DecoderConfig(vocabulary=16, **(sizes | more))
-    stages, embed, head = build(config, [1, 1], nnx.Rngs(0), context=context)
+    stages, embed, head = build(config, [1, 1], nnx.Rngs(0), context=context, loss_chunks=chunks)
     mesh = make_mesh(stage=2, context=2, devices=jax.devices()[:4])
     ends: dict[str, Any] = {"embed": embed, "head": head, "loss_fn": next_token_loss}
     pipe = Pipeline(stages, 2, mesh=mesh, batch=BOTH, **ends)

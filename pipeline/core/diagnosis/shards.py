@@ -75,11 +75,13 @@ class Split:
     Attributes:
       axis: the mesh axis over which positions are split.
       t: the number of a rank's positions; dim: where activations usually have them.
+      sums: whether sums over positions are no fault, as in a loss.
     """
 
     axis: str
     t: int
     dim: int = 1
+    sums: bool = False
 
     def guess(self, shape: Sequence[int]) -> Followed:
         """Facts about an activation, whose positions are taken to lie where they usually do."""
@@ -144,7 +146,8 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
     if fault is not None and (is_fetched or fault.is_known):
         return [_excused(fault, is_fetched=is_fetched)] * count
     try:
-        facts = follow_equation(eqn, [one.followed for one in operands], Sequences(asked.t))
+        question = Sequences(asked.t, sums=asked.sums)
+        facts = follow_equation(eqn, [one.followed for one in operands], question)
     except MixedPositionsError as error:
         fault = Fault(str(error), _line(eqn), is_known=True)
     except UnknownPositionsError:

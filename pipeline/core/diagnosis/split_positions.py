@@ -15,41 +15,51 @@ from typing import Any
 import jax
 
 from pipeline.base.axes import Axes, axes_in
-from pipeline.base.tree import Tree, at, signature
+from pipeline.base.tree import Tree, at, blank, signature
 from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards, varying
 from pipeline.core.jaxpr.positions import NOT_FOLLOWED
 from pipeline.core.rank.activations import Activations
-from pipeline.core.rank.ends import embed, finish
+from pipeline.core.rank.ends import embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward, blank_input
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
 
 
 def warn_of_split_positions(
-    state: RankState, activations: Activations, axes: Axes, warned: set[Any]
+    state: RankState,
+    activations: Activations,
+    axes: Axes,
+    warned: set[Any],
+    *,
+    take_loss: bool,
 ) -> None:
-    """Warn of stages, embed and head that mix the positions of one rank only.
+    """Warn of stages, embed, head and loss that mix the positions of one rank only.
 
     Args:
       state: what a rank holds.
       activations: what passes between the stages.
       axes: the roles of mesh axes.
       warned: of what was warned already, and what was traced; both are added to this.
+      take_loss: whether a loss is taken. It may sum over positions.
     """
     for axis in axes.positions:
         if axes.size([axis]) == 1:
             continue
         unit = jax.eval_shape(lambda: (at(state.batch.inputs, 0), state.batch.extras_of(0)))
         specs = *state.batch.specs[0], *state.batch.specs[2]
+        to = state.batch.specs[1] if take_loss else None
         dims = [_dim(spec, axis) for spec in specs]
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
         lengths = [leaf.shape[dim] for leaf, dim in pairs if dim is not None]
-        key = "split", axis, state.model.stages, state.model.ends, signature(unit)
+        key = "split", axis, state.model.stages, state.model.ends, signature(unit), take_loss
         if not lengths or key in warned:
             continue
         warned.add(key)
         asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
-        _SplitSearch(state, activations, asked, axes.size([axis]), warned).run(unit, dims)
+        search = _SplitSearch(state, activations, asked, axes.size([axis]), warned)
+        y = search.run(unit, dims)
+        if to is not None:
+            search.run_loss(y, [_dim(spec, axis) for spec in to])
 
 
 def _dim(spec: Any, axis: str) -> int | None:
@@ -67,8 +77,8 @@ class _SplitSearch:
         self._state, self._activations, self._asked = state, activations, asked
         self._ranks, self._warned = ranks, warned
 
-    def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> None:
-        """Trace embed, stages and head.
+    def run(self, unit: tuple[Tree, Tree], dims: Sequence[int | None]) -> list[Shard]:
+        """Trace embed, stages and head; returns facts about the outputs.
 
         Args:
           unit: types of a microbatch's inputs and extras.
@@ -91,8 +101,27 @@ class _SplitSearch:
                 known[key] = self._follow(f"stages[{k}]", self._stage(k), given, [*x, *extras])
             x = known[key]
         if state.model.has_head:
-            head = lambda y: finish(state, state.ends, y, 0, take_loss=False).value  # noqa: E731
-            self._follow("head", head, types[-1:], self._again(x, types[-1]))
+            x = self._follow("head", self._head, types[-1:], self._again(x, types[-1]))
+        return x
+
+    def run_loss(self, y: list[Shard], dims: Sequence[int | None]) -> None:
+        """Trace the loss on outputs of which these are facts, and targets that are split so."""
+        state = self._state
+        blanks = blank(self._activations.types[-1], state.axes)
+        outputs = jax.eval_shape(lambda: self._head(blanks))
+        targets = jax.eval_shape(lambda: at(state.batch.targets, 0))
+        pairs = zip(jax.tree.leaves(targets), dims, strict=True)
+        facts = [*self._again(y, outputs), *(Shard(varying(x.shape, dim)) for x, dim in pairs)]
+
+        def loss(outputs: Tree, targets: Tree) -> Any:
+            taken, _ = take_loss_of(state, state.ends, outputs, 0, targets=targets)
+            return taken.total, taken.weight
+
+        self._asked = dataclasses.replace(self._asked, sums=True)
+        self._follow("loss_fn", loss, (outputs, targets), facts)
+
+    def _head(self, y: Tree) -> Tree:
+        return finish(self._state, self._state.ends, y, 0, take_loss=False).value
 
     def _stage(self, k: int) -> Callable[..., Tree]:
         """A stage as a function of its input and extras."""
@@ -127,6 +156,8 @@ class _SplitSearch:
         call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
         found = follow_shards(jax.make_jaxpr(call)(leaves).jaxpr, facts, self._asked)
         faults = [one.fault for one in found if one.fault is not None]
+        if self._asked.sums:  # of other functions of sums nothing is said
+            faults = [fault for fault in faults if fault.is_known]
         if faults:
             self._warn(name, min(faults, key=lambda fault: not fault.is_known))
         return found
@@ -149,7 +180,14 @@ class _SplitSearch:
                 f"{name} mixes positions ({fault.text}{at}), and {split}: each rank mixes its own "
                 f"alone, and the result is not that of whole sequences: "
             )
-        warnings.warn(f"{text}{_remedy(fault, axis)}", stacklevel=outside())
+        remedy = _LOSS if self._asked.sums else _remedy(fault, axis)
+        warnings.warn(f"{text}{remedy}", stacklevel=outside())
+
+
+_LOSS = (
+    "shift targets before they are split, as pipeline.training.batches.next_tokens does, and "
+    "return (sum, weight)"
+)
 
 
 def _remedy(fault: Fault, axis: str) -> str:

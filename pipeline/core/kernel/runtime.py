@@ -315,7 +315,8 @@ def _prepare(
     """
     state, activations = follow(state)
     check_slices(state, activations, plan.compiled.warned, take_loss=take_loss)
-    warn_of_split_positions(state, activations, plan.axes, plan.compiled.warned)
+    warned = plan.compiled.warned
+    warn_of_split_positions(state, activations, plan.axes, warned, take_loss=take_loss)
     state = cast_once(state, activations.bodies)
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)
