@@ -16,6 +16,7 @@ import jax
 
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
+from pipeline.core.backward.outcome import SlicedInput
 from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards, varying
 from pipeline.core.jaxpr.positions import NOT_FOLLOWED
 from pipeline.core.rank.activations import Activations
@@ -132,7 +133,7 @@ class _SplitSearch:
             weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
             if state.num_slices > 1:
                 blank = blank_input(state, activations.types[k], activations.carries[k], ())
-                x = dataclasses.replace(blank, x=x)
+                x = SlicedInput(x, blank.earlier)
             return stage.stage(weights, fixed, (streams, extras, *rest), x).value
 
         return run
