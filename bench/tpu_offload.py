@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.jaxpr.scopes import PLACE, Place
 from pipeline.insight.calibrate.cycles import Cycles, Machine, Scope, cycles
-from pipeline.planner.chips import CHIPS
+from pipeline.planner.chips import CHIPS, Chip
 from schedules import Costs, simulate
 from schedules.core.action import Action
 
@@ -130,16 +131,17 @@ def step(pipe: Pipeline, taken: Mapping[Action, float], **costs: Any) -> float:
     return step(pipe, longer)
 
 
-def against(topology: str, width: int, rows: int, keep: Path | None) -> list[list[str]]:
+def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None) -> list[list[str]]:
     """Rows of the second table: each way by its program, and by the planner's rule.
 
     Args:
+      chip: of the slice, with the speed of its host link.
       topology: of the slice.
       width: of the layers.
       rows: of a microbatch.
       keep: a folder for programs; those that lie there are not compiled again.
     """
-    chip, found = CHIPS[topology.partition(":")[0]], []
+    found = []
     host = 2 * rows * 5 * width / chip.host  # an input and a hidden layer, bfloat16
     on_device: dict[Action, float] = {}
     for way in WAYS:
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="(1024)")
     parser.add_argument("--rows", type=int, default=2048, help="of a microbatch (2048)")
     parser.add_argument("--against", action="store_true", help="other ways to keep stashes")
+    parser.add_argument("--link", type=float, help="GB/s of the host link (the planner's)")
     parser.add_argument("--keep", type=Path, help="a folder for programs, with --against")
     options = parser.parse_args()
     if not tpu.is_here():
@@ -196,8 +199,11 @@ def main() -> None:
     sizes = options.width, options.rows
     if options.against:
         for topology in options.topologies:
-            print(f"{topology}, copies at {CHIPS[topology.partition(':')[0]].host / 1e9:g} GB/s")
-            print(table(AGAINST, against(topology, *sizes, options.keep)))
+            chip = CHIPS[topology.partition(":")[0]]
+            if options.link:
+                chip = replace(chip, host=1e9 * options.link)
+            print(f"{topology}, copies at {chip.host / 1e9:g} GB/s")
+            print(table(AGAINST, against(chip, topology, *sizes, options.keep)))
         return
     rows = [row(topology, *sizes) for topology in options.topologies]
     print(table(HEADER, rows))
