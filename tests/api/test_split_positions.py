@@ -287,16 +287,19 @@ class Ours(nnx.Module):
         return x
 
 
-WAYS = [
-    ("allgather", "contiguous"),
-    ("ulysses", "zigzag"),
-    ("ring", "contiguous"),
-    ("ring", "zigzag"),
+CASES = [
+    ("allgather", "contiguous", None),
+    ("ulysses", "zigzag", None),
+    ("ring", "contiguous", None),
+    ("ring", "zigzag", None),
+    ("ring", "zigzag", 2),
+    pytest.param("allgather", "contiguous", 2, marks=pytest.mark.slow),
+    pytest.param("ulysses", "contiguous", (6, 2), marks=pytest.mark.slow),
+    pytest.param("ring", "contiguous", (6, 2), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("way", "order"), WAYS)
-@pytest.mark.parametrize("slices", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("way", "order", "slices"), CASES)
 def test_layers_of_this_library(way, order, slices):
     if slices:  # a stage of one's own needs call_slice, which attention has
         make = functools.partial(

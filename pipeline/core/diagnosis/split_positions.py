@@ -132,8 +132,8 @@ class _SplitSearch:
         def run(x: Tree, extras: Tree) -> Tree:
             weights, fixed, (streams, _, *rest) = stage.stage_arguments(stage.home, 0)
             if state.num_slices > 1:
-                blank = blank_input(state, activations.types[k], activations.carries[k], ())
-                x = SlicedInput(x, blank.earlier)
+                zeros = blank_input(state, activations.types[k], activations.carries[k], ())
+                x = SlicedInput(x, zeros.earlier)
             return stage.stage(weights, fixed, (streams, extras, *rest), x).value
 
         return run
