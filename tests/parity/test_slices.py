@@ -88,7 +88,9 @@ def pipe_of(parts: Any, mesh: dict[str, int], **options: Any) -> Pipeline:
     return Pipeline(stages, mesh=make_mesh(**mesh, devices=devices), **(given | options))
 
 
-def check(pipe: Pipeline, batch: Batch, expected: tuple[Any, Any]) -> None:
+def check(
+    pipe: Pipeline, batch: Batch, expected: tuple[Any, Any], *, tolerance: float = 1e-5
+) -> None:
     loss, grads = pipe.value_and_grad(batch.inputs, batch.targets, extras=batch.extras)
     value, gradients = expected
     assert_close(loss, value)
@@ -96,7 +98,7 @@ def check(pipe: Pipeline, batch: Batch, expected: tuple[Any, Any]) -> None:
     for part in ("stages", "embed", "head"):
         pairs = zip(jax.tree.leaves(layers[part]), jax.tree.leaves(gradients[part]), strict=True)
         for a, b in pairs:
-            assert_close(a, b)
+            assert_close(a, b, tolerance=tolerance)
 
 
 MESHES = {"2x1": (2, 1), "4x1": (4, 1), "2x2": (2, 2), "1x1": (1, 1)}  # stage, data
@@ -188,7 +190,7 @@ def test_latent_attention_and_learned_positions_in_slices(slices):
 
 
 LATENT: dict[str, Any] = {
-    "latent": LatentConfig(query_rank=8, rank=8, nope=4, rope=2, value=5),
+    "latent": LatentConfig(query_rank=8, rank=8, nope=4, rope=4, value=4),
     "windows": (None,) * LAYERS,
     "head_dim": 8,
     "kv_heads": 4,
@@ -226,7 +228,8 @@ def test_latent_attention_over_a_context_axis(way, order, slices, options):
     if order == "zigzag":
         batch = zigzag(batch, sizes["context"], slices=slices or 1)
     pipe = pipe_of(parts, sizes, slices=slices, batch=P("data", "context"), **options)
-    check(pipe, batch, plain(decoder(2, **LATENT), data()))
+    # Two norms and two products more than heads of keys: up to 1.5e-5 of rounding on some releases.
+    check(pipe, batch, plain(decoder(2, **LATENT), data()), tolerance=3e-5)
 
 
 def test_latent_attention_of_heads_that_ulysses_cannot_share():
