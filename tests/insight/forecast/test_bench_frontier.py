@@ -31,7 +31,7 @@ def test_the_page_has_the_plans_for_h100() -> None:
     assert f"{total}, of which a token passes {active}" in text
     assert f"`pipeline.plan(chunk={chunk})`" in text
     rows = [line.split(" | ") for line in lines[1:]]
-    assert len(rows) == 3
+    assert len(rows) == 4
     for job, layout, again, share, seconds, used, hbm, host in rows:
         name, _, allowed = job.rpartition(", ")
         schedule, on = re.fullmatch(r"(\S+) (on .*) by capacity [\d.]+", layout).groups()
