@@ -308,9 +308,9 @@ def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> C
     rank = plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
     first, last = plan.training.ends_of(k)
-    # With its stash or crossing in host memory an action has code of its own.
-    on_host = itertools.product((False, True), repeat=2)
-    labels = {Op(kind, chunk, first, last, *hosts).label for hosts in on_host}
+    # An action that copies to host memory, or from there, has code of its own.
+    copies = itertools.product((False, True), repeat=3)
+    labels = {Op(kind, chunk, first, last, *copied).label for copied in copies}
     of = [c for s, c in read.items() if s.action in labels and (not s.stages or k in s.stages)]
     return max(of, key=lambda one: one.total, default=Cycles())
 

@@ -382,7 +382,7 @@ def test_an_action_whose_stash_lies_on_the_host_counts() -> None:
     stages = models.build(Block, 2)
     pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2), loss_fn=models.squares, offload="stash")
     scope = {"ticks": "ticks0_9", "slot": "slot0"}
-    found = {"F0_first_stash": 1e9, "F0_last": 3e9, "B0_first": 2e9, "B0_first_stash": 5e9}
+    found = {"F0_first_stash": 1e9, "F0_last": 3e9, "B0_first": 2e9, "B0_first_stash_early": 5e9}
     read = {Scope(name, **scope): Cycles(each) for name, each in (found | {"B0_last": 4e9}).items()}
     costs = compiled.costs_of(read, pipe.plan, MACHINE, 0.0)
     assert costs.f == (1.0, 3.0)
