@@ -62,7 +62,7 @@ class Run:
 
     def _examples(self, block: Block, where: str) -> None:
         test = doctest.DocTestParser().get_doctest(
-            block.code, self.names, name_of(self.page), str(self.page), block.line - 1
+            block.code, self.names, where, str(self.page), block.line - 1
         )
         said: list[str] = []
         runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
