@@ -55,13 +55,11 @@ class Compiled:
       text: the optimised HLO.
       hbm: bytes of a chip: arguments, results that lie elsewhere, temporaries.
       predicted: of them, by the pipeline's forecast; None where there is none.
-      moved: of one stash that lies in host memory; 0 without.
     """
 
     text: str
     hbm: int
     predicted: int | None = None
-    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def compiled(
     keep: Path | None,
     name: str,
     flags: dict[str, str | bool],
-    forecast: Callable[[], tuple[int | None, int]] = lambda: (None, 0),
+    forecast: Callable[[], int | None] = lambda: None,
 ) -> Compiled:
     """Compile a step, or read what was compiled before.
 
@@ -122,7 +120,7 @@ def compiled(
       keep: a folder for programs, or None.
       name: of the step.
       flags: of the compiler.
-      forecast: of its bytes and of those of a stash in host memory, once it was lowered.
+      forecast: of its bytes, once it was lowered.
     """
     hlo, sizes = (keep / f"{name}.{end}" if keep else None for end in ("hlo", "json"))
     if hlo is not None and sizes is not None and hlo.exists() and sizes.exists():
@@ -133,7 +131,7 @@ def compiled(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lowered = lower()
-        predicted, moved = forecast()
+        predicted = forecast()
         if predicted is not None:
             print(f"{name}: {predicted / GB:.1f} GB predicted", file=sys.stderr, flush=True)
         made = lowered.compile(compiler_options=flags)
@@ -143,53 +141,69 @@ def compiled(
     hbm = said.argument_size_in_bytes + outside + said.temp_size_in_bytes
     if hlo is not None and sizes is not None:
         hlo.write_text(made.as_text() or "", encoding="utf-8")
-        sizes.write_text(json.dumps([hbm, predicted, moved]), encoding="utf-8")
-    return Compiled(made.as_text() or "", hbm, predicted, moved)
+        sizes.write_text(json.dumps([hbm, predicted]), encoding="utf-8")
+    return Compiled(made.as_text() or "", hbm, predicted)
 
 
-def machine_for(case: Case, mesh: Mesh, devices: Any, grouped: float, kernels: float) -> Machine:
+@dataclass(frozen=True)
+class Rates:
+    """Speeds that the compiler does not know.
+
+    Attributes:
+      grouped: of the peak, in grouped products. Of the rows that they are given, one in as many as
+        there are ranks of experts is multiplied, if all experts get equally many tokens.
+      kernels: of the peak, in other Pallas kernels, attention's.
+      link: bytes a second between a chip and its host; None to leave copies uncounted.
+    """
+
+    grouped: float = EFFICIENCY
+    kernels: float = EFFICIENCY
+    link: float | None = None
+
+
+def machine_for(case: Case, mesh: Mesh, devices: Any, rates: Rates) -> Machine:
     """The machine of a slice.
 
     Args:
       case: on the slice.
       mesh: of the program.
       devices: of the whole slice.
-      grouped: of the peak, in grouped products. Of the rows that they are given, one in as many as
-        there are ranks of experts is multiplied, if all experts get equally many tokens.
-      kernels: of the peak, in other Pallas kernels, attention's.
+      rates: that the compiler does not know.
     """
     chip, _ = find_slice(case.topology)
     machine = machine_of(chip, mesh, devices)
-    grouped *= case.axes.get(EXPERT, 1)
-    return replace(machine, grouped=grouped, kernels=kernels)
+    grouped = rates.grouped * case.axes.get(EXPERT, 1)
+    machine = replace(machine, grouped=grouped, kernels=rates.kernels)
+    return machine if rates.link is None else with_link(machine, rates.link)
 
 
-def ours(case: Case, keep: Path | None, name: str, grouped: float, kernels: float) -> Step:
+def with_link(machine: Machine, link: float) -> Machine:
+    """A machine whose copies to host memory and back count, at so many bytes a second."""
+    return replace(machine, copies=True, chip=replace(machine.chip, host=link))
+
+
+def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:
     """A step of a pipeline."""
     _, devices = find_slice(case.topology)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe, words = case.pipeline(devices), case.words()
         optimizer = make_optimizer(pipe, optax.adam(1e-4))
-    machine = machine_for(case, pipe.mesh, devices, grouped, kernels)
+    machine = machine_for(case, pipe.mesh, devices, rates)
 
     def lower() -> jax.stages.Lowered:
         return pipe.lower(words, words, optimizer=optimizer)
 
-    def forecast() -> tuple[int, int]:
-        found = predict_step(pipe, optimizer, *pipe.plan.facts.last)
-        return found.total, found.gradients.host_stashes.each
+    def forecast() -> int:
+        return predict_step(pipe, optimizer, *pipe.plan.facts.last).total
 
     made = compiled(lower, keep, name, default_compiler_options(devices[0]), forecast)
     read = cycles(made.text, machine)
     plan, tokens = pipe.plan, case.rows * case.length // case.axes.get("tensor", 1)
     message = 2 * tokens * case.config.hidden_size
     costs = costs_of(read, plan, machine, message)
-    host = made.moved / machine.chip.host if made.moved else 0.0
-    costs = replace(costs, host=host, host_overlap=machine.chip.host_overlap)
     slots = simulate(plan.schedule, **plan.clock).pattern  # which the kernel runs
     options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
-    options |= {"offload": plan.offload, "keep": plan.keep}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
     seconds = span + beside(read, plan, machine)
     actions = by_action(read)
@@ -259,13 +273,13 @@ def see_that_they_agree(
         )
 
 
-def peer(name: str, keep: Path | None, grouped: float, kernels: float) -> Step:
+def peer(name: str, keep: Path | None, rates: Rates) -> Step:
     """A step of somebody else's, which is one program without actions."""
     kind, case = tpu_peers.PEERS[name]
     _, devices = find_slice(case.topology)
     mesh, lower = tpu_peers.lower(kind, case, devices)
     made = compiled(lower, keep, name, default_compiler_options(devices[0]))
-    machine = machine_for(case, mesh, devices, grouped, kernels)
+    machine = machine_for(case, mesh, devices, rates)
     read = cycles(made.text, machine)
     total = read[Scope(ONCE)]
     seconds = total.total / machine.clock
@@ -285,17 +299,17 @@ def report(
     name: str,
     keep: Path | None,
     attention: str | None = None,
-    grouped: float = EFFICIENCY,
-    kernels: float = EFFICIENCY,
+    rates: Rates | None = None,
 ) -> tuple[Case, Step]:
     """A step by name."""
+    rates = rates or Rates()
     if name in tpu_peers.PEERS:
-        return tpu_peers.PEERS[name][1], peer(name, keep, grouped, kernels)
+        return tpu_peers.PEERS[name][1], peer(name, keep, rates)
     case = CASES[name]
     if attention is not None:
         case = replace(case, config=replace(case.config, attention=attention))
         name = f"{name}-{attention}"
-    return case, ours(case, keep, name, grouped, kernels)
+    return case, ours(case, keep, name, rates)
 
 
 def row(name: str, case: Case, found: Step) -> list[str]:
@@ -353,6 +367,9 @@ def main() -> None:
         default=EFFICIENCY,
         help=f"of the peak, in kernels of attention ({EFFICIENCY}, assumed)",
     )
+    parser.add_argument(
+        "--link", type=float, help="count copies to host memory, at so many GB a second"
+    )
     options = parser.parse_args()
     if not tpu.is_here():
         print(tpu.ABSENT)
@@ -363,8 +380,8 @@ def main() -> None:
     rows = []
     for name in options.names:
         try:
-            rates = options.grouped, options.kernels
-            case, found = report(name, options.keep, options.attention, *rates)
+            rates = Rates(options.grouped, options.kernels, options.link and options.link * GB)
+            case, found = report(name, options.keep, options.attention, rates)
         except ContradictionError as error:
             sys.exit(f"contradiction: {name}: {error}")
         lines = [

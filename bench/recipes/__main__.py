@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import tpu
 from bench.measure import table
-from bench.recipes.predict import Predicted, fit, predict
+from bench.recipes.predict import Predicted, fit, predict, with_copies
 from bench.recipes.table import ALL, RECIPES
 
 import jax  # isort: skip
@@ -75,7 +75,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*ALL, []], help=default)
     parser.add_argument("--keep", type=Path, help="a folder of results, read where they are there")
     parser.add_argument("--published", action="store_true", help="what was measured, no more")
+    link = "count copies to host memory, at so many GB a second (with --keep)"
+    parser.add_argument("--link", type=float, help=link)
     options = parser.parse_args()
+    if options.link is not None and options.keep is None:
+        parser.error("--link reads compiled programs again: give a folder for them by --keep")
     if options.published:
         print(table(PUBLISHED, published()))
         return
@@ -86,6 +90,8 @@ def main() -> None:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     found = [predict(name, options.keep) for name in options.names or RECIPES]
+    if options.link is not None:
+        found = [with_copies(one, options.keep, options.link * GB) for one in found]
     print(f"jax {jax.__version__}")
     for chip in dict.fromkeys(map(chip_of, found)):
         rows = [one for one in found if chip_of(one) == chip]

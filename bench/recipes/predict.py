@@ -12,11 +12,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.recipes.model import lower, mesh_of
 from bench.recipes.table import ALL, HOST_OFFLOAD, Recipe
+from bench.tpu_cycles import with_link
 
 import jax  # isort: skip
 
@@ -95,6 +96,21 @@ def predict(name: str, keep: Path | None = None) -> Predicted:
     if file is not None:
         file.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     return result
+
+
+def with_copies(one: Predicted, keep: Path, link: float) -> Predicted:
+    """Count copies to host memory too, where the compiler put them.
+
+    Args:
+      one: what `predict` found.
+      keep: the folder in which it left the program.
+      link: bytes a second between a chip and its host.
+    """
+    recipe = ALL[one.name]
+    chip, devices = find_slice(recipe.topology)
+    machine = with_link(machine_of(chip, mesh_of(recipe, devices), devices), link)
+    text = (keep / f"{one.name}.hlo").read_text(encoding="utf-8")
+    return replace(one, waits=cycles(text, machine)[Scope(ONCE)].waits / machine.clock)
 
 
 def compiled(
