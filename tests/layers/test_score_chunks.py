@@ -5,6 +5,7 @@ Letters: R = ranks of the axis, b = rows, t = positions.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from pipeline.decoders import DecoderConfig, LatentConfig, build
 from pipeline.layers.attending import formula
 from pipeline.layers.attending.formula import MOST_PAIRS, chunk_of
 from pipeline.layers.attending.order import Context
-from pipeline.layers.attention import attend
+from pipeline.layers.attention import attend, attend_to
 from tests.support.close import assert_close, distance
 from tests.support.group import mesh as mesh_of
 from tests.support.group import normal
@@ -137,3 +138,19 @@ def test_a_long_prompt_is_read_in_chunks():
     x = jax.ShapeDtypeStruct((1, 4096, CONFIG["width"]), jnp.float32)
     jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))(state, x).jaxpr
     assert largest(jaxpr) <= CONFIG["heads"] * MOST_PAIRS
+
+
+@pytest.mark.parametrize("implementation", ["splash", "xla"])
+def test_a_kernel_takes_values_of_another_width(implementation):
+    """Keys of 24 and values of 16, as latent attention has them, are padded for a kernel."""
+    make = np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(make(size=(1, 128, 2, c)), jnp.float32) for c in (24, 24, 16))
+
+    def loss(*given, how):
+        return jnp.sum(jnp.sin(attend_to(*given, scale=0.1, implementation=how)))
+
+    found, wanted = (
+        jax.value_and_grad(functools.partial(loss, how=how), argnums=(0, 1, 2))(q, k, v)
+        for how in (implementation, "chunked")
+    )
+    assert_close(found, wanted)
