@@ -201,6 +201,7 @@ LATENT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("way", "order", "slices", "options"),
     [
+        ("ulysses", "zigzag", None, {"schedule": "gpipe"}),
         ("ring", "zigzag", None, {"schedule": "1f1b"}),
         ("ulysses", "zigzag", None, {"schedule": "1f1b", "data": 2}),
         ("ring", "zigzag", None, {"schedule": "zb_h1", "remat": None, "data": 2}),

@@ -376,7 +376,6 @@ def test_costs_are_cycles_over_the_clock(tmp_path: Any) -> None:
         pipe.replace(costs=cal, remat="stage")
 
 
-@pytest.mark.usefixtures("on_paper")
 def test_an_action_whose_stash_lies_on_the_host_counts() -> None:
     """Regression test of issue 42: without it every stage that moves all its stashes was free."""
     stages = models.build(Block, 2)
@@ -389,6 +388,7 @@ def test_an_action_whose_stash_lies_on_the_host_counts() -> None:
     assert costs.b == (5.0, 4.0), "the slower of those whose stash lies here and there"
 
 
+@pytest.mark.usefixtures("on_paper")
 def test_types_will_do() -> None:
     stages = nnx.eval_shape(lambda: models.build(Block, 2))
     pipe = Pipeline(stages, 4, mesh=make_mesh(stage=2), loss_fn=models.squares, remat=None)
