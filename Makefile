@@ -33,7 +33,7 @@ train: $(VENV)/.examples ## train a byte-level GPT through a pipeline of virtual
 test: $(VENV)/.dev ## all tests but the slow ones, on JOBS processes (2); ARGS="-k name"
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs; SLOW_PART=2/5 for a fifth
+test-slow: $(VENV)/.dev ## the slow tests: most of the parity grid, long runs; SLOW_PART=2/8 for an eighth
 	XLA_FLAGS=$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not exhaustive" --ignore tests/examples/test_train_gpt.py $(ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not exhaustive" tests/examples/test_train_gpt.py || [ $$? -eq 5 ]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 MANY_MAPS, BETWEEN_LOOKS = 20_000, 8
 MUCH_MEMORY = 1_300 * 2**20  # bytes
 STRIDE = 8
-# Which part of the slow tests runs, such as "2/5": CI takes another one for each commit.
+# Which part of the slow tests runs, such as "2/8": CI takes another one for each commit.
 PART, PARTS = map(int, os.environ.get("SLOW_PART", "0/1").split("/"))
 DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
