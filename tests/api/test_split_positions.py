@@ -236,6 +236,7 @@ DECLARED: dict[str, Callable[..., Any]] = {
     "recurrence": recurrence,
     "places": places,
     "an added loss": balanced,
+    "a stack, taken apart": lambda x: sum(jnp.unstack(jnp.stack([x, 2 * x])), start=-x),
     "a mean of all": lambda x: jax.lax.pmean(x.mean(axis=1, keepdims=True), AXIS),
     "each by itself": lambda x: jnp.moveaxis(jax.lax.map(jnp.sin, jnp.moveaxis(x, 1, 0)), 0, 1),
     "a gathered sequence": lambda x: (

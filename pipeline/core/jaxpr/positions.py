@@ -285,6 +285,17 @@ def _concatenate(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     return replace(found, varies=found.varies | {dim})
 
 
+def _stack(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    axis, dims = eqn.params["axis"], range(len(eqn.invars[0].aval.shape))
+    moved = [one.moved([n + (n >= axis) for n in dims]) for one in operands]
+    found = _joined(eqn, moved)
+    return replace(found, varies=found.varies | {axis})
+
+
+def _unstack(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
+    return _without(eqn, operands[0], (eqn.params["axis"],), sums=False)
+
+
 def _slice(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
     one, (before, after) = operands[0], _shapes(eqn)
     if one.dim is not None and before[one.dim] != after[one.dim]:
@@ -417,7 +428,8 @@ def _gather(eqn: Eqn, operands: list[Followed], _: Sequences) -> Followed:
 _LINEAR = frozenset(
     {
         *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "neg"),
-        *("reduce_precision", "reduce_sum", "reshape", "slice", "squeeze", "sub", "transpose"),
+        *("reduce_precision", "reduce_sum", "reshape", "slice", "squeeze", "stack", "sub"),
+        *("transpose", "unstack"),
     }
 )
 _ELEMENTWISE = frozenset(
@@ -436,6 +448,8 @@ _RULES: dict[str, Any] = {
     "squeeze": _squeeze,
     "dot_general": _dot,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
     "slice": _slice,
     "dynamic_slice": _slice,
     "pad": _pad,
