@@ -7,10 +7,12 @@ start of an asynchronous exchange and its end runs while the message travels.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
+
+from pipeline.insight.calibrate.cycles import Machine
 
 _STEP = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\S+) ([\w-]+)\(")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
@@ -30,6 +32,11 @@ class Exchange:
     is_async: bool
     loops: int = 0
     fusions: int = 0
+
+
+def with_link(machine: Machine, link: float) -> Machine:
+    """A machine whose copies to host memory and back count, at so many bytes a second."""
+    return replace(machine, copies=True, chip=replace(machine.chip, host=link))
 
 
 def exchanges(text: str, mesh: Mesh) -> list[Exchange]:

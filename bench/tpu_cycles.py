@@ -26,6 +26,7 @@ from bench import (
     tpu_experts,
     tpu_peers,
 )
+from bench.hlo import with_link
 from bench.measure import ContradictionError, table
 from bench.tpu_llama import CASES as LLAMA
 from bench.tpu_llama import Case
@@ -175,11 +176,6 @@ def machine_for(case: Case, mesh: Mesh, devices: Any, rates: Rates) -> Machine:
     grouped = rates.grouped * case.axes.get(EXPERT, 1)
     machine = replace(machine, grouped=grouped, kernels=rates.kernels)
     return machine if rates.link is None else with_link(machine, rates.link)
-
-
-def with_link(machine: Machine, link: float) -> Machine:
-    """A machine whose copies to host memory and back count, at so many bytes a second."""
-    return replace(machine, copies=True, chip=replace(machine.chip, host=link))
 
 
 def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:

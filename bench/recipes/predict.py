@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench.hlo import with_link
 from bench.recipes.model import lower, mesh_of
 from bench.recipes.table import ALL, HOST_OFFLOAD, Recipe
-from bench.tpu_cycles import with_link
 
 import jax  # isort: skip
 

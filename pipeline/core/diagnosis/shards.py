@@ -28,6 +28,7 @@ from pipeline.core.jaxpr.positions import (
     Sequences,
     UnknownPositionsError,
     follow_equation,
+    varying,
 )
 from pipeline.core.jaxpr.primitives import Body, bodies, traits
 
@@ -88,12 +89,6 @@ class Split:
         if len(shape) > self.dim and shape[self.dim] == self.t:
             return varying(shape, self.dim)
         return NOT_FOLLOWED
-
-
-def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
-    """Facts about a value of which nothing is known but where its positions lie."""
-    varies = frozenset(n for n, size in enumerate(shape) if size > 1)
-    return Followed(varies if dim is None else varies | {dim}, dim)
 
 
 def follow_shards(jaxpr: Any, given: Sequence[Shard], asked: Split) -> list[Shard]:

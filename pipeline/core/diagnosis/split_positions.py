@@ -8,6 +8,7 @@ on whole sequences, and no shape shows it: found by a trace of each part, once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ import jax
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
 from pipeline.core.backward.outcome import SlicedInput
-from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards, varying
-from pipeline.core.jaxpr.positions import NOT_FOLLOWED
+from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards
+from pipeline.core.jaxpr.positions import NOT_FOLLOWED, varying
 from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward, blank_input
@@ -57,10 +58,11 @@ def warn_of_split_positions(
             continue
         warned.add(key)
         asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
-        search = _SplitSearch(state, activations, asked, axes.size([axis]), warned)
-        y = search.run(unit, dims)
+        search = functools.partial(_SplitSearch, state, activations, axes.size([axis]), warned)
+        y = search(asked).run(unit, dims)
         if to is not None:
-            search.run_loss(y, [_dim(spec, axis) for spec in to])
+            of_sums = dataclasses.replace(asked, sums=True)
+            search(of_sums).run_loss(y, [_dim(spec, axis) for spec in to])
 
 
 def _dim(spec: Any, axis: str) -> int | None:
@@ -73,7 +75,7 @@ class _SplitSearch:
     """The search for faults, one part of the model after the other."""
 
     def __init__(
-        self, state: RankState, activations: Activations, asked: Split, ranks: int, warned: set[Any]
+        self, state: RankState, activations: Activations, ranks: int, warned: set[Any], asked: Split
     ) -> None:
         self._state, self._activations, self._asked = state, activations, asked
         self._ranks, self._warned = ranks, warned
@@ -118,7 +120,6 @@ class _SplitSearch:
             taken, _ = take_loss_of(state, state.ends, outputs, 0, targets=targets)
             return taken.total, taken.weight
 
-        self._asked = dataclasses.replace(self._asked, sums=True)
         self._follow("loss_fn", loss, (outputs, targets), facts)
 
     def _head(self, y: Tree) -> Tree:

@@ -62,6 +62,12 @@ class Followed:
 NOT_FOLLOWED = Followed(frozenset())  # nothing is said of its places
 
 
+def varying(shape: Sequence[int], dim: int | None = None) -> Followed:
+    """Facts about a value of which nothing is known but where its positions lie."""
+    varies = frozenset(n for n, size in enumerate(shape) if size > 1)
+    return Followed(varies if dim is None else varies | {dim}, dim)
+
+
 @dataclass(frozen=True)
 class Sequences:
     """A question about a function.
@@ -134,7 +140,7 @@ def follow_equation(eqn: Eqn, operands: list[Followed], asked: Sequences) -> lis
 
 def _whole(var: Any) -> Followed:
     """A value without positions, of which nothing else is known."""
-    return Followed(frozenset(n for n, size in enumerate(var.aval.shape) if size > 1))
+    return varying(var.aval.shape)
 
 
 def _number(value: Any) -> float | None:

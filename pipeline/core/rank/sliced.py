@@ -23,6 +23,7 @@ from pipeline.core.jaxpr.positions import (
     Sequences,
     UnknownPositionsError,
     follow_positions,
+    varying,
 )
 from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import CALL_SLICE, embed, finish, take_loss_of
@@ -276,6 +277,5 @@ class _Check:
                 )
 
     def _spread(self, leaf: Any) -> Followed:
-        varies = frozenset(n for n, size in enumerate(leaf.shape) if size > 1)
         has = leaf.ndim > 1 and leaf.shape[1] == self._t
-        return Followed(varies | {1}, 1) if has else Followed(varies)
+        return varying(leaf.shape, 1 if has else None)
