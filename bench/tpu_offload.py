@@ -8,7 +8,7 @@ docs/offload.md. Needs `libtpu` and no TPU; a slice takes about a minute of a co
 ``--against`` compiles four ways to keep stashes and counts their steps: the cycles of each action
 as the compiler wrote them, and copies at the speed of the chip's host link beside what stands
 between their start and their end. The table has the same steps by the planner's rule too, which
-hides copies behind the work of their own action.
+hides copies beside the shares of an action's work that `Chip.host_overlap` has.
 """
 
 from __future__ import annotations
@@ -113,22 +113,23 @@ def durations(pipe: Pipeline, read: Mapping[Scope, Cycles], clock: float) -> dic
     return found | dict.fromkeys(missing, 0.0)  # the last F does nothing if it is computed again
 
 
-def step(pipe: Pipeline, taken: Mapping[Action, float], **costs: Any) -> float:
-    """Milliseconds of a step whose ranks wait for their data alone, by durations of actions.
+def step(pipe: Pipeline, taken: Mapping[Action, float]) -> float:
+    """Milliseconds of a step whose ranks wait for their data alone, by durations of actions."""
+    return 1e3 * simulate(pipe.schedule, clock="measured", durations=taken).makespan
+
+
+def by_rule(pipe: Pipeline, taken: Mapping[Action, float], size: float, chip: Chip) -> float:
+    """Milliseconds of a step with stashes on the host, as the planner counts it.
 
     Args:
       pipe: whose step it is.
-      taken: seconds of each action.
-      costs: of the host link, by which the planner's rule lengthens actions; none where the
-        durations have copies in them.
+      taken: seconds of each action with all stashes on the device.
+      size: bytes of a stash.
+      chip: which.
     """
-    if not costs:
-        return 1e3 * simulate(pipe.schedule, clock="measured", durations=taken).makespan
-    report = simulate(pipe.schedule, offload="stash", keep="residuals")
-    rows = zip(report.schedule.orders, report.moved, strict=True)
-    moved = {a for row in rows for a, moves in zip(*row, strict=True) if moves}
-    longer = {a: max(t, costs["host"]) if a in moved else t for a, t in taken.items()}
-    return step(pipe, longer)
+    f, b = ([taken[Action(k, kind, 0)] for k in range(RANKS)] for kind in "FB")
+    costs = Costs(f=f, b=b, host=size / chip.host, host_overlap=chip.host_overlap)
+    return 1e3 * simulate(pipe.schedule, costs, offload="stash", keep="residuals").makespan
 
 
 def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None) -> list[list[str]]:
@@ -142,7 +143,7 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
       keep: a folder for programs; those that lie there are not compiled again.
     """
     found = []
-    host = 2 * rows * 5 * width / chip.host  # an input and a hidden layer, bfloat16
+    size = 2 * rows * 5 * width  # an input and a hidden layer, bfloat16
     on_device: dict[Action, float] = {}
     for way in WAYS:
         pipe = pipeline(topology, width, way)
@@ -156,8 +157,8 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
         read = cycles(text, Machine(chip, copies=True))
         taken = durations(pipe, read, Machine(chip).clock)
         on_device = on_device or taken
-        rule = step(pipe, on_device, host=host) if way == "stash" else None
-        by_rule = f"{rule:.1f}" if rule else f"{step(pipe, taken):.1f}" * (way != "early")
+        took = step(pipe, taken)
+        rule = by_rule(pipe, on_device, size, chip) if way == "early" else took
         f, b = (1e3 * taken[Action(1, kind, 3)] for kind in ("F", "B"))
         waits = {scope.action: one.waits for scope, one in read.items()}
         waited = sum(waits.get(f"{k}0{end}", 0.0) for k, end in _labels(way))
@@ -168,8 +169,8 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
                 f"{f:.2f}",
                 f"{b:.2f}",
                 f"{waited:.2f}",
-                f"{step(pipe, taken):.1f}",
-                by_rule,
+                f"{took:.1f}",
+                "-" if way == "stash" else f"{rule:.1f}",
             ]
         )
     return found

@@ -23,8 +23,12 @@ _GPU: dict[str, Any] = {
     "keeps_attention": False,
     "host_overlap": 0.0,
 }
-# PCIe of a TPU: jax-ml.github.io/scaling-book/tpus counts with 1.5e10 bytes a second.
-TPU_HOST = 15e9
+# PCIe of a TPU, and of v6e: jax-ml.github.io/scaling-book/tpus has 1.6e10 and 3.2e10 bytes a
+# second. Nobody measured them here.
+TPU_HOST, V6E_HOST = 16e9, 32e9
+# Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read,
+# and of B beside an early one. Fitted to five compiled steps for v5e and v5p (docs/offload.md).
+TPU_OVERLAP = (0.7, 0.0, 1 / 3)
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,8 @@ class Chip:
       clock: cycles a second, None where nobody knows them.
       devices: of JAX, that are one chip.
       host: bytes a second between a chip and its host's memory, one way.
-      host_overlap: share of an action's work beside which a copy over that link travels: 1 where
-        compilers make asynchronous pairs around products, 0 where they start and wait at once
-        (docs/offload.md).
+      host_overlap: as of `schedules.Costs`, by the compilers of each platform (docs/offload.md): on
+        TPUs they start copies late, on GPUs actions wait for their own.
       host_memory: bytes of its host's memory that fall to a chip, where all chips of a host take
         equal shares; without limit where nobody says.
       closes: from how many chips on an axis of the torus is a ring, and not a line.
@@ -71,7 +74,7 @@ class Chip:
     passes: float = TPU_PASSES
     keeps_attention: bool = True
     host: float = TPU_HOST
-    host_overlap: float = 1.0
+    host_overlap: float | tuple[float, float, float] = TPU_OVERLAP
     host_memory: float = math.inf
 
     def ring(self, axes: int = 1) -> float:
@@ -124,6 +127,7 @@ _TABLE = (
         12.5e9,
         clock=1.75e9,
         closes=16,
+        host=V6E_HOST,
         host_memory=180e9,
     ),
     # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.

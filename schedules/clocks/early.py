@@ -44,11 +44,17 @@ def host_copies(
     reads: Mask = chosen & np.isin(flat.kind, (B, I)) & (waits > alone)
     if keep == "input" or not reads.any():
         return copies
-    return _chosen(schedule, reads, copies, (alone, waits), costs.links(flat.stage, sizes))
+    link = costs.links(flat.stage, sizes)
+    return _chosen(schedule, reads, copies, (alone, waits), link, costs.overlaps[2])
 
 
 def _chosen(
-    schedule: Timetable, reads: Mask, copies: HostCopies, lasting: tuple[Times, Times], link: Times
+    schedule: Timetable,
+    reads: Mask,
+    copies: HostCopies,
+    lasting: tuple[Times, Times],
+    link: Times,
+    share: float,
 ) -> HostCopies:
     """Give each backward that ``reads`` the action beside which its copy costs least.
 
@@ -61,6 +67,7 @@ def _chosen(
       copies: what travels without early reads.
       lasting: [A] each, how long actions last without copies, and with those.
       link: [A] how long the stash of an action travels.
+      share: of an action's work, beside which an early read travels.
     """
     flat = flatten(schedule)
     own, early = copies.own.copy(), copies.early.copy()
@@ -75,7 +82,7 @@ def _chosen(
         best, price = -1, waits[n] - alone[n]
         for c in range(n - 1, lowest - 1, -1):
             lasts = waits[c] if own[c] else alone[c]
-            paid = max(0.0, link[n] + own[c] * link[c] - lasts)
+            paid = max(0.0, link[n] + own[c] * link[c] + (1 - share) * alone[c] - lasts)
             # Behind a copy of its own nothing is gained yet, but for the read after this one.
             least = price * (1 + SAME if own[c] else 1 - SAME)
             if not writes[c] and paid < least:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedules.core.action import ScheduleError, shorten
+from schedules.core.action import KINDS, ScheduleError, shorten
 from schedules.core.arguments import LONGEST, check_duration, integer, is_number, need
 
 Times = NDArray[np.float64]
+COPIES = ("beside a write of F", "beside a copy of another action", "beside an early read")
 
 
 class HostCopies(NamedTuple):
@@ -61,7 +62,9 @@ class Costs:
       host_overlap: the share of an action's own time beside which its copy travels, from 0 to 1,
         by keyword only. With 1 (asynchronous copies) an action that moves something lasts as long
         as the longer of the two; with 0 it lasts as long as both together. A read that starts early
-        (`schedules.clocks.early`) travels beside all of the action before.
+        (`schedules.clocks.early`) travels beside all of the action before. Three numbers instead
+        are the shares of an F beside its write, of another action beside its own copy, and of an
+        action beside an early read.
     """
 
     f: float | Sequence[float] = 1.0
@@ -75,7 +78,7 @@ class Costs:
     embed: float = 0.0
     slices: Sequence[float] | None = field(default=None, kw_only=True)
     host: float | Sequence[float] = field(default=0.0, kw_only=True)
-    host_overlap: float = field(default=1.0, kw_only=True)
+    host_overlap: float | Sequence[float] = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "host"):
@@ -110,13 +113,7 @@ class Costs:
                     f"the slices take in relation to each other"
                 )
             object.__setattr__(self, "slices", parts)
-        if not (is_number(self.host_overlap) and 0 <= self.host_overlap <= 1):
-            raise ScheduleError(
-                f"Costs(host_overlap={shorten(self.host_overlap)}): must be a share from 0 to 1, 1 "
-                f"where copies over the host link travel beside an action's work, 0 where it waits "
-                f"for them"
-            )
-        object.__setattr__(self, "host_overlap", _plain(self.host_overlap))
+        object.__setattr__(self, "host_overlap", _overlap(self.host_overlap))
 
     def _set(self, name: str, value: object) -> None:
         _check_lasts(name, value, value)
@@ -193,9 +190,19 @@ class Costs:
             return found
         link = self.links(stage, sizes)
         own = np.where(copies.own, link, 0.0)
-        early = np.where(copies.early >= 0, link[copies.early], 0.0)
-        found = found + own - np.minimum(own, self.host_overlap * found)
-        return np.maximum(found, own + early)
+        write, read, beside = self.overlaps
+        hides = np.where(kind == KINDS.index("F"), write, read) * found
+        back = own + link[copies.early] + (1 - beside) * found  # one copy after the other
+        found = found + own - np.minimum(own, hides)
+        return np.where(copies.early >= 0, np.maximum(found, back), found)
+
+    @property
+    def overlaps(self) -> tuple[float, float, float]:
+        """The shares of `host_overlap`: of F, of other actions, and beside an early read."""
+        if isinstance(self.host_overlap, tuple):
+            return self.host_overlap
+        share = float(self.host_overlap)  # type: ignore[arg-type]
+        return share, share, 1.0
 
     def links(self, stage: NDArray[np.int64], sizes: tuple[int, int]) -> Times:
         """Compute [A] how long the stash of each action takes over the host link, one way.
@@ -260,6 +267,24 @@ def of_unit_length_by_default(costs: Costs | None) -> Costs:
         return Costs()
     need("costs", costs, Costs, "give schedules.Costs(f=..., i=..., w=..., b=...), or None")
     return costs
+
+
+def _overlap(value: Any) -> float | tuple[float, ...]:
+    """A share, or three.
+
+    Raises:
+      ScheduleError: neither.
+    """
+    several = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    given = list(value) if several and len(value) == len(COPIES) else [value]
+    if all(is_number(one) and 0 <= one <= 1 for one in given):
+        shares = tuple(map(_plain, given))
+        return shares if several else shares[0]
+    raise ScheduleError(
+        f"Costs(host_overlap={shorten(value)}): must be a share from 0 to 1, 1 where copies over "
+        f"the host link travel beside an action's work, 0 where it waits for them, or three shares "
+        f"of an action's work: {', '.join(COPIES)}"
+    )
 
 
 def _plain(value: object) -> float:

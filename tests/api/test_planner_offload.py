@@ -33,6 +33,7 @@ from pipeline.planner.memory import (
     usable,
 )
 from pipeline.planner.plans import Comparison, Plans, configuration, why
+from schedules import Costs, build, simulate
 
 JOB: dict[str, Any] = {"model": "llama-8b", "devices": 16, "batch": 16, "seq": 8192}
 FEW: dict[str, Any] = {"schedules": ("1f1b",), "remat": (None, "block"), "offload": "auto"}
@@ -55,6 +56,38 @@ def test_offload_wins_where_copies_hide(host, overlap, wins):
     assert layout.remat == (None if wins else "block")
     assert plans.offload.startswith("offload: " if wins else "do not offload: ")
     assert str(plans).splitlines()[2] == plans.offload
+
+
+# Seconds of F and B of four stages by the TPU compiler (docs/offload.md): chip, width, bytes a
+# second of the link, whether the compiled step with early reads is quicker than that which computes
+# again, and both steps.
+PAIRS = [
+    ("v5e", 8192, 16e9, (14.53, (26.00, 31.55, 31.55, 26.37)), (501.4, 534.4)),
+    ("v5e", 1024, 16e9, (0.215, (0.287, 0.377, 0.377, 0.432)), (32.1, 6.8)),
+    ("v5p", 16384, 16e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (946.4, 849.4)),
+    ("v5p", 16384, 32e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (782.7, 849.4)),
+    ("v5p", 1024, 16e9, (0.105, (0.141, 0.189, 0.187, 0.199)), (30.2, 3.3)),
+    ("v6e", 16384, 32e9, (14.51, (30.24, 36.58, 36.58, 31.47)), (559.8, 613.7)),
+]
+
+
+@pytest.mark.parametrize(("chip", "width", "link", "actions", "compiled"), PAIRS)
+def test_the_rule_agrees_with_every_compiled_pair(chip, width, link, actions, compiled):
+    """Milliseconds within 5% of the compiled step, and the same choice."""
+    (f, b), (hosted, again) = actions, compiled
+    copy = 1e3 * 2 * 2048 * 5 * width / link
+    costs = Costs(f=f, b=b, host=copy, host_overlap=CHIPS[chip].host_overlap)
+    schedule = build("1f1b", num_ranks=4, num_microbatches=8)
+    step = simulate(schedule, costs, offload="stash", keep="residuals").makespan
+    assert step == pytest.approx(hosted, rel=0.05)
+    assert (step < again) is (hosted < again)
+
+
+def test_links_of_hosts():
+    """Gigabytes a second, one way: PCIe as published, twice as much on v6e as on other TPUs."""
+    found = {name: chip.host / 1e9 for name, chip in CHIPS.items()}
+    tpus = dict.fromkeys(("v4", "v5e", "v5p", "tpu7x"), 16)
+    assert found == tpus | {"v6e": 32, "h100": 64, "a100": 32}
 
 
 def test_the_sentence_names_both_and_their_prices():

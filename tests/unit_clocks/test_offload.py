@@ -260,13 +260,32 @@ def test_reports_say_what_moved():
     assert simulate(of("1f1b", 2, 2)).moved == ()
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5, "half", float("nan"), True])
+@pytest.mark.parametrize("clock", ["event", "lockstep"])
+def test_writes_reads_and_early_reads_hide_beside_shares_of_their_own(clock):
+    """F takes 4, B 6, a copy 3: F hides 2 of a write, B nothing of its own read, 2 of another."""
+    costs = Costs(f=4, i=3, w=3, host=3, host_overlap=(0.5, 0, 1 / 3))
+    found = durations(costs, clock, offload="stash", keep="residuals")
+    assert {found[f"0F{m}"] for m in range(3)} == {4 + 3 - 2}
+    beside_both = 3 + 3 + (1 - 1 / 3) * 6  # the copy for the next comes behind its own
+    assert [found[f"0B{m}"] for m in range(3)] == pytest.approx([beside_both, 6 + 3 - 2, 6])
+
+
+def test_one_share_stands_for_three():
+    assert Costs(host_overlap=0.5).overlaps == (0.5, 0.5, 1)
+    assert Costs(host_overlap=np.array([0.5, 0, 1])).overlaps == (0.5, 0, 1)
+    assert hash(Costs(host_overlap=[0.5, 0, 1])) == hash(Costs(host_overlap=(0.5, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    "value", [-0.1, 1.5, "half", float("nan"), True, (0.5, 0.5), (0, 0, 2), "abc", []]
+)
 def test_a_share_of_overlap(value):
     with pytest.raises(ScheduleError) as caught:
         Costs(host_overlap=value)
     assert str(caught.value) == (
         f"Costs(host_overlap={value!r}): must be a share from 0 to 1, 1 where copies over the host "
-        f"link travel beside an action's work, 0 where it waits for them"
+        f"link travel beside an action's work, 0 where it waits for them, or three shares of an "
+        f"action's work: beside a write of F, beside a copy of another action, beside an early read"
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from collectives.compat import to_device, to_host
 from pipeline.insight.calibrate.calibration import Calibration
-from pipeline.planner.chips import find_chip
+from pipeline.planner.chips import TPU_OVERLAP, find_chip
 
 TRIPS = 20  # to the host and back, that are timed at once
 
@@ -30,12 +30,13 @@ def with_host(
     """
     if "topology" in found.hardware:
         chip = find_chip(found.hardware["device"])
-        host, overlap = size / chip.host, chip.host_overlap
+        host = size / chip.host
+        overlap: float | tuple[float, float, float] = chip.host_overlap
     else:
         step = _trips(device, size)
         seconds(step)
         host = statistics.median(seconds(step) for _ in range(max(1, found.rounds))) / (2 * TRIPS)
-        overlap = float(device.platform == "tpu")
+        overlap = TPU_OVERLAP if device.platform == "tpu" else 0.0
     return replace(found, costs=replace(found.costs, host=host, host_overlap=overlap))
 
 
