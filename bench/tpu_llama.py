@@ -35,6 +35,7 @@ from pipeline import Pipeline, make_optimizer
 from pipeline.insight.forecast.step_memory import predict_step
 from pipeline.planner import CHIPS
 from pipeline.vocabulary import CrossEntropy
+from schedules import Costs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from llama import LlamaConfig, build, ends_by_stage, loss_fn
@@ -198,6 +199,12 @@ CASES["70B-v6e-host"] = replace(
     options={**SHARED, **LOOPED, "offload": 0.85},
     microbatches=128,
 )
+# And with costs by which reads start early: milliseconds of F and B by these programs, and of a
+# stash of 136 MB over the host link.
+for name, own in {"8B-v6e": (9.9, 25.0), "70B-v6e": (18.1, 42.7)}.items():
+    costs = Costs(f=own[0], b=own[1], host=4.2, host_overlap=CHIPS["v6e"].host_overlap)
+    hosted = CASES[f"{name}-host"]
+    CASES[f"{name}-early"] = replace(hosted, options={**hosted.options, "costs": costs})
 
 
 def report(case: Case) -> dict[str, str]:

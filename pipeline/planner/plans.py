@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.base.arguments import DataParallel
-from pipeline.planner.costs import Estimate, mfu, sent_over_context
+from pipeline.planner.costs import Estimate, mfu, sent_over_context, stage_costs
 from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import host_bytes, usable, usable_host
 from pipeline.planner.sequences import CONTEXT
+from schedules import Costs
+from schedules.files.costs import costs_record
 
 GB = 10**9
 # By how much two steps are off beside each other, against the TPU compiler (docs/tpu.md): a
 # pipeline, which asks more of who runs it, has to be quicker by more.
 NEAR = 0.10
+OF_BOTH = ("num_microbatches", "param_dtype", "compute_dtype")  # of [parallel] and `Pipeline`
 COLUMNS = ("schedule", "V", "M", "rows", "remat", "sharding", "words")
 SHARES = {"recompute": "recomputed", "host": "host link"}
 SHARES |= {n: n for n in ("bubble", "tensor", "expert", CONTEXT, "data")}
@@ -143,15 +146,63 @@ class Plans:
         target.write_text(configuration(self.job, chosen), encoding="utf-8")
         return target
 
+    def pipeline_options(
+        self, devices: Sequence[Any] | None = None, estimate: Estimate | None = None
+    ) -> dict[str, Any]:
+        """Options for `Pipeline`: ``Pipeline(stages, **plans.pipeline_options())``.
+
+        They are the mesh, the number of microbatches, the dtypes, and what `write` puts into
+        [pipeline]. How the model is made stands in comments of that file.
+
+        Args:
+          devices: to make the mesh of; `jax.devices()` by default.
+          estimate: whose; the best by default.
+
+        Raises:
+          ValueError: as `collectives.make_mesh`, such as for too few devices.
+        """
+        from jax.sharding import PartitionSpec  # noqa: PLC0415
+
+        from collectives import make_mesh  # noqa: PLC0415
+
+        layout = (self.best if estimate is None else estimate).layout
+        found = {**_parallel(self.job, layout)}
+        axes = {name: found[name] for name in ("data", "stage", "tensor")} | found.get("axes", {})
+        options = {**_options(layout), "mesh": make_mesh(devices=devices, **axes)}
+        options |= {name: found[name] for name in OF_BOTH}
+        if options.get("remat") == "none":
+            options["remat"] = None
+        if "batch" in options:
+            options["batch"] = PartitionSpec(*options["batch"])
+        costs = _costs(self.job, layout)
+        return options | ({"costs": Costs(**costs)} if costs else {})
+
 
 def configuration(job: PlannedJob, chosen: Estimate) -> str:
     """TOML of a layout."""
     layout = chosen.layout
+    lines = [
+        f"# {job.chip.name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
+        *(f"# {line}" for line in _beside(job, layout)),
+        "[parallel]",
+        *_assigned(_parallel(job, layout)),
+        "",
+        "[pipeline]",
+        *_assigned(_options(layout)),
+    ]
+    if costs := _costs(job, layout):
+        lines += ["", "# seconds, predicted: reads from host memory start early by them"]
+        lines += ["[pipeline.costs]", *_assigned(costs)]
+    return "\n".join(lines) + "\n"
+
+
+def _parallel(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
+    """Fields of `pipeline.ParallelConfig`."""
     ranks = layout.experts.ranks
     axes = {} if job.model.experts is None else {"expert": ranks}
     if layout.cut.ranks > 1:
         axes |= {CONTEXT: layout.cut.ranks}
-    parallel: Mapping[str, Any] = {
+    return {
         "world_size": job.devices,
         "data": layout.data,
         "stage": layout.stage,
@@ -163,16 +214,27 @@ def configuration(job: PlannedJob, chosen: Estimate) -> str:
         "param_dtype": "float32",
         "compute_dtype": "bfloat16",
     }
-    lines = [
-        f"# {job.chip.name}: {chosen.step:.4g} s a step, {chosen.hbm / GB:.1f} GB, predicted",
-        *(f"# {line}" for line in _beside(job, layout)),
-        "[parallel]",
-        *_assigned(parallel),
-        "",
-        "[pipeline]",
-        *_assigned(_options(layout)),
-    ]
-    return "\n".join(lines) + "\n"
+
+
+def _costs(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
+    """Fields of `schedules.Costs` for a pipeline that offloads stashes; else none.
+
+    By them lowering starts reads early, as the planner counted. Four digits are more than the
+    planner knows.
+    """
+    if not layout.offload:
+        return {}
+    costs = stage_costs(job, layout)
+    found = {name: _short(value) for name, value in costs_record(costs).items() if value}
+    for name in ("f", "i", "w", "b"):
+        if len({*found[name]}) == 1:
+            found[name] = found[name][0]
+    return found | {"host_overlap": _short(costs.host_overlap)}
+
+
+def _short(value: Any) -> Any:
+    """Numbers with four digits."""
+    return tuple(map(_short, value)) if isinstance(value, Sequence) else float(f"{value:.4g}")
 
 
 def _assigned(values: Mapping[str, Any]) -> list[str]:

@@ -18,10 +18,10 @@ import pytest
 from flax import nnx
 
 from collectives import make_mesh
-from pipeline import Pipeline, make_optimizer, plan
+from pipeline import ParallelConfig, Pipeline, make_optimizer, plan
 from pipeline.insight.forecast.step_memory import predict_step
-from pipeline.planner import CHIPS
-from pipeline.planner.costs import estimate
+from pipeline.planner import CHIPS, ModelSizes
+from pipeline.planner.costs import estimate, stage_costs
 from pipeline.planner.layout import HeldParameters, MeshLayout, parameters_of
 from pipeline.planner.makespan import places
 from pipeline.planner.memory import (
@@ -33,6 +33,8 @@ from pipeline.planner.memory import (
     usable,
 )
 from pipeline.planner.plans import Comparison, Plans, configuration, why
+from pipeline.training.config import PipelineOptions
+from pipeline.training.config.reading import read_table
 from schedules import Costs, build, simulate
 
 JOB: dict[str, Any] = {"model": "llama-8b", "devices": 16, "batch": 16, "seq": 8192}
@@ -210,6 +212,50 @@ def test_a_plan_is_written_with_its_share():
     held = host_bytes(plans.job, plans.pipeline.layout) / 1e9
     line = f"Host memory of the best, GB a chip of 48: {held:.2f}"
     assert (line in str(plans)) is plans.best.layout.uses_host
+
+
+@functools.cache
+def small() -> Plans:
+    """A plan that fits four chips only with its stashes in host memory."""
+    model = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
+    chip = replace(V5E, hbm=16_000_000)
+    sizes = {"model": model, "devices": 4, "batch": 16, "seq": 2048}
+    return plan(**sizes, chip=chip, schedules=("1f1b",), remat=(None,), offload="auto")
+
+
+def layers(plans: Plans) -> list[nnx.Module]:
+    at = plans.best.layout
+    return [nnx.Linear(64, 64, rngs=nnx.Rngs(k)) for k in range(at.stage * at.chunks)]
+
+
+def test_a_pipeline_from_the_file_reads_early(tmp_path):
+    """Costs go through the file, and by them lowering starts reads early, as the planner counts."""
+    plans = small()
+    assert plans.best.layout.offload
+    tables = tomllib.loads(plans.write(tmp_path / "plan.toml").read_text(encoding="utf-8"))
+    config = ParallelConfig.from_dict(tables["parallel"])
+    own = read_table(PipelineOptions, tables["pipeline"], "pipeline", [])
+    devices = jax.devices()[:4]
+    given = config.pipeline_options(devices) | own.options()
+    made = plans.pipeline_options(devices)
+    assert made == {name: given[name] for name in made}
+    wanted, costs = stage_costs(plans.job, plans.best.layout), made["costs"]
+    assert costs.host == pytest.approx(wanted.host, rel=1e-3)
+    assert costs.overlaps == pytest.approx(wanted.overlaps, rel=1e-3)
+    assert costs.table(8) == pytest.approx(wanted.table(8), rel=1e-3)
+    for options in (made, given):
+        assert Pipeline(layers(plans), **options).plan.training.has_early_reads
+    without = {name: value for name, value in made.items() if name != "costs"}
+    assert not Pipeline(layers(plans), **without).plan.training.has_early_reads
+
+
+def test_a_plan_that_keeps_its_stashes_has_no_costs():
+    """Nor has one of which the optimizer's state alone lies on the host."""
+    plans = small()
+    layout = replace(plans.best.layout, offload=None)
+    one = replace(plans.best, layout=layout)
+    assert "costs" not in tomllib.loads(configuration(plans.job, one))["pipeline"]
+    assert "costs" not in plans.pipeline_options(jax.devices()[:4], one)
 
 
 def test_nothing_is_tried_without_the_option():

@@ -171,6 +171,17 @@ FAULTS = [
         "[pipeline] without [parallel]: a pipeline needs parallel.stage at least",
     ),
     (
+        {"parallel": PARALLEL, "pipeline": {"costs": {"f": 1, "bb": 2}}},
+        "pipeline.costs.bb: there is no such key; did you mean 'b'?",
+    ),
+    (
+        {"parallel": PARALLEL, "pipeline": {"costs": {"f": 1, "host": -1}}},
+        (
+            "[pipeline.costs] Costs(host=-1): a duration is a finite number >= 0; give the "
+            "measured time, in the same unit for all"
+        ),
+    ),
+    (
         {"data": {"pad": True}},
         "data.pad=true: without [parallel] every batch fits; leave it out",
     ),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.base.arguments import hint_at
 from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
 from pipeline.training.config.functions import rates, rules, wrong_arguments
 from pipeline.training.config.tables import PipelineOptions, RunTables
+from schedules import Costs, ScheduleError
+from schedules.files.costs import NAMES
 
 
 def faults_of(config: RunTables) -> list[str]:
     """All of them."""
-    return [*_sizes(config), *_of_model(config), *_of_optimizer(config), *_of_run(config)]
+    parts = _sizes, _of_model, _of_pipeline, _of_optimizer, _of_run
+    return [fault for part in parts for fault in part(config)]
 
 
 def _sizes(config: RunTables) -> list[str]:
@@ -88,6 +92,22 @@ def _of_model(config: RunTables) -> list[str]:
                     f"'float32'"
                 )
     return faults
+
+
+def _of_pipeline(config: RunTables) -> list[str]:
+    """Costs that cannot be."""
+    costs: dict[str, Any] = getattr(config.pipeline, "costs", None) or {}
+    if faults := [
+        f"pipeline.costs.{name}: there is no such key{hint_at(name, NAMES)}"
+        for name in costs
+        if name not in NAMES
+    ]:
+        return faults
+    try:
+        Costs(**costs)
+    except ScheduleError as error:
+        return [f"[pipeline.costs] {error}"]
+    return []
 
 
 def _of_optimizer(config: RunTables) -> list[str]:

@@ -12,13 +12,18 @@ from jax.sharding import PartitionSpec
 from pipeline.config import ParallelConfig
 from pipeline.core.options.options import Options
 from pipeline.training.config.functions import load, rates, rules
+from schedules import Costs
 
 Table = dict[str, Any]
 T = TypeVar("T")
 # M comes from [parallel]. Filters are classes or functions; a word would mean something else.
 _ELSEWHERE = "num_microbatches", "wrt", "state"
-# A PartitionSpec as a list with an entry for each dim; without it, the model's function may say it.
-_SPELT: dict[str, tuple[Any, Any]] = {"batch": (Sequence[str | Sequence[str]] | None, None)}
+# A PartitionSpec as a list with an entry for each dim, costs as a table of their fields; without
+# them, the model's function may say them.
+_SPELT: dict[str, tuple[Any, Any]] = {
+    "batch": (Sequence[str | Sequence[str]] | None, None),
+    "costs": (dict[str, Any] | None, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +133,12 @@ class PipelineOptions:
     """Options of `pipeline.Pipeline` that a file can set, beside [parallel]."""
 
     def options(self) -> Table:
-        """The arguments of `Pipeline`, by name; ``batch`` only where the file has it."""
+        """The arguments of `Pipeline`, by name; ``batch`` and ``costs`` only where given."""
         values: Table = asdict(self)  # type: ignore[call-overload]
-        batch = values.pop("batch")
+        batch, costs = values.pop("batch"), values.pop("costs")
         options = {name: None if value == "none" else value for name, value in values.items()}
-        return options if batch is None else options | {"batch": PartitionSpec(*batch)}
+        options |= {} if batch is None else {"batch": PartitionSpec(*batch)}
+        return options if costs is None else options | {"costs": Costs(**costs)}
 
 
 @dataclass(frozen=True, kw_only=True)
