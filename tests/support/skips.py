@@ -10,6 +10,7 @@ from collections.abc import Iterable
 REMEDIES = (
     (r"selenium|chromium|chromedriver|browser", "a browser", "chromium and chromedriver on PATH"),
     (r"libtpu", "the TPU compiler", "pip install 'shardpipe[tpu]'"),
+    (r"cuda12", "the CUDA compiler", "pip install jax-cuda12-plugin jax-cuda12-pjrt"),
     (r"tunix", "google-tunix", "pip install google-tunix"),
     (r"artifex", "artifex", "pip install avitai-artifex"),
     (r"torch|transformers", "torch and transformers", "pip install torch transformers"),

@@ -23,6 +23,7 @@ from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
 from pipeline.core.backward.in_place import added_in_place, is_formed_in_a_loop
+from pipeline.core.jaxpr.wide_products import adds_in_products, with_wide_products
 
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 
@@ -88,14 +89,27 @@ class Pullback:
         if not (refs or want_x):
             return []
         pairs = [] if refs is None else list(zip(refs, self.by_value, strict=True))
-        targets = [want if value else ref for ref, value in pairs] or [skip] * len(self.by_value)
+        by_value = [value for _, value in pairs]
+        skipped = [skip] * len(self.by_value)
         _, x_tree = self.vjp.in_tree.children()[:2]
         x_targets = [want if want_x else skip] * x_tree.num_leaves
-        with _noted(self.part):
+
+        def back(cotangent: Any, refs: Leaves) -> tuple[Leaves, Leaves]:
+            given = iter(refs)
+            targets = [want if value else next(given) for value in by_value] or skipped
             found, dx = self.vjp.with_refs(targets, x_targets)(cotangent)
-        for (ref, value), gradient in zip(pairs, found, strict=False):
-            if value:
-                ref[...] += gradient
+            values = [gradient for gradient, value in zip(found, by_value, strict=False) if value]
+            return values, list(dx)
+
+        in_place = [ref for ref, value in pairs if not value]
+        with _noted(self.part):
+            if refs and adds_in_products():
+                values, dx = with_wide_products(back, cotangent, in_place)
+            else:
+                values, dx = back(cotangent, in_place)
+        formed = [ref for ref, value in pairs if value]
+        for ref, gradient in zip(formed, values, strict=True):
+            ref[...] += gradient
         return list(dx)
 
     def values(self, cotangent: Any) -> tuple[Leaves, Leaves]:
