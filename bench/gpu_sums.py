@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--cublas", action="store_true", help="products by cuBLAS alone")
     arguments = parser.parse_args()
     if arguments.rounded:
-        accumulate.adds_in_products = lambda: False
+        accumulate.is_gpu = lambda: False
     devices = described(arguments.target, 1)
     rows = []
     for ours in chosen(arguments.only):

@@ -228,6 +228,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else str(device.platform)
 
 
+def is_gpu() -> bool:
+    """Tell whether GPUs are traced for, which may be described."""
+    # Described ones are called by their runtime.
+    return platform() in ("gpu", "cuda", "rocm")
+
+
 def device_kind() -> str:
     """The kind of device that is traced for, such as "TPU v6 lite"; that of the mesh if any."""
     device = jax.sharding.get_abstract_mesh().abstract_device

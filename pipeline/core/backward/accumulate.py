@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from collectives.compat import is_gpu
 from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
 from pipeline.core.backward.in_place import added_in_place, is_formed_in_a_loop
-from pipeline.core.jaxpr.wide_products import adds_in_products, with_wide_products
+from pipeline.core.jaxpr.wide_products import with_wide_products
 
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 
@@ -103,7 +104,7 @@ class Pullback:
 
         in_place = [ref for ref, value in pairs if not value]
         with _noted(self.part):
-            if refs and adds_in_products():
+            if refs and is_gpu():  # elsewhere a product and its sum are one kernel anyhow
                 values, dx = with_wide_products(back, cotangent, in_place)
             else:
                 values, dx = back(cotangent, in_place)

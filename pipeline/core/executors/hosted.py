@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from collectives.compat import platform, to_device, to_host, varying_in
+from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
 from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
 from pipeline.core.executors.memory import Memory, Pool, at_most_once, tiled, unwritten, updated
 from pipeline.core.jaxpr.scopes import HOST_POOLS
@@ -192,9 +192,14 @@ def _shaped(leaf: Any, like: Any) -> Any:
 
 
 def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
-    """[places, ...] zeros in host memory."""
+    """[places, ...] in host memory, of which nothing is read that was not written.
+
+    XLA for GPUs makes zeros on the device, all of them, and copies them to the host. XLA for TPUs
+    drops them by itself.
+    """
     plain = jax.eval_shape(lambda: _plain(zeros(like))) if is_key(like) else like
-    return to_host(vary(jnp.zeros((places, *plain.shape), plain.dtype), axes))
+    make = jax.lax.empty if is_gpu() else jnp.zeros
+    return to_host(vary(make((places, *plain.shape), plain.dtype), axes))
 
 
 @functools.partial(jax.jit, inline=True)

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from collectives.compat import platform
 from pipeline.base.tree import Tree
 from pipeline.core.jaxpr.evaluate import operands, producers
 from pipeline.core.jaxpr.primitives import bodies, traits
@@ -37,11 +36,6 @@ _BODIES = {
     "while": "body_jaxpr",
 }
 _MOVES = frozenset(("layout_constraint", "name", "reshape", "squeeze", "transpose"))
-
-
-def adds_in_products() -> bool:
-    """Tell whether the platform that is traced for needs products in the dtype of their sums."""
-    return platform() in ("gpu", "cuda", "rocm")  # the last two are what described ones are called
 
 
 def with_wide_products(f: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple[Tree, Tree]:

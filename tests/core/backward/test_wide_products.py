@@ -27,7 +27,7 @@ HALF = jnp.dtype(jnp.bfloat16)
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace as for a GPU."""
-    monkeypatch.setattr(accumulate, "adds_in_products", lambda: True)
+    monkeypatch.setattr(accumulate, "is_gpu", lambda: True)
 
 
 def products(jaxpr: Any) -> list[tuple[tuple[int, ...], str]]:
@@ -99,7 +99,7 @@ def two_layers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
 def test_a_sum_has_no_rounding_of_its_product(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, x = example()
     found = back(two_layers, weights, x, late=late)
-    monkeypatch.setattr(accumulate, "adds_in_products", lambda: False)
+    monkeypatch.setattr(accumulate, "is_gpu", lambda: False)
     rounded = back(two_layers, weights, x, late=late)
     h = jnp.sin(x @ weights[0].astype(HALF)).astype(jnp.float32)
     exact = 1 + jnp.ones((WIDTH, len(x))) @ h

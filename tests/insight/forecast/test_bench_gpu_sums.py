@@ -64,7 +64,7 @@ for options in (None, LIBRARY):
     found = compiled(name, devices, blocks=4, options=options)
     assert len(found.in_products) == 17, found  # 4 matrices of each block, and the head's
     assert not found.alone, found
-accumulate.adds_in_products = lambda: False
+accumulate.is_gpu = lambda: False
 before = compiled(name, devices, blocks=4)
 assert not before.in_products, before
 assert sorted(before.alone) == sorted(found.in_products), before
@@ -77,6 +77,6 @@ assert sorted(before.alone) == sorted(found.in_products), before
     reason="the CUDA compiler comes with jax-cuda12-plugin",
 )
 @pytest.mark.parametrize("name", ["zb_v, V=2, remat=None", "interleaved_1f1b, V=4, remat=None"])
-def test_the_cuda_compiler_adds_in_products(name: str) -> None:
+def test_the_cuda_compiler_is_gpu(name: str) -> None:
     done = python("-c", COMPILED, name)
     assert done.returncode == 0, done.stderr
