@@ -24,7 +24,7 @@ from pipeline.base.masks import Mask, chosen, woven
 from pipeline.base.precision import GradDtype, check_dtype
 from pipeline.base.tree import Leaves
 from pipeline.core.backward.in_place import added_in_place, is_formed_in_a_loop
-from pipeline.core.jaxpr.wide_products import with_wide_products
+from pipeline.core.backward.wide_products import with_wide_products
 
 Function = Callable[[Leaves, Leaves], tuple[Any, Any]]  # (weights, x) -> (value, auxiliary)
 

@@ -16,8 +16,8 @@ from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.core.backward import accumulate
 from pipeline.core.backward.accumulate import differentiate
+from pipeline.core.backward.wide_products import widened
 from pipeline.core.jaxpr.primitives import held
-from pipeline.core.jaxpr.wide_products import widened
 from tests.core.backward.test_cast_once import HIDDEN, KINDS, WIDTH, body_of, loss_fn
 from tests.support.close import assert_close, distance
 
