@@ -17,6 +17,9 @@ GIB = 2**30
 # 70B on v5p (docs/planner.md). GPUs: all of the plain step of docs/gpu.md, 249 ms for 1.19e14
 # operations on an H100, is .48 of peak.
 TPU_EFFICIENCY, TPU_PASSES = 0.93, 10.0
+# On v6e, with the limit of VMEM that a `Step` sets: fusions hand on more in VMEM. Fitted to F, B
+# and head of six programs of 8B and 70B on v6e (docs/plans.md).
+V6E_PASSES = 6.5
 _GPU: dict[str, Any] = {
     "efficiency": 0.5,
     "passes": 0.0,
@@ -77,9 +80,14 @@ class Chip:
     host_overlap: float | tuple[float, float, float] = TPU_OVERLAP
     host_memory: float = math.inf
 
-    def ring(self, axes: int = 1) -> float:
-        """Bytes a second that a chip sends in rings along so many axes of the torus, both ways."""
-        return self.link if not self.axes else 2 * self.link * axes
+    def ring(self, axes: int = 1, ranks: int = 0) -> float:
+        """Bytes a second that a chip sends in rings along so many axes of the torus, both ways.
+
+        Args:
+          axes: of the torus.
+          ranks: of the group, if they are known: two have one link, which is no ring.
+        """
+        return self.link if not self.axes or ranks == 2 else 2 * self.link * axes
 
 
 # Clocks: peak over the operations a cycle of the matrix units. v5e and v5p: 4 of 128 x 128 in each
@@ -127,6 +135,7 @@ _TABLE = (
         12.5e9,
         clock=1.75e9,
         closes=16,
+        passes=V6E_PASSES,
         host=V6E_HOST,
         host_memory=180e9,
     ),

@@ -207,7 +207,10 @@ def _links(job: PlannedJob, layout: MeshLayout) -> _Links:
     left -= has_stage + (layout.experts.ranks > 1) + (layout.cut.ranks > 1)
     tensor = 1 if has_data else max(1, left)
     left -= tensor if layout.tensor > 1 else 0
-    return _Links(chip.ring(max(1, left)), chip.ring(), chip.ring(tensor))
+    inside = layout.stage // layout.stage_slices
+    return _Links(
+        chip.ring(max(1, left)), chip.ring(ranks=inside), chip.ring(tensor, layout.tensor)
+    )
 
 
 def _gather(size: float, inside: int, outside: int, link: float, network: float) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -127,12 +128,55 @@ def test_steps_of_the_tpu_compiler_in_docs_tpu(model, layout, waits, seconds, of
 
 
 def kept(
-    schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: int, **changes: str
+    schedule: str, mesh: tuple[int, int, int], chunks: int, microbatches: int, **changes: Any
 ) -> MeshLayout:
     """Residuals are kept."""
     words = "stage" if mesh[2] == 1 else "ends"
     layout = MeshLayout(*mesh, schedule=schedule, chunks=chunks, data_parallel="zero1")
     return replace(layout, microbatches=microbatches, **{"vocabulary": words} | changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "waits", "seconds", "off"),
+    [
+        (
+            "llama-8b",
+            kept("looped_bfs", (16, 4, 1), 8, 16, remat=BUT_ATTENTION, offload=0.65),
+            0.0,
+            5.29,
+            0.01,
+        ),
+        ("llama-8b", kept("interleaved_1f1b", (4, 8, 2), 4, 64, **SHARED), 0.0, 5.55, 0.08),
+        ("llama-8b", sharded(1, BUT_ATTENTION), 0.31, 5.18, 0.03),
+        (
+            "llama-70b",
+            kept("interleaved_1f1b", (4, 16, 4), 5, 256, remat=BUT_ATTENTION, **SHARED),
+            0.0,
+            43.38,
+            0.03,
+        ),
+        ("llama-70b", replace(sharded(4, "block"), data=256), 5.58, 40.10, 0.01),
+    ],
+)
+def test_steps_of_v6e_in_docs_tpu(model, layout, waits, seconds, off):
+    """Passes through HBM are fitted to the actions of these; copies to the host hide in both."""
+    devices = layout.data * layout.stage * layout.tensor
+    batch = layout.data * layout.microbatches * layout.rows
+    sizes = {"devices": devices, "batch": batch, "seq": 8192, "clock": "lockstep"}
+    found = estimate(job(MODELS[model], CHIPS["v6e"], **sizes), layout)
+    assert found.seconds.get("host", 0.0) == pytest.approx(0.0, abs=1e-9)
+    assert found.step + waits == pytest.approx(seconds, rel=off)
+
+
+@pytest.mark.parametrize(("ranks", "links"), [(2, 1), (4, 2)])
+def test_two_ranks_have_one_link(ranks, links):
+    """Seconds of a pass over `tensor` of a block: two neighbours are no ring."""
+    chip, sizes = CHIPS["v6e"], {"devices": 2 * ranks, "batch": 8, "seq": 1024}
+    layout = MeshLayout(2, 1, ranks, microbatches=4, data_parallel="zero1")
+    sent = 4 * (ranks - 1) / ranks * 2 * 1024 * SMALL.width
+    passes = 2 * SMALL.layers * sent + 2 * (ranks - 1) / ranks * 2 * 1024 * SMALL.width
+    found = estimate(job(chip=chip, **sizes), layout).seconds["tensor"]
+    assert found == pytest.approx(4 * passes / (links * chip.link))
 
 
 @pytest.mark.parametrize(
