@@ -13,9 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pipeline.planner.experts import Dispatched, capacity_for
-from pipeline.planner.layout import BUT_ATTENTION, GATHERED, OF_PIPELINES, MeshLayout, PlannedJob
+from pipeline.planner.layout import (
+    BUT_ATTENTION,
+    GATHERED,
+    MLP,
+    OF_PIPELINES,
+    MeshLayout,
+    PlannedJob,
+)
 from pipeline.planner.makespan import built, places
-from pipeline.planner.memory import COPIES, pipeline_bytes, stash_bytes, usable
+from pipeline.planner.memory import COPIES, fits, pipeline_bytes, stash_bytes, usable
 from pipeline.planner.sequences import SequenceCut, cuts_of, shares_heads
 from schedules import ScheduleError, names
 from schedules.build import options, takes_slices
@@ -23,7 +30,7 @@ from schedules.families import SLICED
 
 # All that are the same for all costs: those made to measure take longer than a plan may.
 SCHEDULES = tuple(name for name in names() if not options(name))
-REMAT = (None, GATHERED, "block", BUT_ATTENTION, "stage")
+REMAT = (None, GATHERED, "block", BUT_ATTENTION, MLP, "stage")
 # V that are tried, of families that can: these, and all up to the most that share layers evenly.
 CHUNKS, MOST_CHUNKS = (1, 2, 4, 8), 10
 ROWS = (1, 2, 4, 8)  # sequences of a pipeline's microbatch
@@ -163,7 +170,7 @@ def _piped(
 ) -> Iterator[MeshLayout]:
     S, each = base.stage, job.batch // base.rows_ranks
     ways = ["replicated"] if base.rows_ranks == 1 else ["zero1", "fsdp"]
-    kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
+    kept = _but(remat, (GATHERED, MLP) if base.tensor == 1 else (MLP,))
     sliced, N = sliced_of(schedules), base.cut.slices
     if N > 1:  # stages compute themselves again, not their blocks
         kept = [one for one in kept if one not in ("block", BUT_ATTENTION)]
@@ -220,14 +227,21 @@ def _can(name: str, S: int, V: int, M: int, N: int) -> bool:
 
 
 def with_offload(job: PlannedJob, layouts: Iterable[MeshLayout]) -> Iterator[MeshLayout]:
-    """Use host memory for each pipeline that does not fit without.
+    """Use host memory for each layout that does not fit without.
 
-    Either the smallest share of stashes lies there that fits, or the optimizer's state and, if that
-    is not enough, the smallest share beside it.
+    Of a pipeline either the smallest share of stashes lies there that fits, or the optimizer's
+    state and, if that is not enough, the smallest share beside it. Of a layout without a pipeline
+    all that its blocks keep beside their MLP.
     """
     room = usable(job)
     for layout in layouts:
-        if layout.schedule is None or sum(pipeline_bytes(job, layout).values()) <= room:
+        if layout.schedule is None:
+            if layout.remat == MLP and not fits(job, layout):
+                offloaded = replace(layout, offload=1.0)
+                if fits(job, offloaded):
+                    yield offloaded
+            continue
+        if sum(pipeline_bytes(job, layout).values()) <= room:
             continue
         for one in (layout, replace(layout, host_optimizer=True)):
             found = _with_stashes(job, one, room)

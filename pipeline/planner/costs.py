@@ -17,6 +17,7 @@ from pipeline.planner.experts import Dispatched
 from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
+    MLP,
     WEIGHT,
     MeshLayout,
     PlannedJob,
@@ -25,7 +26,13 @@ from pipeline.planner.layout import (
     parameters_of,
 )
 from pipeline.planner.makespan import makespan
-from pipeline.planner.memory import alone_bytes, moment_bytes, pipeline_bytes, stash_bytes
+from pipeline.planner.memory import (
+    alone_bytes,
+    left_alone,
+    moment_bytes,
+    pipeline_bytes,
+    stash_bytes,
+)
 from pipeline.planner.models import COMPUTE_BYTES
 from pipeline.planner.sequences import (
     SequenceCut,
@@ -44,8 +51,8 @@ ATTENTION_EFFICIENCY = 0.5
 # I and W together, over B: cycles of the v5e compiler, docs/schedules.md.
 SPLIT = 1.10
 # How often what a block sends over `tensor` or `expert` in F is sent in all; 3 where blocks run
-# again.
-PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5}
+# again, 2.25 where their MLPs do.
+PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5, MLP: 2.25}
 # Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
 BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
@@ -96,6 +103,7 @@ class _Block:
     w: float
     b: float
     again: float  # F in its backward, which has no use for what the last product gives
+    mlp: float  # F of the MLP in its backward, likewise
     scores: float  # of F, attention
     scores_back: float  # of B, likewise
     tensor: float  # of one pass
@@ -142,7 +150,7 @@ def _block(
         b = i + w if costs.b is None else float(costs.b) * rows / count / tensor  # type: ignore[arg-type]
         parts = experts.passes * f  # not measured apart: all of it
         over = passing, dispatch, context, context_back, parts
-        return _Block(f, i, w, b, f, 0.0, 0.0, *over, head, head_tensor, embed)
+        return _Block(f, i, w, b, f, f, 0.0, 0.0, *over, head, head_tensor, embed)
     rate = chip.flops * job.efficiency * tensor
     multiplied = float(model.active_matrices)
     if model.experts is not None:  # of the rank with the busiest expert
@@ -170,6 +178,7 @@ def _block(
         w=SPLIT * w,
         b=i + w,
         again=(1 - last) * through + AGAIN_PASSES * passes + scores,
+        mlp=model.mlp_share[0] * through + model.mlp_share[1] * AGAIN_PASSES * passes,
         scores=scores,
         scores_back=scores_back,
         tensor=passing,
@@ -301,6 +310,8 @@ def _again(layout: MeshLayout, block: _Block, n: float) -> float:
         return parts + n * (PASSES[GATHERED] - PASSES[None]) * block.tensor  # experts' are kept
     if layout.remat == "stage":  # all but the last of its blocks give what the next begins with
         return parts + (n - 1) * block.f + block.again + n * block.sends
+    if layout.remat == MLP:
+        return parts + n * block.mlp
     kept = block.scores if layout.remat == BUT_ATTENTION else 0.0
     return parts + n * (block.again - kept + block.sends)
 
@@ -503,8 +514,9 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     compute = M * (L * (block.f + block.b) + block.head + 2 * block.embed)
     recompute = M * _again(layout, replace(block, tensor=0.0, expert=0.0, context=0.0), L)
     tensor = M * (L * passes * block.tensor + block.head_tensor)
-    expert = M * L * (passes + layout.experts.passes) * block.expert
-    again = 1 if layout.remat is None else 2
+    again = 2 if layout.remat is None else 3
+    expert = M * L * (again + layout.experts.passes) * block.expert
+    again = 1 if layout.remat in PASSES else 2
     context = M * L * (again * block.context + block.context_back)
     busy = (compute + recompute + tensor + expert + context) / M
     outside, network = layout.data_slices, job.chip.network
@@ -525,10 +537,17 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
         times = 2 * WEIGHT
         once = _shared(job, layout, links, times * whole, times * own)
         data = max(0.0, once - busy * 2 / 3)
+    host = 0.0
+    if layout.offload:
+        link = left_alone(job, layout) / job.chip.host
+        write, _, read = Costs(host_overlap=job.chip.host_overlap).overlaps
+        backward = block.b + block.sends_back + _again(layout, block, 1)
+        host = max(0.0, link - write * (block.f + block.sends)) + max(0.0, link - read * backward)
     return {
         "compute": compute,
         "recompute": recompute,
         "bubble": 0.0,
+        "host": M * L * host,
         "tensor": tensor,
         "expert": expert,
         "context": context,

@@ -16,6 +16,7 @@ from schedules import Costs
 
 BUT_ATTENTION = "block_but_attention"
 GATHERED = "gathered"
+MLP = "mlp"
 OF_PIPELINES = ("stage", GATHERED)  # what a pipeline does by itself, whatever the model
 ALL_HERE = Dispatched()  # every rank has all experts
 WEIGHT = 4  # bytes of a parameter, of its gradient and of each of Adam's moments
@@ -79,13 +80,14 @@ class MeshLayout:
       microbatches: M.
       rows: sequences of a microbatch on a data shard.
       remat: what is computed again: None; what was "gathered" over tensor ranks is gathered again;
-        each "block" from its input, or "block_but_attention", whose result is kept; each "stage"
-        from its own.
+        each "block" from its input, or "block_but_attention", whose result is kept; the "mlp" of
+        each block, of layouts without a pipeline; each "stage" from its own.
       data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
         "hsdp": weights over the data shards of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and how tokens get there.
-      offload: share of the stashes that lie in host memory, of a pipeline; None for none.
+      offload: share of the stashes that lie in host memory; None for none. Without a pipeline it is
+        1, of what blocks keep beside their MLP.
       host_optimizer: whether the optimizer's state lies in host memory between updates, of a
         pipeline.
       cut: of sequences, over ranks of `context` and into slices.

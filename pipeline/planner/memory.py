@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.planner.layout import (
     BUT_ATTENTION,
     GATHERED,
+    MLP,
     WEIGHT,
     HeldParameters,
     MeshLayout,
@@ -136,6 +137,7 @@ def _left(job: PlannedJob, layout: MeshLayout, given: float, residuals: float) -
         GATHERED: residuals,
         "block": given,
         BUT_ATTENTION: given + attention,
+        MLP: given + attention + job.model.projected * tokens,
     }[layout.remat]
 
 
@@ -210,6 +212,12 @@ def moment_bytes(layout: MeshLayout, held: HeldParameters) -> float:
     return 2 * WEIGHT * held.shards(layout.data, layout.experts.ranks)
 
 
+def left_alone(job: PlannedJob, layout: MeshLayout) -> float:
+    """Bytes per block and microbatch kept for the backward, without a pipeline."""
+    given, residuals, _ = _block_bytes(job, layout)
+    return _left(job, layout, given, UNTRIMMED * residuals)
+
+
 def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     """Bytes of a chip without a pipeline."""
     L, E = job.model.layers, layout.experts.ranks * layout.cut.ranks
@@ -218,14 +226,14 @@ def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     shards = {"fsdp": layout.data, "hsdp": inside}.get(layout.data_parallel)
     size = WEIGHT * (here.all if shards is None else here.shards(shards, E))
     moments = here.shards(layout.data, E) if layout.data_parallel == "zero1" else size / WEIGHT
-    given, residuals, beside = _block_bytes(job, layout)
+    _, _, beside = _block_bytes(job, layout)
     # Of two blocks, the next is gathered meanwhile, and one block's gradient; or all, cast.
     cast = 3 * COMPUTE_BYTES * here.blocks / L if shards else COMPUTE_BYTES * here.all
     return {
         "weights": size,
         "optimizer": 2 * WEIGHT * moments,
         "gradients": size,
-        "stashes": L * _left(job, layout, given, UNTRIMMED * residuals),
+        "stashes": (COPIES if layout.offload else L) * left_alone(job, layout),
         "weights cast": cast,
         "messages": 0.0,
         "workspace": max(beside, _logits(job, layout)),
@@ -235,7 +243,7 @@ def alone_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
 def host_bytes(job: PlannedJob, layout: MeshLayout) -> float:
     """Bytes of host memory for a chip: of stashes, and of the optimizer's state."""
     if layout.schedule is None:
-        return 0.0
+        return job.model.layers * left_alone(job, layout) if layout.offload else 0.0
     held = moment_bytes(layout, parameters_of(job, layout)) if layout.host_optimizer else 0.0
     if layout.offload is None:
         return held

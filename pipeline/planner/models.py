@@ -222,6 +222,21 @@ class ModelSizes:
         """Columns of queries, keys, values, what attention gives, and latents."""
         return self.queries + self.attended + self.keys + self._values + self._latents
 
+    @property
+    def projected(self) -> int:
+        """Bytes of a token in queries, keys, values and latents."""
+        return COMPUTE_BYTES * (self._attention_numbers - self.attended)
+
+    @property
+    def mlp_share(self) -> tuple[float, float]:
+        """Shares of a block computed again if only its MLP and attention's last product are.
+
+        Of the parameters that a token is multiplied with, and of what a block's backward reads.
+        """
+        kept = self.attention_matrices - self.width * self.attended + self.last_matrix
+        read = self.plain_residuals(Dispatched()) / COMPUTE_BYTES
+        return 1 - kept / self.active_matrices, 1 - self._attention_numbers / read
+
     def residuals(self, at: Dispatched) -> float:
         """Bytes of a token that a stage keeps for a block's backward (docs/kernel.md).
 

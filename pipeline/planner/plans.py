@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pipeline.base.arguments import DataParallel
 from pipeline.planner.costs import Estimate, mfu, sent_over_context, stage_costs
 from pipeline.planner.experts import Dispatched
-from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob, layers_of_stages
+from pipeline.planner.layout import BUT_ATTENTION, MLP, MeshLayout, PlannedJob, layers_of_stages
 from pipeline.planner.memory import host_bytes, usable, usable_host
 from pipeline.planner.sequences import CONTEXT
 from schedules import Costs
@@ -222,7 +222,7 @@ def _costs(job: PlannedJob, layout: MeshLayout) -> Mapping[str, Any]:
     By them lowering starts reads early, as the planner counted. Four digits are more than the
     planner knows.
     """
-    if not layout.offload:
+    if layout.schedule is None or not layout.offload:
         return {}
     costs = stage_costs(job, layout)
     found = {name: _short(value) for name, value in costs_record(costs).items() if value}
@@ -275,6 +275,10 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
     blocks = "each block under jax.checkpoint (remat_blocks=True)"
     if layout.remat == BUT_ATTENTION:
         blocks += ", which keeps what attention gave (keep_attention=True)"
+    if layout.remat == MLP:
+        where = "offloads" if layout.offload else "keeps"
+        blocks = f"each block under a policy of jax.checkpoint that {where} its input, queries, "
+        blocks += "keys, values and attention's result"
     slices = f"slices: {layout.data_slices} along data, {layout.stage_slices} along stage"
     if layout.schedule is None:
         again = "nothing is computed again" if layout.remat is None else blocks

@@ -18,7 +18,7 @@ from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of, with_offlo
 from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate, with_equal_slices
 from pipeline.planner.experts import DISPATCHES
-from pipeline.planner.layout import BUT_ATTENTION, MeshLayout, PlannedJob
+from pipeline.planner.layout import BUT_ATTENTION, MLP, MeshLayout, PlannedJob
 from pipeline.planner.makespan import CLOCKS
 from pipeline.planner.memory import fits, fullness, host_bytes, usable, usable_host
 from pipeline.planner.models import ModelSizes, find_model
@@ -76,7 +76,7 @@ def plan(
       schedules: families to try.
       remat: what may be computed again: None, "gathered" (what tensor ranks gathered is, of
         pipelines), "block", "block_but_attention" (which spares splash attention, so only TPUs have
-        it) or "stage".
+        it), "mlp" (of each block, without a pipeline, on TPUs) or "stage".
       clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
         every exchange, as on virtual CPU devices, or "event".
       efficiency: the share of peak that products reach; the chip's by default.
@@ -88,10 +88,11 @@ def plan(
       imbalance: load of the busiest expert over the mean, as a run's records have it.
       chunk: tokens of a rank that its mixtures of experts dispatch at a time, and again in their
         backward, as `pipeline.layers.MixtureOfExperts` takes it; must divide ``seq``. None for all.
-      offload: "auto" to try host memory too, for pipelines that do not fit without: of each the
-        smallest share of stashes that fits, or the optimizer's state with such a share if that
-        is not enough, against what computes again. No plan takes more than 90% of its chip's
-        part of the host's memory. `Plans.offload` says which wins, and why.
+      offload: "auto" to try host memory too, for layouts that do not fit without: of each pipeline
+        the smallest share of stashes that fits, or the optimizer's state with such a share if that
+        is not enough, against what computes again; without a pipeline what blocks keep beside
+        their MLP. No plan takes more than 90% of its chip's part of the host's memory.
+        `Plans.offload` says which pipeline wins, and why.
       context: sizes of the mesh axis `context` that are tried, over which positions are split, such
         as (1, 4, 8); "auto" for 1 to 32, None for 1. Each with Ulysses where its ranks share the
         heads, elsewhere with an all-gather and with a ring in zig-zag order.
@@ -119,12 +120,13 @@ def plan(
     job = _with_cuts(job, schedules, context, num_slices)
     _check_known("remat", remat, REMAT)
     if not job.chip.keeps_attention:
-        remat = [one for one in remat if one != BUT_ATTENTION]
-        if not remat:
+        others = [one for one in remat if one not in (BUT_ATTENTION, MLP)]
+        if not others:
             raise ValueError(
-                f"remat has {BUT_ATTENTION!r} alone, and nothing that attention of {job.chip.name} "
-                f"gives can be kept by name: give 'block', None or 'stage' too"
+                f"remat has {' and '.join(map(repr, remat))} alone, and nothing that attention of "
+                f"{job.chip.name} gives can be kept by name: give 'block', None or 'stage' too"
             )
+        remat = others
     if offload is not None and not (isinstance(offload, str) and offload == "auto"):
         raise ValueError(
             f"offload={offload!r}: must be 'auto' (stashes in host memory are tried where memory "

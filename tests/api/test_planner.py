@@ -261,7 +261,7 @@ def test_everything_that_is_tried_divides():
 
 def test_a_layout_without_its_bubble_is_a_bound():
     one = job(MODELS["llama-8b"], CHIPS["v5p"], devices=16, slices=2, seq=512, clock="lockstep")
-    found = list(layouts_of(one, ("gpipe", "zb_v", "interleaved_1f1b"), REMAT, {}))[::53]
+    found = list(layouts_of(one, ("gpipe", "zb_v", "interleaved_1f1b"), REMAT, {}))[::47]
     assert {layout.remat for layout in found} == set(REMAT)
     assert {layout.data_parallel for layout in found} >= {"zero1", "fsdp"}
     for layout in found:

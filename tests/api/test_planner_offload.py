@@ -26,6 +26,7 @@ from pipeline.planner.layout import HeldParameters, MeshLayout, parameters_of
 from pipeline.planner.makespan import places
 from pipeline.planner.memory import (
     COPIES,
+    alone_bytes,
     host_bytes,
     moment_bytes,
     pipeline_bytes,
@@ -256,6 +257,57 @@ def test_a_plan_that_keeps_its_stashes_has_no_costs():
     one = replace(plans.best, layout=layout)
     assert "costs" not in tomllib.loads(configuration(plans.job, one))["pipeline"]
     assert "costs" not in plans.pipeline_options(jax.devices()[:4], one)
+
+
+@functools.cache
+def sharded() -> Plans:
+    """70B on 64 v6e by FSDP, of which blocks keep all but their MLP."""
+    sizes = {"model": "llama-70b", "devices": 64, "batch": 128, "seq": 8192}
+    options = {"schedules": ("gpipe",), "remat": ("mlp",), "offload": "auto"}
+    return plan(**sizes, **options, chip="v6e")
+
+
+def test_without_a_pipeline_activations_are_offloaded_too():
+    """Inputs, queries, keys, values and attention's results, as MaxText's recipes offload them."""
+    plans = sharded()
+    assert plans.alone is not None
+    job, layout = plans.job, plans.alone.layout
+    assert (layout.schedule, layout.remat, layout.offload) == (None, "mlp", 1)
+    tokens, heads = layout.rows * 8192 / layout.tensor, 64
+    numbers = 8192 + 2 * 8192 + 2 * 1024  # input; queries and attention's result; keys and values
+    each = (2 * numbers + 4 * heads) * tokens
+    assert host_bytes(job, layout) == pytest.approx(80 * each)
+    here, there = (alone_bytes(job, replace(layout, offload=one)) for one in (None, 1.0))
+    assert here.pop("stashes") == pytest.approx(80 * each)
+    assert there.pop("stashes") == pytest.approx(COPIES * each)
+    assert here == there
+    assert "100% on host" in str(plans)
+    text = configuration(job, plans.alone)
+    assert "a policy of jax.checkpoint that offloads its input, queries, keys, values and " in text
+    assert "costs" not in tomllib.loads(text)["pipeline"]
+
+
+def test_their_copies_travel_beside_blocks():
+    """A write beside 0.7 of F, and the read of the next block beside a third of B."""
+    plans = sharded()
+    assert plans.alone is not None
+    layout = plans.alone.layout
+    chips = [replace(plans.job.chip, host=host) for host in (1e15, 1e6)]
+    quick, slow = (estimate(replace(plans.job, chip=chip), layout) for chip in chips)
+    assert quick.seconds["host"] == 0
+    seconds = slow.seconds
+    copies = layout.microbatches * host_bytes(plans.job, layout) / 1e6
+    hidden = 2 * copies - seconds["host"]
+    assert 0 < hidden < 0.7 * (seconds["compute"] + seconds["recompute"] + seconds["tensor"])
+
+
+def test_gpus_keep_nothing_of_attention_by_name():
+    with pytest.raises(ValueError, match="remat") as caught:
+        plan(**JOB, chip="h100", remat=("mlp",))
+    assert str(caught.value) == (
+        "remat has 'mlp' alone, and nothing that attention of h100 gives can be kept by name: give "
+        "'block', None or 'stage' too"
+    )
 
 
 def test_nothing_is_tried_without_the_option():
