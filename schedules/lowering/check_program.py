@@ -36,8 +36,9 @@ def check_program(program: Program, *, ascending: bool = False) -> Program:
     Proved: the tables are well formed; every rank runs its actions once, in its order; every
     action reads exactly its operands; a value stays in place until its last reader, in the memory
     (of the device or of the host) that both its writer and its readers name, or from which an early
-    read takes it; nothing is stored that nobody reads; and slices find the carries of earlier ones
-    and complete gradients of their own.
+    read takes it; whole weights and gradients of a chunk are in their windows, where there are
+    any; nothing is stored that nobody reads; and slices find the carries of earlier ones and
+    complete gradients of their own.
 
     Args:
       program: any program.
@@ -87,6 +88,9 @@ class _Machine:
             pool: [{} for _ in schedule.orders] for pool in self.trash
         }
         self.runs: dict[tuple[int, int, int], tuple[int, Kind]] = {}  # slot, rank, branch
+        # [S] the chunk in each window, of weights and of gradients.
+        self.whole = [dict.fromkeys(program.weights[:1], 0) for _ in schedule.orders]
+        self.summed: list[dict[int, int]] = [{} for _ in schedule.orders]
 
     def run(self) -> None:
         """Every slot in turn, then see that nothing is left to do."""
@@ -153,6 +157,7 @@ class _Machine:
                 self._fail_trash(at, action, column)
         self._check_memory(at, action, self.program.slots[slot].ops[branch - 1])
         self._read_early(at, action, self.program.slots[slot].ops[branch - 1])
+        self._check_windows(at, action, self.program.slots[slot].ops[branch - 1])
         if keeps:
             self._store(at, store, self.tables[store][tick][slot][rank], own + kept)
         return {"F": own + OUTPUT, "W": -1}.get(kind, own + GRADIENT)
@@ -180,6 +185,34 @@ class _Machine:
                 at,
             )
         self._store(at, "stash", target, value)
+
+    def _check_windows(self, at: Place, action: Action, op: Op) -> None:
+        """See that an action's weights are whole, and that no window is taken from its chunk."""
+        weights, gradients = self.program.weights, self.program.gradients
+        if not weights:
+            return
+        whole, summed = self.whole[at[2]], self.summed[at[2]]
+        if whole.get(weights[op.chunk]) != op.chunk:
+            there = whole.get(weights[op.chunk], "none")
+            text = f"{action} finds the weights of chunk {there} in window {weights[op.chunk]}"
+            fail(self.program, f"{text}: expected those of chunk {op.chunk}", at)
+        if op.gathers >= 0:
+            if weights[op.gathers] == weights[op.chunk]:
+                text = f"{action} has its weights in the window into which chunk {op.gathers} is"
+                fail(self.program, f"{text} gathered meanwhile: expected another window", at)
+            if whole.get(weights[op.gathers]) == op.gathers:
+                text = f"{action} gathers chunk {op.gathers}: expected one that is in no window"
+                fail(self.program, text, at)
+            whole[weights[op.gathers]] = op.gathers
+        adds = None if op.kind == "F" else gradients[op.chunk]
+        if op.reduces >= 0:
+            found = summed.pop(gradients[op.reduces], "none")
+            if found != op.reduces or gradients[op.reduces] == adds:
+                text = f"{action} shares out gradients of chunk {op.reduces}: expected them in a"
+                fail(self.program, f"{text} window it does not add to, found chunk {found}", at)
+        if adds is not None and summed.setdefault(adds, op.chunk) != op.chunk:
+            text = f"{action} adds to gradients in window {adds}: expected none there, or those of"
+            fail(self.program, f"{text} chunk {op.chunk}, found chunk {summed[adds]}", at)
 
     def _check_memory(self, at: Place, action: Action, op: Op) -> None:
         """See that the places of an action lie in the memory that its op names."""

@@ -40,7 +40,12 @@ def check_tables(program: Program) -> None:
 
 
 def _check_shapes(program: Program) -> None:
-    """[T, slots, S] each, and [T, slots, S, C]; integers."""
+    """[T, slots, S] each, and [T, slots, S, C]; integers. A window for each chunk, or none."""
+    num_chunks = len(program.schedule.stages_of[0])
+    windows = len(program.weights), len(program.gradients)
+    if windows not in ((0, 0), (num_chunks, num_chunks)):
+        text = f"{windows[0]} windows of weights and {windows[1]} of gradients: expected one"
+        fail(program, f"{text} of both for each of {num_chunks} chunks, or none")
     shape = (program.op.shape[0], len(program.slots), program.schedule.num_ranks)
     num_channels = max((len(slot.channels) for slot in program.slots), default=0)
     own = ("op", "microbatch", "operand", "gradient", "stash", "crossing")
@@ -68,6 +73,10 @@ def _check_ops(program: Program, slot: int) -> None:
                 program,
                 f"slot {slot} has {op}: expected kinds {kinds!r} and chunks 0..{num_chunks - 1}",
             )
+        most = num_chunks - 1 if program.weights else -1
+        if not all(-1 <= chunk <= most for chunk in (op.gathers, op.reduces)):
+            chunks = f"-1 or a chunk, 0..{most}" if program.weights else "-1: there are no windows"
+            fail(program, f"slot {slot} has {op}: expected of gathers and reduces {chunks}")
 
 
 def _check_channels(program: Program, slot: int) -> None:

@@ -6,8 +6,7 @@ Letters as in `schedules.core.action`, A as in `schedules.core.flat`, C as in
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from schedules.clocks.hosted import Keep, Offload, check_keep, check_offload, ho
 from schedules.clocks.lockstep import fastest
 from schedules.clocks.shared import Shared, parts, together
 from schedules.clocks.ticks import Ticks
+from schedules.clocks.windows import Windows, windows
 from schedules.core.action import KINDS
 from schedules.core.arguments import need
 from schedules.core.costs import Costs, of_unit_length_by_default
@@ -39,6 +39,7 @@ def lower(
     delayed: bool | None = False,
     shared: Iterable[str] = (),
     offload: Offload = None,
+    gathers: bool = False,
 ) -> Program:
     """Compile a schedule; no rank's order changes.
 
@@ -59,18 +60,23 @@ def lower(
         stashes from 0 to 1, those that are held longest (`schedules.clocks.hosted`). Where
         ``costs`` have a `host` time, the choice of slots counts what moves, and some reads start an
         action early (`schedules.clocks.early`).
+      gathers: weights lie in parts on several devices; a chunk's are gathered into a window when a
+        rank comes to it, and its gradients shared out when the rank leaves it
+        (`schedules.clocks.windows`).
 
     Raises:
       ScheduleError: unknown keep, pattern, shared or offload, or an illegal schedule.
     """
     need("partners", partners, bool, "give True or False")
+    need("gathers", gathers, bool, "give True or False")
     keep, offload = check_keep(keep), check_offload(offload)
     check(schedule)
     costs, shared = of_unit_length_by_default(costs), parts(shared)
     copies = host_copies(schedule, keep, offload, costs, shared)
     sends: dict[str, Any] = {"partners": partners, "delayed": delayed}
     best = fastest(schedule, pattern, costs, **sends, shared=shared, copies=copies)
-    return allocate(best.ticks, keep, shared, offload, copies.early)
+    into = windows(schedule) if gathers else None
+    return allocate(best.ticks, keep, shared, offload, copies.early, into)
 
 
 def allocate(
@@ -79,6 +85,7 @@ def allocate(
     shared: Shared = (),
     offload: Offload = None,
     early: Ints | None = None,
+    into: Windows | None = None,
 ) -> Program:
     """Give every value of a layout its place and write the tables.
 
@@ -88,6 +95,7 @@ def allocate(
       shared: as of `lower`.
       offload: as of `lower`.
       early: [A] reads from host memory that start early, as of `schedules.core.costs.HostCopies`.
+      into: windows of weights and gradients, if ranks do not have them whole all the time.
     """
     schedule, flat, width = ticks.schedule, flatten(ticks.schedule), ticks.width
     held = values(ticks, keep, shared)
@@ -100,7 +108,9 @@ def allocate(
     num_buffers, buffers = colour(messages.rank, messages.born, messages.read, num_ranks)
     (num_stashes, num_host_stashes), stashes = _colour(held, on_host, "stash", num_ranks)
     (num_crossings, num_host_crossings), crossings = _colour(held, on_host, "crossing", num_ranks)
-    ops, branch = _ops(ticks, shared, held, on_host, early >= 0)
+    none = np.full(len(flat.kind), -1, np.int64)
+    moved = (none, none) if into is None else (into.gathers, into.reduces)
+    ops, branch = _ops(ticks, shared, held, on_host, early >= 0, moved)
     arrives = np.ones(len(buffers), bool)
     arrives[: schedule.num_units] = "embed" not in shared  # nobody sends those
     arriving = Values(*(column[..., arrives] for column in messages))
@@ -151,6 +161,8 @@ def allocate(
         delayed=ticks.delayed,
         num_host_stashes=num_host_stashes,
         num_host_crossings=num_host_crossings,
+        weights=() if into is None else into.weights,
+        gradients=() if into is None else into.gradients,
         **carried(ticks),
         **tables,
     )
@@ -171,7 +183,12 @@ def _colour(
 
 
 def _ops(
-    ticks: Ticks, shared: Shared, held: dict[str, Values], on_host: dict[str, Mask], early: Mask
+    ticks: Ticks,
+    shared: Shared,
+    held: dict[str, Values],
+    on_host: dict[str, Mask],
+    early: Mask,
+    moved: Sequence[Ints],
 ) -> tuple[list[tuple[Op, ...]], Ints]:
     """The ops of each slot, in the order of their fields, and [A] the branch of each action.
 
@@ -181,28 +198,34 @@ def _ops(
       held: values by table column.
       on_host: [N] by name, which of them lie in host memory.
       early: [A] whether a read of another action's stash starts with an action.
+      moved: [A] each, the chunk whose weights are gathered beside an action, and that whose
+        gradients are shared out, -1 for none.
     """
     schedule, flat = ticks.schedule, flatten(ticks.schedule)
     first = -1 if "embed" in shared else 0
     last = -1 if "head" in shared else schedule.num_stages - 1
     stages = [(chunk, k == first, k == last) for k, chunk in enumerate(schedule.chunk_of)]
     kinds = sorted(set(stages))
-    code = flat.kind * len(kinds) + np.array([kinds.index(s) for s in stages])[flat.stage]
+    columns = [flat.kind, np.array([kinds.index(s) for s in stages])[flat.stage]]
     for name in ("stash", "crossing"):
         hosted = np.zeros((ticks.num_ticks * ticks.width, schedule.num_ranks), bool)
         for times in held[name].touched:
             does = on_host[name] & (times >= 0)
             hosted[times[does], held[name].rank[does]] = True
-        code = code * 2 + hosted[ticks.times, flat.rank]
-    code = code * 2 + early
-    slot = ticks.times % ticks.width
-    size = len(KINDS) * len(kinds) * 8
-    is_there = np.zeros((ticks.width, size), bool)
-    is_there[slot, code] = True
-    branch = np.cumsum(is_there, axis=1)[slot, code]
-    pools = list(itertools.product((False, True), repeat=3))
-    ops = [Op(kind, *stage, *pool) for kind in KINDS for stage in kinds for pool in pools]
-    return [tuple(ops[n] for n in np.flatnonzero(row)) for row in is_there], branch
+        columns.append(hosted[ticks.times, flat.rank])
+    slot, num_chunks = ticks.times % ticks.width, schedule.num_stages // schedule.num_ranks
+    columns = [slot, *columns, early, *(chunks + 1 for chunks in moved)]
+    sizes = ticks.width, len(KINDS), len(kinds), 2, 2, 2, *[num_chunks + 1] * len(moved)
+    code, number = np.unique(np.ravel_multi_index(columns, sizes), return_inverse=True)
+    fields = np.stack(np.unravel_index(code, sizes), axis=1)
+    found: list[list[Op]] = [[] for _ in range(ticks.width)]
+    for n, kind, stage, stash, crossing, reads, gathers, reduces in fields.tolist():
+        chunk, is_first, is_last = kinds[stage]
+        pools = bool(stash), bool(crossing), bool(reads)
+        op = Op(KINDS[kind], chunk, is_first, is_last, *pools, gathers - 1, reduces - 1)
+        found[n].append(op)
+    before = np.searchsorted(fields[:, 0], np.arange(ticks.width))
+    return [tuple(ops) for ops in found], number - before[slot] + 1
 
 
 def _channels(ticks: Ticks, messages: Values) -> tuple[list[tuple[Channel, ...]], Ints]:

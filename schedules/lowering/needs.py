@@ -79,6 +79,38 @@ def busy_in(program: Program, start: int, stop: int) -> list[dict[str, bool]]:
     return [{name: bool(works[name][n]) for name in COMMON} for n in range(len(program.slots))]
 
 
+def num_gathers(program: Program) -> list[int]:
+    """[S] how often a rank gathers the weights of a chunk in a step; of a program with windows."""
+    found = np.ones(program.schedule.num_ranks, np.int64)  # chunk 0 before the first tick
+    for index, slot in enumerate(program.slots):
+        does = np.array([False, *(op.gathers >= 0 for op in slot.ops)])
+        found += does[program.op[:, index]].sum(axis=0)
+    counts: list[int] = found.tolist()
+    return counts
+
+
+def last_in_windows(program: Program) -> dict[int, list[bool]]:
+    """By chunk, [S] whether its gradients are in a window after the last tick.
+
+    Chunks that have none there on any rank are left out.
+    """
+    found: dict[int, list[bool]] = {}
+    for rank in range(program.schedule.num_ranks):
+        held: dict[int, int] = {}
+        for slots in program.op[:, :, rank].tolist():
+            for slot, branch in zip(program.slots, slots, strict=True):
+                if not branch:
+                    continue
+                op = slot.ops[branch - 1]
+                if op.reduces >= 0:
+                    held.pop(program.gradients[op.reduces])
+                if op.kind != "F":
+                    held[program.gradients[op.chunk]] = op.chunk
+        for chunk in held.values():
+            found.setdefault(chunk, [False] * program.schedule.num_ranks)[rank] = True
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Needed:
     """A slot with only what some ticks need of it.

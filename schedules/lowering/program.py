@@ -27,6 +27,11 @@ them do together around a slot. The embedding of a microbatch is then in the buf
 stage's F reads as its operand, put there before the slot; the head's gradient arrives where the
 last stage's output would, along the channel of shift 0.
 
+Where weights lie in parts on several devices, whole ones of a chunk are in a *window* while its
+actions run (`schedules.clocks.windows`); which, follows from the chunk alone. The next chunk that
+is not in its own is gathered beside the action before the first that reads it. Gradients have such
+windows too: a chunk's are shared out beside the action after the last of a run that adds to them.
+
 A schedule with N slices has two pools more. *Carries* hold what a slice leaves for the later slices
 of its microbatch in the same stage (keys and values), from its F to the last action that reads
 them. *Carry gradients* hold their gradients, from the backward of the last slice, which is the
@@ -65,6 +70,8 @@ class Op(NamedTuple):
       stash_on_host: the stash that it writes or reads lies in host memory.
       crossing_on_host: its crossing does.
       reads_early: beside it the stash of another action comes back from host memory.
+      gathers: the chunk whose weights are gathered into their window beside it, -1 for none.
+      reduces: the chunk whose gradients are shared out from their window beside it, likewise.
     """
 
     kind: Kind
@@ -74,23 +81,30 @@ class Op(NamedTuple):
     stash_on_host: bool = False
     crossing_on_host: bool = False
     reads_early: bool = False
+    gathers: int = -1
+    reduces: int = -1
 
     @property
     def label(self) -> str:
         """``F0``, ``B1_last``, ``I0_stash``: its name among the ops of a slot.
 
         A suffix ``_stash`` or ``_crossing`` says that this lies in host memory, ``_early`` that
-        the stash of another action comes back beside it.
+        the stash of another action comes back beside it, ``_gathers1`` that chunk 1 is gathered,
+        ``_reduces1`` that its gradients are shared out.
         """
         ends = f"{'_first' * self.first}{'_last' * self.last}"
         host = f"{'_stash' * self.stash_on_host}{'_crossing' * self.crossing_on_host}"
-        return f"{self.kind}{self.chunk}{ends}{host}{'_early' * self.reads_early}"
+        chunks = {"gathers": self.gathers, "reduces": self.reduces}
+        beside = "".join(f"_{name}{chunk}" for name, chunk in chunks.items() if chunk >= 0)
+        return f"{self.kind}{self.chunk}{ends}{host}{'_early' * self.reads_early}{beside}"
 
     def __repr__(self) -> str:
         shown = self._asdict()
-        names = ("stash_on_host", "crossing_on_host", "reads_early")
-        hosts = [name for name in names if not shown[name]]
-        fields = (f"{name}={value!r}" for name, value in shown.items() if name not in hosts)
+        fields = (
+            f"{name}={value!r}"
+            for name, value in shown.items()
+            if name not in self._field_defaults or value != self._field_defaults[name]
+        )
         return f"Op({', '.join(fields)})"
 
 
@@ -150,6 +164,9 @@ class Program:
       read_from: [T, slots, S] place in host memory of the stash that comes back beside the action;
         trash for none. Empty tables where no read starts early.
       read_to: [T, slots, S] stash on the device that it then is.
+      weights: [V] the window in which each chunk's whole weights are; chunk 0 is there before the
+        first tick. Empty where actions find whole weights.
+      gradients: [V] that in which its gradients are added up, likewise.
       num_buffers: message buffers per rank, the peak over ranks.
       num_stashes: residual stashes per rank in device memory, the peak over ranks.
       num_crossings: crossings per rank in device memory, the peak over ranks.
@@ -187,6 +204,8 @@ class Program:
     num_carry_gradients: int = 0
     read_from: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
     read_to: Table = field(default_factory=lambda: np.zeros((0, 0, 0), np.int32))
+    weights: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
 
     @property
     def rank_tables(self) -> tuple[str, ...]:

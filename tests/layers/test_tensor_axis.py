@@ -261,12 +261,22 @@ def normed(counts=(1, 1), **options):
             {"mesh": mesh(2, 2, 2), "data_parallel": "fsdp", "gather": "action"},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {
+                "counts": (1,) * 6,
+                "schedule": "looped_bfs",
+                "mesh": mesh(2, 2, 2),
+                "data_parallel": "fsdp",
+                "gather": "repeat",
+            },
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"counts": (1, 2), "bubbles": "masked"}, marks=pytest.mark.slow),
         pytest.param(
             {"counts": (2,), "mesh": mesh(1, 1, 4), "remat": None}, marks=pytest.mark.slow
         ),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_their_gradient_is_summed_once_a_step(options):
     pipe, given, want = normed(**options)

@@ -102,11 +102,16 @@ def test_muon_of_each_expert_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "sharding"), [(ALL, "replicated"), ((2, 4, 1), "zero1"), (ALL, "fsdp")], ids=str
+    ("sizes", "sharding"),
+    [(ALL, "replicated"), ((2, 4, 1), "zero1"), (ALL, "fsdp"), (ALL, "repeat")],
+    ids=str,
 )
 def test_the_gradient_norm_counts_every_expert_once(sizes, sharding):
     """And the update of a clipped step is the plain model's."""
-    pipe = piped(2, 2, sizes, {"bias": True}, schedule="1f1b", data_parallel=sharding)
+    options: dict[str, Any] = {"data_parallel": sharding}
+    if sharding == "repeat":
+        options = {"data_parallel": "fsdp", "gather": "repeat"}
+    pipe = piped(2, 2, sizes, {"bias": True}, schedule="1f1b", **options)
     before = [nnx.state(stage, nnx.Param) for stage in pipe.stages()]
     _, grads, _ = plain(2, 1, bias=True)
     norm = optax.tree.norm(grads)

@@ -103,6 +103,7 @@ CASES = [
     pytest.param("interleaved_1f1b", 1, 2, {"remat": None}, marks=slow),
     pytest.param("1f1b", 1, 4, {"bubbles": "masked"}, marks=slow),
     pytest.param("looped_bfs", 1, 2, {"data_parallel": "fsdp"}, marks=slow),
+    pytest.param("looped_bfs", 2, 2, {"data_parallel": "fsdp", "gather": "repeat"}, marks=slow),
     ("1f1b", 1, 1, {"remat": None}),
 ]
 

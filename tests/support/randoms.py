@@ -75,6 +75,8 @@ def draw(seed: int) -> Case:
     }
     if chosen["data_parallel"] == "fsdp":
         chosen["gather"] = rng.choice(["step", "action"])
+        if chosen["gather"] == "action" and chosen["bubbles"] == "skip" and seed % 2:
+            chosen["gather"] = "repeat"
     if ends in ("vocabulary", "tied"):
         chosen["vocabulary"] = rng.choice(["ends", "stage"])
     weighted = rng.random() < 0.3

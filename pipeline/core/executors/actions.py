@@ -54,7 +54,7 @@ class Actions:
     def run_slot(self, slot: Slot, row: Row, message: Tree) -> Tree:
         """Do the slot's action, if this rank has one; returns its message, or else ``message``."""
         for branch, op in enumerate(slot.ops, start=1):
-            if not (self._does_anything(op) or op.reads_early):
+            if not (self._does_anything(op) or _does_for_others(op)):
                 continue
             action = functools.partial(self._run, op, row)
             with jax.named_scope(op.label):
@@ -63,12 +63,19 @@ class Actions:
         return message
 
     def _run(self, op: Op, row: Row) -> Tree:
-        if not op.reads_early:
-            return self._act(op, row)
-        # The copy starts before the action's products and is awaited behind them.
-        stash = self.memory.early.read(row)
+        # What is for other actions starts before this one's products and is awaited behind them.
+        state = self.local.state
+        stash = self.memory.early.read(row) if op.reads_early else None
+        weights = state.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
+        total = self.memory.chunk_grads[op.reduces].whole if op.reduces >= 0 else None
+        parts = total.shared_out() if total else []
         message = self._act(op, row) if self._does_anything(op) else self.no_message()
-        self.memory.early.write(row, stash)
+        if op.reads_early:
+            self.memory.early.write(row, stash)
+        if op.gathers >= 0:
+            state.windows.write(op.gathers, weights)
+        if total:
+            total.leave(parts)
         return message
 
     def _act(self, op: Op, row: Row) -> Tree:
@@ -299,6 +306,11 @@ class Actions:
         types, axes = self.local.activation, self.local.axes
         _, others = partition(types)
         return combine(types, floats, blank(others, axes))
+
+
+def _does_for_others(op: Op) -> bool:
+    """Tell whether anything goes on beside an action that other actions need."""
+    return op.reads_early or op.gathers >= 0 or op.reduces >= 0
 
 
 def _is_hosted(op: Op) -> bool:

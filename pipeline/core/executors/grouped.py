@@ -28,9 +28,9 @@ from pipeline.core.executors.memory import (
     PaddedPool,
     PoolView,
     StepRequest,
-    TotalView,
     make_memory,
 )
+from pipeline.core.executors.totals import TotalView
 from pipeline.core.jaxpr import scopes
 from pipeline.core.model.overlay import Spot, View
 from pipeline.core.rank.groups import (

@@ -6,7 +6,6 @@ ticks carries nothing. Sizes come from the program, which assigned every place.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,10 @@ from pipeline.base.tree import (
 )
 from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.outcome import Outcome
+from pipeline.core.executors.totals import Total, window_totals
 from pipeline.core.jaxpr import scopes
 from pipeline.core.jaxpr.refs import read, write
-from pipeline.core.model.overlay import Part, Spot, View
+from pipeline.core.model.overlay import Part, View
 from pipeline.core.rank.ends import finish
 from pipeline.core.rank.local_model import LocalModel
 from schedules.lowering.program import Program
@@ -130,49 +130,6 @@ def tiled(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
 
 
-class Total:
-    """Scalars or gradients that are added up, in the order they come.
-
-    Args:
-      like: a value for each.
-      axes: the mesh axes over which values vary.
-      added: refs of the total of added losses, if a pullback that gives these gradients sums up
-        such losses too.
-    """
-
-    def __init__(self, like: Leaves, axes: tuple[str, ...], added: Sequence[Any] = ()) -> None:
-        self._added = list(added)
-        with jax.named_scope("totals"):
-            self.refs = [jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) for x in like]
-
-    @property
-    def targets(self) -> Leaves:
-        """The refs that a pullback adds to."""
-        return [*self.refs, *self._added]
-
-    def add(self, values: Leaves, real: Any = True) -> None:
-        """Add one value to each of `targets`, if it is ``real``, which may be traced."""
-        if real is False:
-            return
-        for ref, value in zip(self.targets, values, strict=True):
-            ref[...] += _if(real, value).astype(ref.dtype)
-
-    def beside(self, added: Leaves) -> Total:
-        """These totals, for pullbacks that sum up added losses as said."""
-        found = copy.copy(self)
-        found._added = added  # noqa: SLF001  its own
-        return found
-
-    def all(self) -> Leaves:
-        """The totals."""
-        return [ref[...] for ref in self.refs]
-
-
-def _if(real: Any, value: jax.Array) -> jax.Array:
-    """The value if it is real, else zeros; no select where that is known."""
-    return value if real is True else jnp.where(real, value, jnp.zeros_like(value))
-
-
 @dataclass(frozen=True, eq=False)
 class StepRequest:
     """Results wanted of a step, beside those that its program names.
@@ -256,8 +213,20 @@ class Memory:
         self.keep(outcome.state, chunk, microbatch, real)
 
 
-def make_sums(local: LocalModel, step: StepRequest, num_microbatches: int) -> Memory:
-    """Make the totals of a step, for any executor, and the places of its inputs' gradients."""
+def make_sums(
+    local: LocalModel,
+    step: StepRequest,
+    num_microbatches: int,
+    windows: Sequence[int] = (),
+) -> Memory:
+    """Make the totals of a step, for any executor, and the places of its inputs' gradients.
+
+    Args:
+      local: the rank's part of the model.
+      step: what is wanted of the step.
+      num_microbatches: M; with slices the number of units.
+      windows: [V] the window of each chunk's gradients, if there are any.
+    """
     axes, model = local.axes, local.model
     types = dict(local.state.stage_sums)
     if step.take_loss:
@@ -266,16 +235,19 @@ def make_sums(local: LocalModel, step: StepRequest, num_microbatches: int) -> Me
     sums = {name: Total(list(map(zeros, of)), axes) for name, of in types.items()}
     added = Total([jnp.zeros((), real())] if local.state.adds else [], axes)
 
-    def gradients(weights: Leaves, mask: Mask, *, adds: bool) -> Total:
-        own = as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
-        return Total(own, axes, added.refs if adds else [])
+    def summed(weights: Leaves, mask: Mask) -> Leaves:
+        return as_summed(chosen(weights, mask), model.grad_dtype) if step.training else []
 
-    chunk_grads = [
-        gradients(weights, mask, adds=local.adds)
-        for weights, mask in zip(local.state.chunks, model.trained.chunks, strict=True)
-    ]
-    adds = local.state.adding_ends
-    ends_grads = gradients(local.ends_weights, model.trained.ends, adds=adds)
+    trained, of_chunks = model.trained, added.refs if local.adds else []
+    like = [summed(*of) for of in zip(local.state.chunks, trained.chunks, strict=True)]
+    chunk_grads: list[Any]
+    if windows and step.training:
+        spreads = [chosen(*of) for of in zip(model.layout.chunks, trained.chunks, strict=True)]
+        chunk_grads = window_totals(like, axes, spreads, windows, of_chunks)
+    else:
+        chunk_grads = [Total(own, axes, of_chunks) for own in like]
+    of_ends = added.refs if local.state.adding_ends else []
+    ends_grads = Total(summed(local.ends_weights, trained.ends), axes, of_ends)
     floats, _ = partition(at(local.batch.inputs, 0))
     kept = Pool(floats if step.want_inputs else [], num_microbatches, axes, "kept")
     return Memory(local.keep, sums, added, chunk_grads, ends_grads, kept)
@@ -284,7 +256,7 @@ def make_sums(local: LocalModel, step: StepRequest, num_microbatches: int) -> Me
 def make_memory(local: LocalModel, program: Program, step: StepRequest) -> Memory:
     """All memory of the actions of a program; one without backward is an inference."""
     num_microbatches = program.schedule.num_units
-    sums, axes = make_sums(local, step, num_microbatches), local.axes
+    sums, axes = make_sums(local, step, num_microbatches, program.gradients), local.axes
     residuals: Any = None
     if step.training and program.keep == "residuals":
         residuals = local.residuals()
@@ -373,47 +345,6 @@ class PoolView:
             return blank(self._types, self._axes)
         found = [Part(self._pool.refs[spot.cell], spot, place)[...] for spot in self._view.spots]
         return jax.tree.unflatten(self._view.treedef, found)
-
-
-class TotalView:
-    """Totals of one stage's gradients, within those that several share.
-
-    Gradients are added in place where they have a ref of their own. Those that are a part of one
-    are summed beside it first, from `begin` to `end`. ``added`` as of `Total`.
-    """
-
-    def __init__(self, total: Total, spots: tuple[Spot, ...], added: Leaves) -> None:
-        self._added = added
-        self._parts = [Part(total.refs[spot.cell], spot) for spot in spots]
-        self._own = [spot.part is None for spot in spots]
-        self._refs = [total.refs[spot.cell] for spot in spots]
-        self.refs: Leaves = []
-
-    def begin(self) -> None:
-        """Make `refs` for the gradients of one action."""
-        self.refs = [
-            ref if own else jax.new_ref(vary(jnp.zeros(part.shape, ref.dtype), varying_in(ref)))
-            for ref, part, own in zip(self._refs, self._parts, self._own, strict=True)
-        ]
-
-    def end(self, *, changed: bool) -> None:
-        """Add what was summed, if anything."""
-        for ref, part, own in zip(self.refs, self._parts, self._own, strict=True):
-            if changed and not own:
-                part[...] += ref[...]
-        self.refs = []
-
-    @property
-    def targets(self) -> Leaves:
-        """The refs that a pullback adds to."""
-        return [*self.refs, *self._added]
-
-    def add(self, values: Leaves, real: Any = True) -> None:
-        """Add one value to each, if it is ``real``, which may be traced."""
-        if real is False:
-            return
-        for place, value in zip([*self._parts, *self._added], values, strict=True):
-            place[...] += _if(real, value)
 
 
 # --- loops that write in place what a conditional would copy ---

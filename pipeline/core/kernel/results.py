@@ -17,13 +17,19 @@ from jax.sharding import PartitionSpec
 from collectives import STAGE
 from pipeline.base.masks import Mask, chosen
 from pipeline.base.tree import Leaves, Tree, as_numbers, numbers_as
-from pipeline.core.executors.memory import Memory, Total, scale_in_place
+from pipeline.core.executors.memory import Memory, scale_in_place
+from pipeline.core.executors.totals import Total, WindowTotal
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.options.plan import Plan
 from pipeline.core.rank.local_model import LocalModel
 from pipeline.core.rank.outputs import check_positions, check_sliced
-from pipeline.core.sharding.zero import reduce_gradients, total_over, totals_over
+from pipeline.core.sharding.zero import (
+    reduce_gradients,
+    reduce_parts,
+    total_over,
+    totals_over,
+)
 
 Kept = tuple[list[Leaves], Leaves]  # declared state: of each chunk, and of the ends
 Gradients = tuple[tuple[Leaves, ...], Leaves]  # of each chunk, and of the ends
@@ -94,8 +100,9 @@ def loss_and_metrics(
 
 def divide(memory: Memory, factor: jax.Array) -> None:
     """Multiply all gradients with a factor, in place."""
-    for totals in (*memory.chunk_grads, memory.ends_grads, memory.input_grads):
-        scale_in_place(totals.refs, factor)
+    totals = (*memory.chunk_grads, memory.ends_grads)
+    for refs in (*(total.results for total in totals), memory.input_grads.refs):
+        scale_in_place(refs, factor)
 
 
 def gradients_of(memory: Memory, model: Model, weights: Weights, plan: Plan) -> Gradients:
@@ -105,7 +112,9 @@ def gradients_of(memory: Memory, model: Model, weights: Weights, plan: Plan) -> 
         total: Total, like: Tree, spreads: Any, mask: Mask, axes: tuple[str, ...], lead: int = 0
     ) -> Leaves:
         # Over row and position axes once, here, and not once per microbatch.
-        summed = reduce_gradients(total.all(), chosen(spreads, mask), axes, lead=lead)
+        given = total.all(), chosen(spreads, mask), axes
+        in_parts = isinstance(total, WindowTotal)
+        summed = reduce_parts(*given) if in_parts else reduce_gradients(*given, lead=lead)
         leaves = chosen(jax.tree.leaves(like), mask)
         return [g.astype(w.dtype) for g, w in zip(summed, leaves, strict=True)]
 

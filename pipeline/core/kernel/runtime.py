@@ -32,6 +32,7 @@ from pipeline.core.executors.grouped import make_actions
 from pipeline.core.executors.memory import Memory, StepRequest
 from pipeline.core.executors.straight import Straight
 from pipeline.core.executors.ticks import run_ticks, was_sent
+from pipeline.core.executors.windows import Windows
 from pipeline.core.jaxpr.primitives import makes_ref
 from pipeline.core.kernel.casts import cast_once
 from pipeline.core.kernel.jitted import PerPlan
@@ -525,11 +526,13 @@ def rank_state(
         return x if slices == 1 else cut(x, slices, plan.lengths)
 
     local, batch = vary(local, axes), vary(batch.map_rows(split, lambda x: x), axes)
-    gathers = plan.gather == "action"
+    gathers = plan.gather != "step"
+    windows = Windows() if plan.has_windows else None
     sliced: dict[str, Any] = {"num_slices": slices}
     if slices > 1 and plan.lengths:
         sliced |= {"lengths": plan.lengths, "part": plan.lengths.index(max(plan.lengths))}
-    return RankState(model, local, batch, axes, gathers=gathers, parts=parts, **sliced)
+    given: dict[str, Any] = {"gathers": gathers, "windows": windows, "parts": parts, **sliced}
+    return RankState(model, local, batch, axes, **given)
 
 
 def _squeeze(tree: Tree) -> Tree:

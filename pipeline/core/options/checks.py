@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from schedules.orders.schedule import Schedule
 
 Remat = Literal["stage", "gathered"] | Callable[..., Any] | None
 Bubbles = Literal["skip", "masked"]
-Gather = Literal["step", "action"]
+Gather = Literal["step", "repeat", "action"]
 Vocabulary = Literal["ends", "stage"]
 
 
@@ -162,10 +162,21 @@ def check_data_parallel(data_parallel: Any, gather: Any) -> None:
             f"data_parallel={data_parallel!r}: must be 'replicated', 'zero1' (gradients and "
             f"optimizer state sharded over 'data') or 'fsdp' (weights too)"
         )
-    if gather not in ("step", "action") or (gather == "action" and data_parallel != "fsdp"):
+    if gather not in get_args(Gather) or (gather != "step" and data_parallel != "fsdp"):
         raise ValueError(
-            f"gather={gather!r} with data_parallel={data_parallel!r}: must be 'step', or 'action' "
-            f"with data_parallel='fsdp', whose weights every action may gather for itself"
+            f"gather={gather!r} with data_parallel={data_parallel!r}: must be 'step', or with "
+            f"data_parallel='fsdp' also 'repeat' (a chunk's weights are gathered when a rank comes "
+            f"to it) or 'action' (every action gathers them for itself)"
+        )
+
+
+def check_windows(gather: Gather, *, masked: bool) -> None:
+    """Raise ValueError if ranks that compute in idle slots are to gather by their timetable."""
+    if gather == "repeat" and masked:
+        raise ValueError(
+            "gather='repeat' with bubbles='masked' (the default on virtual CPU devices beside "
+            "auto_axes=): ranks then compute in idle slots too, with weights that are not there; "
+            "use bubbles='skip', or gather='action'"
         )
 
 

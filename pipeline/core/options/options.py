@@ -107,7 +107,8 @@ class Options:
         results are the same bit by bit.
       data_parallel: what is sharded over ``data``: nothing ("replicated"), gradients and the state
         of the optimizer ("zero1", see `make_optimizer`), or weights too ("fsdp").
-      gather: with "fsdp", whether weights are gathered once a "step" or by each "action".
+      gather: with "fsdp", whether weights are gathered once a "step", a chunk's on each "repeat" of
+        the rank's way through its chunks, for a run of microbatches, or by each "action".
       param_dtype: in which parameters are kept; None keeps them as they are.
       compute_dtype: to which parameters and activations are cast before they are used, such as
         jnp.bfloat16 beside float32 parameters; None casts nothing. What is neither, constants and

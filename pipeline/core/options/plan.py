@@ -102,6 +102,11 @@ class Plan(Options):
         return self.bubbles == "masked"
 
     @property
+    def has_windows(self) -> bool:
+        """True if weights are gathered when a rank comes to their chunk."""
+        return self.gather == "repeat"
+
+    @property
     def num_chunks(self) -> int:
         """V."""
         return self.schedule.num_stages // self.schedule.num_ranks
@@ -147,9 +152,10 @@ class Plan(Options):
         """True if a step is one loop over microbatches, with no need of a table.
 
         Where stages are alike; others take their turns in the ticks of a table. What is to be
-        gathered again needs one too: in one piece of code the compiler keeps what it likes.
+        gathered again needs one too: in one piece of code the compiler keeps what it likes. So do
+        weights that are gathered when a rank comes to them.
         """
-        chosen = self.keep == "residuals" and self.remat != "gathered"
+        chosen = self.keep == "residuals" and self.remat != "gathered" and not self.has_windows
         return chosen and self.schedule.num_slices == 1 and is_accumulation(self.schedule)
 
     @functools.cached_property
@@ -162,10 +168,12 @@ class Plan(Options):
             costs=self.durations,
             shared=self.shared,
             offload=self.offload,
+            gathers=self.has_windows,
             **self.sends,
         )
 
     @functools.cached_property
     def forward(self) -> Program:
         """Its forward actions alone, for which a slot of one kind is the best pattern."""
-        return lower(self.schedule.forward(), shared=self.shared, **self.sends)
+        forward = self.schedule.forward()
+        return lower(forward, shared=self.shared, gathers=self.has_windows, **self.sends)

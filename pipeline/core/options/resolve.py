@@ -14,7 +14,12 @@ from pipeline.base.precision import check_dtype
 from pipeline.core.backward.accumulate import check_grad_dtype
 from pipeline.core.model.ends import choose_shared
 from pipeline.core.model.loss import LossFn, LossModule
-from pipeline.core.options.checks import check_axes_of, check_host, check_sliced
+from pipeline.core.options.checks import (
+    check_axes_of,
+    check_host,
+    check_sliced,
+    check_windows,
+)
 from pipeline.core.options.choose import (
     choose_bubbles,
     choose_mesh,
@@ -93,6 +98,7 @@ def make_plan(
         "options": options,
     }
     check_host(options.offload, mesh, timetable, masked=bubbles == "masked")
+    check_windows(options.gather, masked=bubbles == "masked")
     also: dict[str, Any] = {"offload": options.offload, "vocabulary": options.vocabulary}
     check_sliced(timetable.num_slices, options.slices, bubbles=bubbles, **also)
     return Plan(**(options.to_dict() | chosen))

@@ -51,7 +51,8 @@ class RankState:
       batch: this data shard's microbatches; with slices, their units.
       axes: the mesh axes over which everything varies. Over others (``tensor``) only that varies
         which is sharded over them, and what follows from it.
-      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action.
+      gathers: whether a chunk's weights are sharded over ``data`` and made whole by every action
+        that does not find them in a window.
       embeds_own: axes of which each rank has its own part of what embed gives.
       widest: a tree of types that vary as all activations do, None if ``axes`` say it.
       checks: whether a stage has checks of `checkify`.
@@ -73,6 +74,8 @@ class RankState:
       narrow: [V] narrow copies of leaves that stages read in a narrower dtype alone, None for other
         leaves (`pipeline.core.kernel.casts`); sharded as leaves are if actions gather them. Empty
         if there are none.
+      windows: places for whole weights of chunks, open while a program runs that gathers them
+        (`pipeline.core.executors.windows`); None if none does.
     """
 
     model: Model
@@ -97,6 +100,7 @@ class RankState:
     held: Any = None
     parts: Sequence[Leaves] = ()
     narrow: Sequence[Leaves] = ()
+    windows: Any = None
 
     @property
     def num_chunks(self) -> int:
@@ -148,7 +152,8 @@ class RankState:
         """[V] the same, whole."""
         if not self.gathers:
             return self.shards
-        return Lazy(self.num_chunks, lambda chunk: self.gathered(chunk, 0))
+        shards = self.shards
+        return Lazy(self.num_chunks, lambda chunk: self._gathered(pick(shards, chunk), chunk, 0))
 
     @functools.cached_property
     def streams(self) -> list[tuple[Tree, Tree]]:
@@ -170,8 +175,10 @@ class RankState:
         shards = pick(self.shards, chunk)
         narrow = pick(self.narrow, chunk) if self.narrow else [None] * len(shards)
         if self.gathers:
-            stored = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
-            whole = self._gathered(stored, chunk, microbatch)
+            in_window = self.windows is not None and self.windows.are_open
+            # A call for a microbatch that has a number here is only traced.
+            in_window &= not isinstance(microbatch, int)
+            whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
             narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
         elif self.parts:
             whole = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
@@ -181,9 +188,17 @@ class RankState:
         with jax.named_scope(scopes.UNREAD):
             return [x.astype(w.dtype) for x, w in zip(whole, shards, strict=True)], narrow
 
+    def stored(self, chunk: Index) -> Leaves:
+        """A chunk's parameters as they are to be gathered; of those with narrow copies, these."""
+        shards = pick(self.shards, chunk)
+        if not self.narrow:
+            return shards
+        pairs = zip(shards, pick(self.narrow, chunk), strict=True)
+        return [w if n is None else n for w, n in pairs]
+
     def gathered(self, chunk: Index, microbatch: Any) -> Leaves:
-        """A chunk's parameters, whole."""
-        return self._gathered(pick(self.shards, chunk), chunk, microbatch)
+        """A chunk's parameters, whole, in the dtype in which they are `stored`."""
+        return self._gathered(self.stored(chunk), chunk, microbatch)
 
     def _gathered(self, shards: Leaves, chunk: Index, microbatch: Any) -> Leaves:
         if not isinstance(microbatch, int):

@@ -122,16 +122,40 @@ def reduce_gradients(
       axes: over which to sum, beside those over which a gradient's reduction was deferred.
       lead: as of `gather`.
     """
-    dims = [_dim_over(spread.zero, spread.gradient) for spread in spreads]
-    parts = [
-        g if dim is None else _scattered(g, spread.zero, dim - lead)
-        for g, dim, spread in zip(leaves, dims, spreads, strict=True)
-    ]
+    parts = scatter(leaves, spreads, lead=lead)
+    return reduce_parts(parts, spreads, axes)
+
+
+def reduce_parts(parts: Leaves, spreads: Sequence[Spread], axes: tuple[str, ...]) -> Leaves:
+    """Sums over those axes of `reduce_gradients` over which `scatter` has not summed."""
     over = [
         tuple(a for a in axes if a not in spread.zero and a not in spread.own) + _deferred(spread)
         for spread in spreads
     ]
     return totals_over(parts, over)
+
+
+def scatter(leaves: Leaves, spreads: Sequence[Spread], *, lead: int = 0) -> Leaves:
+    """This rank's part of the sum over data shards of what ZeRO shares out; others unchanged.
+
+    Arguments are those of `reduce_gradients`.
+    """
+
+    def one(gradient: Any, spread: Spread) -> Any:
+        dim = _dim_over(spread.zero, spread.gradient)
+        return gradient if dim is None else _scattered(gradient, spread.zero, dim - lead)
+
+    return [one(leaf, spread) for leaf, spread in zip(leaves, spreads, strict=True)]
+
+
+def shares_weight(spread: Spread) -> bool:
+    """Tell whether data shards share an array, each with a part."""
+    return _dim_over(spread.zero, spread.stored) is not None
+
+
+def shares_gradient(spread: Spread) -> bool:
+    """Tell whether they share its gradient."""
+    return _dim_over(spread.zero, spread.gradient) is not None
 
 
 def totals_over(leaves: Leaves, over: Sequence[tuple[str, ...]]) -> Leaves:

@@ -10,9 +10,9 @@ Letters: S ranks, K stages, M microbatches, N rows of a batch, D data shards.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import platform
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from collectives import make_mesh
 from pipeline.base.tree import Tree, shape_text
+from pipeline.core.jaxpr.scopes import BESIDE
 from pipeline.core.layerwise.replace import ends_of
 from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
@@ -308,10 +309,10 @@ def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> C
     rank = plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
     first, last = plan.training.ends_of(k)
-    # An action that copies to host memory, or from there, has code of its own.
-    copies = itertools.product((False, True), repeat=3)
-    labels = {Op(kind, chunk, first, last, *copied).label for copied in copies}
-    of = [c for s, c in read.items() if s.action in labels and (not s.stages or k in s.stages)]
+    # An action beside which something is copied, gathered or shared out has code of its own.
+    label = re.compile(Op(kind, chunk, first, last).label + BESIDE)
+    found = [s for s in read if label.fullmatch(s.action) and (not s.stages or k in s.stages)]
+    of = [read[s] for s in found]
     return max(of, key=lambda one: one.total, default=Cycles())
 
 

@@ -28,7 +28,7 @@ from pipeline.insight.forecast.fusion import Compiler
 from pipeline.insight.forecast.liveness import XLA_FOR_CPU, Walk, find_shard_map
 from pipeline.insight.forecast.narrower import cast_once, rounded
 
-NAMES = ("messages", "stashes", "crossings", "carries", "kept", "totals")
+NAMES = ("messages", "stashes", "crossings", "carries", "kept", "windows", "totals")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class MemoryPrediction:
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
       casts: weights in the narrower dtype that stages compute in, where it is made once a step.
+      windows: whole weights of the chunks that a rank works on, where it gathers those it comes to.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
       host_crossings: crossings in host memory, likewise.
       lent: results that are written at the end of the step, and hold anything but stashes before.
@@ -85,6 +86,7 @@ class MemoryPrediction:
     casts: int = 0
     lent: int = 0
     carries: int = 0
+    windows: int = 0
     host_stashes: Places = Places()
     host_crossings: Places = Places()
 
@@ -103,7 +105,8 @@ class MemoryPrediction:
         """Bytes held beside arguments and results."""
         passing = self.messages.size + self.crossings.size + self.kept + self.workspace
         passing += self.carries
-        return self.stashes.size + self.totals + max(0, passing - self.lent) + self.casts
+        held = self.stashes.size + self.totals + self.casts + self.windows
+        return held + max(0, passing - self.lent)
 
     @property
     def total(self) -> int:
@@ -121,6 +124,7 @@ class MemoryPrediction:
             _text("residual stash", self.stashes): self.stashes.size,
             _text("stash of what I leaves for W", self.crossings): self.crossings.size,
             "keys and values of slices": self.carries,
+            "the windows of whole weights": self.windows,
             "the gradients for the inputs": self.kept,
             "the workspace of one action": self.workspace,
             "the weights in the dtype of activations": self.casts,
@@ -180,6 +184,7 @@ def predict(
         stashes=found.get("stashes", Places()),
         crossings=found.get("crossings", Places()),
         carries=found.get("carries", Places()).size,
+        windows=found.get("windows", Places()).size,
         kept=found.get("kept", Places()).size,
         workspace=max(0, walk.peak - held - casts),
         casts=casts + (cast_once(body) if compiler.rounds else 0),

@@ -11,6 +11,7 @@ from pipeline.core.alike.difference import difference
 from pipeline.core.model.unlike import Overlaid
 from pipeline.core.options.plan import Plan
 from schedules import simulate
+from schedules.lowering.needs import num_gathers
 from schedules.lowering.program import Program
 
 _STRAIGHT = (
@@ -128,11 +129,12 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
 def _sharded(plan: Plan) -> list[str]:
     """Describe how a batch is split, what is sharded over it, and which axes are the compiler's."""
     axes = plan.axes
-    whole = {"step": "once a step", "action": "in every action"}[plan.gather]
+    often = {"step": "once a step", "action": "in every action", "repeat": _repeats(plan)}
+    shards, whole = f"{plan.axes.num_rows} data shards", often[plan.gather]
     lines = {
         "replicated": [],
-        "zero1": [f"gradients and optimizer state sharded over {plan.axes.num_rows} data shards"],
-        "fsdp": [f"weights sharded over {plan.axes.num_rows} data shards, gathered {whole}"],
+        "zero1": [f"gradients and optimizer state sharded over {shards}"],
+        "fsdp": [f"weights sharded over {shards}, gathered {whole}"],
     }[plan.data_parallel]
     if axes.split not in ((), (DATA,)):
         parts = [("rows", axes.rows), ("positions", axes.positions)]
@@ -141,6 +143,18 @@ def _sharded(plan: Plan) -> list[str]:
     if plan.auto_axes:
         lines.append(f"left to the compiler: {', '.join(plan.auto_axes)}")
     return lines
+
+
+def _repeats(plan: Plan) -> str:
+    """Say how often weights are gathered when a rank comes to their chunk, and into what."""
+    program = plan.training
+    if not program.weights:
+        return ""
+    windows, sums = (len(set(places)) for places in (program.weights, program.gradients))
+    return (
+        f"chunk by chunk, {max(num_gathers(program))} times a step into {windows} windows, and "
+        f"gradients shared out from {sums}"
+    )
 
 
 def _places(program: Program) -> str:

@@ -111,6 +111,7 @@ def text_of_temporaries(found: MemoryPrediction) -> str:
     temporaries = [
         *(text for text in places if text),
         *([f"keys and values of slices {found.carries:,}"] if found.carries else []),
+        *([f"windows of whole weights {found.windows:,}"] if found.windows else []),
         *([f"gradients for inputs {found.kept:,}"] if found.kept else []),
         f"sums {found.totals:,}",
         f"workspace {found.workspace:,}",

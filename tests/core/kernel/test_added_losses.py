@@ -81,6 +81,14 @@ CASES = [
     (alike(Scanned, 4), 2, 6, 2, MEAN, {"schedule": "interleaved_1f1b"}),
     (alike(Adding, 4), 4, 6, 2, counted, {"schedule": "gpipe", "grad_dtype": "weights"}),
     (alike(Adding, 4), 2, 4, 2, MEAN, {"data_parallel": "fsdp", "gather": "action"}),
+    (
+        alike(Scanned, 6),
+        2,
+        4,
+        2,
+        by_outputs,
+        {"schedule": "looped_bfs", "data_parallel": "fsdp", "gather": "repeat"},
+    ),
     (unlike, 4, 6, 1, by_outputs, {"schedule": "zb_h1", "bubbles": "masked", "remat": None}),
     (unlike, 2, 4, 1, counted, {"schedule": "zb_v", "delayed": True}),
 ]

@@ -175,6 +175,7 @@ def test_parts_that_are_whole_and_ranks_without_a_word(words):
         (True, {"data_parallel": "zero1"}),
         (True, {"data_parallel": "fsdp"}),
         (False, {"data_parallel": "fsdp", "gather": "action"}),
+        (True, {"data_parallel": "fsdp", "gather": "repeat"}),
         (True, {"delayed": True}),
         (False, {"delayed": True, "bubbles": "masked"}),
     ],

@@ -33,6 +33,7 @@ OPTIONS = {
     "zero1": {"data_parallel": "zero1"},
     "fsdp": {"data_parallel": "fsdp"},
     "action": {"data_parallel": "fsdp", "gather": "action"},
+    "repeat": {"data_parallel": "fsdp", "gather": "repeat"},
 }
 
 
@@ -401,15 +402,17 @@ def test_describe_says_it():
         (
             {"data_parallel": "zero1", "gather": "action"},
             (
-                "gather='action' with data_parallel='zero1': must be 'step', or 'action' with "
-                "data_parallel='fsdp', whose weights every action may gather for itself"
+                "gather='action' with data_parallel='zero1': must be 'step', or with "
+                "data_parallel='fsdp' also 'repeat' (a chunk's weights are gathered when a rank "
+                "comes to it) or 'action' (every action gathers them for itself)"
             ),
         ),
         (
             {"data_parallel": "fsdp", "gather": "tick"},
             (
-                "gather='tick' with data_parallel='fsdp': must be 'step', or 'action' with "
-                "data_parallel='fsdp', whose weights every action may gather for itself"
+                "gather='tick' with data_parallel='fsdp': must be 'step', or with "
+                "data_parallel='fsdp' also 'repeat' (a chunk's weights are gathered when a rank "
+                "comes to it) or 'action' (every action gathers them for itself)"
             ),
         ),
     ],

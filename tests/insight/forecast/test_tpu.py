@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pipeline import Pipeline
+from pipeline.insight.forecast.bytes import predict
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu")
 
@@ -66,3 +67,18 @@ def test_gradients_are_summed_where_results_lie(mesh, loss_fn):
 @pytest.mark.slow
 def test_sums_in_float32_are_temporaries(mesh):
     assert temporaries(mesh, schedule="1f1b", loss_fn=mean) > 2 * GRADIENTS
+
+
+@pytest.mark.slow
+def test_windows_are_gathered_beside_products(mesh):
+    """No sum of a whole chunk is carried through the ticks (the barrier in `WindowTotal.leave`)."""
+    square = Mesh(mesh.devices.reshape(2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    stages = [nnx.eval_shape(Layers)] * 12
+    options = {"schedule": "looped_bfs", "loss_fn": mean, "data_parallel": "fsdp", "remat": "stage"}
+    pipe = Pipeline(stages, M, mesh=square, gather="repeat", **options)
+    x = jax.ShapeDtypeStruct((2 * M * ROWS, WIDTH), jnp.bfloat16)
+    step = pipe.lower(x, x).compile()
+    found = predict(pipe.plan, *pipe._operands(x, x, None))
+    # Beside it the parts of a collective that travels, and of a window that it comes to.
+    assert step.memory_analysis().temp_size_in_bytes < found.temporaries + GRADIENTS
+    assert (step.as_text() or "").count("async_collective_fusion") > 0

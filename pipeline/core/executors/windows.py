@@ -1,0 +1,87 @@
+"""A rank's windows: whole weights of the chunks that it works on, where devices store parts.
+
+Letters: V chunks. Which chunk is in which window when, the program says
+(`schedules.clocks.windows`): chunk 0 from the start, the others are gathered beside an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from collectives import STAGE
+from pipeline.base.tree import Leaves
+from pipeline.core.executors.memory import Memory, unwritten
+from pipeline.core.rank.state import RankState
+from pipeline.core.sharding.zero import shares_weight
+from schedules.lowering.needs import last_in_windows
+from schedules.lowering.program import Program
+
+
+class Windows:
+    """Places for the whole weights that data shards share, in the dtype in which they are gathered.
+
+    They are open while a program runs. Chunks of one window whose weights have other shapes or
+    dtypes have arrays of their own.
+    """
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._refs: list[Leaves] = []  # [V] None for what is whole on every shard
+
+    @property
+    def are_open(self) -> bool:
+        """True if actions find their weights here."""
+        return bool(self._refs)
+
+    def open(self, state: RankState, places: Sequence[int]) -> None:
+        """Make places for a program, with chunk 0 in its own.
+
+        Args:
+          state: what the rank holds.
+          places: [V] the window of each chunk.
+        """
+        self._state = state
+        made: dict[Any, Leaves] = {}
+        for chunk, place in enumerate(places):
+            types = jax.eval_shape(lambda v=chunk: state.gathered(v, 0))
+            shared = tuple(map(shares_weight, state.model.layout.chunks[chunk]))
+            key = place, tuple((t.shape, t.dtype) for t in types), shared
+            if key not in made:
+                first = state.gathered(0, 0) if chunk == 0 else unwritten(types, state.axes)
+                made[key] = _refs(first, shared)
+            self._refs.append(made[key])
+
+    def close(self) -> None:
+        """End the program: from now on whoever reads weights gathers them."""
+        self._state, self._refs = None, []
+
+    def read(self, chunk: int) -> Leaves:
+        """The weights of a chunk that is in its window."""
+        pairs = zip(self._refs[chunk], self._state.stored(chunk), strict=True)
+        return [leaf if ref is None else ref[...] for ref, leaf in pairs]
+
+    def write(self, chunk: int, weights: Leaves) -> None:
+        """Put the weights of a chunk into its window."""
+        for ref, leaf in zip(self._refs[chunk], weights, strict=True):
+            if ref is not None:
+                ref[...] = leaf
+
+
+def _refs(leaves: Leaves, shared: Sequence[bool]) -> Leaves:
+    """Refs of what is shared, None for others."""
+    with jax.named_scope("windows"):
+        pairs = zip(leaves, shared, strict=True)
+        return [jax.new_ref(leaf) if is_shared else None for leaf, is_shared in pairs]
+
+
+def share_out_last(memory: Memory, program: Program) -> None:
+    """Share out the gradients that are in windows after the last tick."""
+    rank = jax.lax.axis_index(STAGE)
+    for chunk, on_ranks in last_in_windows(program).items():
+        is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
+        total = memory.chunk_grads[chunk]
+        total.leave(total.shared_out(is_there))
