@@ -28,7 +28,7 @@ from pipeline.core.executors.actions import Actions, Row
 from pipeline.core.executors.grouped import runner
 from pipeline.core.executors.memory import run_once
 from pipeline.core.executors.vocabulary import VocabularyParallel
-from pipeline.core.executors.windows import share_out_last
+from pipeline.core.executors.windows import in_windows
 from pipeline.core.jaxpr import scopes
 from schedules.lowering.needs import WORK, busy_in, needed, segments
 from schedules.lowering.program import COMMON, Program
@@ -36,9 +36,12 @@ from schedules.lowering.program import COMMON, Program
 
 def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
     """Run every tick; results are left in the memory of ``actions``."""
-    windows = actions.local.state.windows
-    if program.weights:
-        windows.open(actions.local.state, program.weights)
+    with in_windows(actions.local.state, actions.memory, program):
+        _scan_ticks(actions, program, tables, masked=masked)
+
+
+def _scan_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) -> None:
+    """Run every tick, with weights where actions find them."""
     delayed, run = program.delayed, runner(actions, masked=masked)
     hosted = actions.memory.hosted
     common = VocabularyParallel(actions, program, masked=masked) if program.shared else None
@@ -86,9 +89,6 @@ def run_ticks(actions: Actions, program: Program, tables: Row, *, masked: bool) 
             body = functools.partial(tick, (start, stop), uses, busy)
             carry, _ = jax.lax.scan(body, carry, rows)
     hosted.put(carry[1])
-    if program.weights:
-        windows.close()
-        share_out_last(actions.memory, program)
 
 
 def _once(body: Any, carry: tuple[Tree, Any], row: Row) -> tuple[Tree, Any]:

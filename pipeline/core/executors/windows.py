@@ -6,7 +6,8 @@ Letters: V chunks. Which chunk is in which window when, the program says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -78,8 +79,15 @@ def _refs(leaves: Leaves, shared: Sequence[bool]) -> Leaves:
         return [jax.new_ref(leaf) if is_shared else None for leaf, is_shared in pairs]
 
 
-def share_out_last(memory: Memory, program: Program) -> None:
-    """Share out the gradients that are in windows after the last tick."""
+@contextlib.contextmanager
+def in_windows(state: RankState, memory: Memory, program: Program) -> Iterator[None]:
+    """Run a program's ticks with the windows that it has; then share out what they still hold."""
+    if not program.weights:
+        yield
+        return
+    state.windows.open(state, program.weights)
+    yield
+    state.windows.close()
     rank = jax.lax.axis_index(STAGE)
     for chunk, on_ranks in last_in_windows(program).items():
         is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
