@@ -82,10 +82,16 @@ def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
 _HOST_START = re.compile(r"%([\w.-]*(?:slice|copy)-start[\w.-]*) = .*S\(5\)")
 _HOST_DONE = re.compile(r"(?:slice|copy)-done[\w.-]* = .*-done\(%([\w.-]+)\)")
 _WORK = re.compile(r" (?:fusion|custom-call|convolution|dot|while)\(")
+PRODUCTS_OF_GPUS = re.compile(r"%(?:gemm_fusion|cublas)[\w.-]* = ")
 
 
-def host_copies(text: str) -> tuple[int, int]:
-    """Count asynchronous copies to host memory and back, and those with work beside them."""
+def host_copies(text: str, work: re.Pattern[str] = _WORK) -> tuple[int, int]:
+    """Count asynchronous copies to host memory and back, and those with work beside them.
+
+    Args:
+      text: a scheduled program.
+      work: what a line of work has; products alone are `PRODUCTS_OF_GPUS`.
+    """
     travelling: dict[str, bool] = {}
     pairs = beside = 0
     for line in text.splitlines():
@@ -94,6 +100,6 @@ def host_copies(text: str) -> tuple[int, int]:
         elif (done := _HOST_DONE.search(line)) and done[1] in travelling:
             pairs += 1
             beside += travelling.pop(done[1])
-        elif _WORK.search(line):
+        elif work.search(line):
             travelling = dict.fromkeys(travelling, True)
     return pairs, beside

@@ -74,11 +74,16 @@ def mean_square(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 def pipeline(topology: str, width: int, way: str) -> Pipeline:
     """The pipeline of one way, for a slice that is not there."""
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return pipeline_on(slice_.devices[:RANKS], width, way)
+
+
+def pipeline_on(devices: Any, width: int, way: str) -> Pipeline:
+    """The pipeline of one way, on some devices."""
     return Pipeline(
         [nnx.eval_shape(lambda: Layer(width)) for _ in range(RANKS)],
         MICROBATCHES,
         schedule="1f1b",
-        mesh=make_mesh(devices=slice_.devices[:RANKS], stage=RANKS),
+        mesh=make_mesh(devices=devices, stage=RANKS),
         loss_fn=mean_square,
         **WAYS[way],
     )

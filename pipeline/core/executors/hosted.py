@@ -202,8 +202,8 @@ def _shaped(leaf: Any, like: Any) -> Any:
 def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
     """[places, ...] in host memory, of which nothing is read that was not written.
 
-    XLA for GPUs makes zeros on the device, all of them, and copies them to the host. XLA for TPUs
-    drops them by itself.
+    XLA for GPUs (jax 0.10.2) makes zeros on the device, all of them, and copies them to the host.
+    XLA for TPUs drops them by itself.
     """
     plain = jax.eval_shape(lambda: _plain(zeros(like))) if is_key(like) else like
     make = jax.lax.empty if is_gpu() else jnp.zeros

@@ -20,6 +20,7 @@ from flax import nnx
 import schedules
 from collectives import compat, make_mesh
 from pipeline import Pipeline, make_optimizer
+from pipeline.core.executors import hosted
 from pipeline.core.jaxpr.primitives import bodies, equations
 from pipeline.core.kernel import runtime
 from pipeline.core.options import checks
@@ -274,15 +275,31 @@ def made(jaxpr):
 
 def test_what_is_offloaded_lies_in_host_memory():
     """Arrays as large as the pool are typed as host memory, but for the zeros that it starts as."""
-    (plain, x), (hosted, _) = wide(None, schedule="1f1b"), wide("stash", schedule="1f1b")
-    count = hosted.plan.training.num_host_stashes
-    for pipe, wanted in ((plain, False), (hosted, True)):
+    (plain, x), (moved, _) = wide(None, schedule="1f1b"), wide("stash", schedule="1f1b")
+    count = moved.plan.training.num_host_stashes
+    for pipe, wanted in ((plain, False), (moved, True)):
         jaxpr = runtime.train.trace(pipe.plan, *pipe._operands(x, x, None)).jaxpr
         body = find_shard_map(jaxpr.jaxpr)
         avals = list(made(body))
         assert any(map(compat.is_on_host, avals)) is wanted
     on_device = [a for a in avals if a.shape == (count, 1024, 256) and not compat.is_on_host(a)]
     assert len(on_device) == 2  # the zeros of its two arrays
+
+
+def test_pools_on_the_hosts_of_gpus_are_not_cleared(monkeypatch):
+    """XLA would make the zeros on the device, and copy them (issue 42)."""
+    monkeypatch.setattr(hosted, "is_gpu", lambda: True)
+    pipe, x = wide("stash", schedule="1f1b", M=6)  # no other test traces it
+    pool = pipe.plan.training.num_host_stashes, 1024, 256
+    body = find_shard_map(runtime.train.trace(pipe.plan, *pipe._operands(x, x, None)).jaxpr.jaxpr)
+    makers = [
+        eqn.primitive.name
+        for eqn in equations(body)
+        for v in eqn.outvars
+        if v.aval.shape == pool and not compat.is_on_host(v.aval)
+    ]
+    assert set(makers) & {"empty", "empty2"}
+    assert "broadcast_in_dim" not in makers
 
 
 def test_describe_says_what_lies_where():
