@@ -93,8 +93,8 @@ def _places(schedule: Timetable, kinds: Sequence[Kind]) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[list[Interval]]:
-    """[V] the runs on each chunk of a rank, by the numbers of the rank's actions."""
+def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[Ints]:
+    """[V] of [N, 2] the runs on each chunk, by the numbers of the rank's actions; in order."""
     chunk_of, order = schedule.chunk_of, schedule.orders[rank]
     found: list[list[Interval]] = [[] for _ in schedule.stages_of[rank]]
     for kind in kinds:
@@ -102,9 +102,11 @@ def _runs(schedule: Timetable, rank: int, kinds: Sequence[Kind]) -> list[list[In
         for chunk, run in itertools.groupby(of_kind, key=itemgetter(0)):
             numbers = [n for _, n in run]
             found[chunk].append((numbers[0], numbers[-1]))
-    return found
+    return [np.array(sorted(runs), np.int64).reshape(-1, 2) for runs in found]
 
 
-def _meet(some: list[Interval], others: list[Interval]) -> bool:
+def _meet(some: Ints, others: Ints) -> bool:
     """Tell whether a run begins before another has ended and one more action is done."""
-    return any(a <= d + 1 and c <= b + 1 for a, b in some for c, d in others)
+    begun = np.searchsorted(others[:, 0], some[:, 1] + 1, side="right")
+    ended = np.concatenate([[-2], np.maximum.accumulate(others[:, 1])])  # of those before each
+    return bool((some[:, 0] <= ended[begun] + 1).any())

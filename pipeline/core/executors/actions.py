@@ -81,7 +81,8 @@ class Actions:
         if op.gathers >= 0:
             state.windows.write(op.gathers, weights)
         if total:
-            total.leave(parts)
+            total.keep(parts)
+            total.leave()
         return message
 
     def _act(self, op: Op, row: Row) -> Tree:

@@ -111,15 +111,23 @@ class WindowTotal(Total):
                 found += scatter([_if(real, ref[...])], [spread], lead=1)
         return found
 
-    def leave(self, parts: Leaves) -> None:
-        """Add what was `shared_out` to what this device keeps; the windows are free for others."""
-        pairs = zip(self._results, self.refs, strict=True)
-        in_windows = [(own, ref) for own, ref in pairs if ref is not own]
-        for (own, ref), part in zip(in_windows, parts, strict=True):
+    def keep(self, parts: Leaves) -> None:
+        """Add what was `shared_out` to what this device keeps."""
+        for (own, _), part in zip(self._in_windows, parts, strict=True):
             # Behind a barrier: XLA for TPUs takes a reduction whose result is added to what a loop
             # carries out of the loop, and so carries the sum whole (jaxlib 0.10.2).
             own[...] += barrier(part)[0]
+
+    def leave(self) -> None:
+        """Clear the windows for other chunks; on every rank, so never while one needs its own."""
+        for _, ref in self._in_windows:
             ref[...] = jnp.zeros_like(ref[...])
+
+    @property
+    def _in_windows(self) -> list[tuple[Any, Any]]:
+        """The refs of what this device keeps and of the windows, of gradients that shards share."""
+        pairs = zip(self._results, self.refs, strict=True)
+        return [(own, ref) for own, ref in pairs if ref is not own]
 
 
 def window_totals(

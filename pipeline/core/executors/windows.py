@@ -92,4 +92,4 @@ def in_windows(state: RankState, memory: Memory, program: Program) -> Iterator[N
     for chunk, on_ranks in last_in_windows(program).items():
         is_there: Any = True if all(on_ranks) else jnp.asarray(on_ranks)[rank]
         total = memory.chunk_grads[chunk]
-        total.leave(total.shared_out(is_there))
+        total.keep(total.shared_out(is_there))

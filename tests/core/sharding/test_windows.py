@@ -62,6 +62,23 @@ def test_loss_and_gradients(S, D, V, family, remat):
     models.assert_matches(pipe, pipe.value_and_grad(*batch()), wanted(Hostile, V * S))
 
 
+def test_ranks_that_end_with_other_chunks_in_a_window():
+    """Rank 0 with those of chunk 0, rank 1 with those of chunk 2: neither clears the other's."""
+    orders = [
+        ["0F0", "2F0", "4F0", "4B0", "2B0", "0B0"],
+        ["1F0", "3F0", "5F0", "5I0", "3I0", "1I0", "1W0", "3W0", "5W0"],
+    ]
+    stages = models.build(Linear, 6)
+    options: dict[str, Any] = {"mesh": make_mesh(stage=2, data=2), "loss_fn": models.squares}
+    pipe = Pipeline(stages, 1, schedule=from_orders(orders), **options, **REPEAT)
+    last = last_in_windows(pipe.plan.training)
+    assert pipe.plan.training.gradients == (0, 1, 0)
+    assert (last[0], last[2]) == ([True, False], [False, True])
+    x, t = models.rows(4), models.rows(4, seed=5)
+    want = models.reference(stages, x, t, models.squares)
+    models.assert_matches(pipe, pipe.value_and_grad(x, t), want)
+
+
 @slow
 @pytest.mark.parametrize("family", ["interleaved_1f1b", "looped_bfs"])
 def test_a_single_rank(family):
