@@ -118,6 +118,8 @@ def one_rank(
         "ignore": (),
         "wrt": _remapped(plan.wrt, chain.stages),
         "costs": None,
+        # What runs one by one would gather another chunk beside each action.
+        "gather": "step" if plan.has_windows else plan.gather,
     }
     one = make([_stage(pipe, k) for k in chain.stages], **options | ends_of(pipe))
     if one.plan.is_masked:

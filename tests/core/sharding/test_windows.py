@@ -18,8 +18,8 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline
 from pipeline.insight.forecast.bytes import predict
-from schedules import Costs
-from schedules.lowering.needs import num_gathers
+from schedules import Costs, from_orders
+from schedules.lowering.needs import last_in_windows, num_gathers
 from tests.core.backward.test_cast_once import KINDS
 from tests.core.backward.test_cast_once import batch as narrow_batch
 from tests.core.backward.test_cast_once import loss_fn as narrow_loss
@@ -68,7 +68,7 @@ def test_ranks_that_end_with_other_chunks_in_a_window():
         ["0F0", "2F0", "4F0", "4B0", "2B0", "0B0"],
         ["1F0", "3F0", "5F0", "5I0", "3I0", "1I0", "1W0", "3W0", "5W0"],
     ]
-    stages = models.build(Linear, 6)
+    stages = models.build(Hostile, 6)
     options: dict[str, Any] = {"mesh": make_mesh(stage=2, data=2), "loss_fn": models.squares}
     pipe = Pipeline(stages, 1, schedule=from_orders(orders), **options, **REPEAT)
     last = last_in_windows(pipe.plan.training)
