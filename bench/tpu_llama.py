@@ -205,6 +205,26 @@ for name, own in {"8B-v6e": (9.9, 25.0), "70B-v6e": (18.1, 42.7)}.items():
     costs = Costs(f=own[0], b=own[1], host=4.2, host_overlap=CHIPS["v6e"].host_overlap)
     hosted = CASES[f"{name}-host"]
     CASES[f"{name}-early"] = replace(hosted, options={**hosted.options, "costs": costs})
+# And with weights and gradients in windows, which leave room without `tensor`: only the MLP is computed
+# again, as in `8B-v6e-job`, and 8B has no stash on the host.
+WINDOWS = {**SHARED, "data_parallel": "fsdp", "gather": "repeat"}
+PROJECTIONS = {"scan_layers": False, "keep_attention": True, "keep_projections": True}
+CASES["8B-v6e-windows"] = Case(
+    "v6e:8x8",
+    {"data": 16, "stage": 4},
+    replace(_8B, **PROJECTIONS),
+    {**WINDOWS, **LOOPED},
+    chunks=8,
+    microbatches=16,
+)
+CASES["70B-v6e-windows"] = Case(
+    "v6e:16x16",
+    {"data": 64, "stage": 4},
+    replace(_70B, **PROJECTIONS),
+    {**WINDOWS, "schedule": "looped_bfs", "offload": "stash"},
+    chunks=20,
+    microbatches=16,
+)
 
 
 def report(case: Case) -> dict[str, str]:

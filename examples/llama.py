@@ -33,7 +33,6 @@ from llama_config import LlamaConfig
 from pipeline import vocabulary
 from pipeline.decoders import split_layers
 from pipeline.layers import Attention, RMSNorm, SwiGLU, VocabularyEmbedding, VocabularyHead
-from pipeline.layers.kernels import RESIDUALS
 
 __all__ = [
     "Llama",
@@ -88,7 +87,7 @@ class Stage(nnx.Module):
 
     def __init__(self, config: LlamaConfig, blocks: int, rngs: nnx.Rngs):
         self.remat, self.scan = config.remat_blocks, config.scan_layers
-        self.keep_attention = config.keep_attention
+        self.kept = config.kept_names
         made = [Block(config, rngs) for _ in range(blocks)]
         self.blocks = stacked(made) if self.scan else nnx.List(made)
 
@@ -99,8 +98,8 @@ class Stage(nnx.Module):
             return nnx.merge(graphdef, state)(x, positions)
 
         if self.remat:
-            kept = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
-            run = jax.checkpoint(run, policy=kept if self.keep_attention else None)
+            kept = jax.checkpoint_policies.save_only_these_names(*self.kept)
+            run = jax.checkpoint(run, policy=kept if self.kept else None)
         if self.scan:
             return jax.lax.scan(lambda x, s: (run(s, x, positions), None), x, state)[0]
         for block in self.blocks:

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pipeline.layers import RopeScaling
+from pipeline.layers.kernels import OPERANDS, RESIDUALS
 
 REQUIRED = (
     "hidden_size",
@@ -52,6 +53,7 @@ class LlamaConfig:
       scan_layers: whether a stage's blocks are one block over stacked weights, compiled once.
       remat_blocks: whether each block is computed again in its backward.
       keep_attention: whether that spares splash attention, whose results are then kept.
+      keep_projections: whether queries, keys and values of splash attention are kept too.
     """
 
     hidden_size: int
@@ -76,6 +78,7 @@ class LlamaConfig:
     scan_layers: bool = False
     remat_blocks: bool = False
     keep_attention: bool = False
+    keep_projections: bool = False
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -85,6 +88,12 @@ class LlamaConfig:
         """
         if wrong := _wrong(self):
             raise ValueError("LlamaConfig: " + "; ".join(wrong))
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of the activations within a block that are not computed again."""
+        names = {RESIDUALS: self.keep_attention, OPERANDS: self.keep_projections}
+        return tuple(name for name, is_kept in names.items() if is_kept)
 
     @property
     def width_of_head(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from collectives import local
 from collectives.compat import device_kind, has_cudnn, platform
@@ -25,6 +26,7 @@ Implementation = Literal["splash", "cudnn", "xla", "chunked"]
 NAMES = ("splash", "cudnn", "xla", "chunked")
 # What splash attention's backward reads of its forward, to `jax.checkpoint_policies`.
 RESIDUALS = "attention_residuals"
+OPERANDS = "attention_operands"  # queries, keys and values as it takes them, likewise
 LEAST = SMALL[-1]  # positions that splash attention takes at a time
 WIDEST = 256  # c; beyond, blocks fill a TPU's VMEM, and cuDNN takes none
 WIDEST_BEFORE_HOPPER = 128
@@ -108,7 +110,7 @@ def splash(
     # The kernel by itself, so that its backward reads its arguments and what it gives: that is kept
     # once, and a policy of `jax.checkpoint` may spare it a second time (`RESIDUALS`). Its arguments
     # are `local` too: a stage keeps them as they are here, not what they could be made of again.
-    arguments = local(heads_first)(q, k, v)
+    arguments = [checkpoint_name(x, OPERANDS) for x in local(heads_first)(q, k, v)]
     sizes = t, k.shape[1], start
     # Blocks of queries and of keys have one size, which divides both.
     common = math.gcd(t, k.shape[1])
