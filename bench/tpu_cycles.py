@@ -37,12 +37,13 @@ from jax.sharding import Mesh
 
 from collectives.places.sizes import EXPERT
 from pipeline import make_optimizer
+from pipeline.core.jaxpr.scopes import place_of_loop
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.insight.forecast.step_memory import predict_step
 from pipeline.layers.attending.blocks import choose_blocks
 from pipeline.training.compiling import default_compiler_options
-from schedules import simulate
+from schedules import Action, simulate
 
 GB = 10**9
 CASES = {**LLAMA, **tpu_experts.CASES}
@@ -201,7 +202,7 @@ def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:
     slots = simulate(plan.schedule, **plan.clock).pattern  # which the kernel runs
     options: dict[str, Any] = {**plan.sends, "pattern": slots, "shared": plan.shared}
     span = simulate(plan.schedule, costs, "lockstep", **options).makespan
-    seconds = span + beside(read, plan, machine)
+    seconds = span + waited_for_chunks(read, plan, machine) + beside(read, plan, machine)
     actions = by_action(read)
     see_that_they_agree(case, machine, actions, devices[0].device_kind)
     M = case.microbatches
@@ -220,6 +221,32 @@ def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:
         tpu_experts.sent_over_experts(made.text, machine, pipe.mesh, plan),
         tpu_experts.formula(case, again=False),
     )
+
+
+def waited_for_chunks(read: dict[Scope, Cycles], plan: Any, machine: Machine) -> float:
+    """Seconds by which a step is longer if each action takes its own time, and not the mean.
+
+    With ``gather="repeat"`` few actions of a stage move its weights and gradients, those of
+    different ranks at different times, and ranks wait for each other.
+    """
+    if not plan.has_windows:
+        return 0.0
+    program, own = plan.training, dict[Action, float]()
+    for scope, one in read.items():
+        if place := place_of_loop(f"{scope.ticks}/{scope.slot}/{scope.action}/while"):
+            for rank in range(plan.schedule.num_ranks):
+                actions = [action for _, action in place.actions(program, rank) if action]
+                own |= dict.fromkeys(actions, one.total / machine.clock)
+    of_kind: dict[tuple[int, str], list[float]] = {}
+    for action, seconds in own.items():
+        of_kind.setdefault((action.stage, action.kind), []).append(seconds)
+    mean = {key: sum(each) / len(each) for key, each in of_kind.items()}
+    alike = {action: mean[action.stage, action.kind] for action in own}
+    apart, together = (
+        simulate(plan.schedule, clock="measured", durations=found).makespan
+        for found in (own, alike)
+    )
+    return max(0.0, apart - together)
 
 
 def by_action(read: dict[Scope, Cycles]) -> dict[str, Cycles]:

@@ -205,8 +205,8 @@ for name, own in {"8B-v6e": (9.9, 25.0), "70B-v6e": (18.1, 42.7)}.items():
     costs = Costs(f=own[0], b=own[1], host=4.2, host_overlap=CHIPS["v6e"].host_overlap)
     hosted = CASES[f"{name}-host"]
     CASES[f"{name}-early"] = replace(hosted, options={**hosted.options, "costs": costs})
-# And with weights and gradients in windows, which leave room without `tensor`: only the MLP is computed
-# again, as in `8B-v6e-job`, and 8B has no stash on the host.
+# And with weights and gradients in windows, which leave room without `tensor`: only the MLP is
+# computed again, as in `8B-v6e-job`, and 8B has no stash on the host.
 WINDOWS = {**SHARED, "data_parallel": "fsdp", "gather": "repeat"}
 PROJECTIONS = {"scan_layers": False, "keep_attention": True, "keep_projections": True}
 CASES["8B-v6e-windows"] = Case(

@@ -169,13 +169,13 @@ def _piped(
     job: PlannedJob, base: MeshLayout, schedules: Sequence[str], remat: Sequence[str | None]
 ) -> Iterator[MeshLayout]:
     S, each = base.stage, job.batch // base.rows_ranks
-    ways = ["replicated"] if base.rows_ranks == 1 else ["zero1", "fsdp"]
-    kept = _but(remat, (GATHERED, MLP) if base.tensor == 1 else (MLP,))
+    ways = ["replicated"] if base.rows_ranks == 1 else ["zero1", "fsdp", "windows"]
+    kept = _but(remat, (GATHERED,)) if base.tensor == 1 else remat
     sliced, N = sliced_of(schedules), base.cut.slices
     if N > 1:  # stages compute themselves again, not their blocks
-        kept = [one for one in kept if one not in ("block", BUT_ATTENTION)]
+        kept = [one for one in kept if one not in ("block", BUT_ATTENTION, MLP)]
     elif not base.cut.by_kernel:
-        kept = _but(kept, (BUT_ATTENTION,))
+        kept = _but(kept, (BUT_ATTENTION, MLP))
     named = sliced if N > 1 else [one for one in schedules if not takes_slices(one)]
     for name, rows in itertools.product(named, ROWS):
         if each % rows:
@@ -188,6 +188,8 @@ def _piped(
             dispatched = _ways(job, base.experts, tokens)
             every = itertools.product(kept, ways, ("ends", "stage"), dispatched)
             for again, way, word, experts in every:
+                if way == "windows" and V == 1:  # one chunk is there all the time
+                    continue
                 yield replace(
                     base,
                     schedule=name,

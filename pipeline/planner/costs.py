@@ -25,7 +25,7 @@ from pipeline.planner.layout import (
     parameters_alone,
     parameters_of,
 )
-from pipeline.planner.makespan import makespan
+from pipeline.planner.makespan import makespan, windows_of
 from pipeline.planner.memory import (
     alone_bytes,
     left_alone,
@@ -434,6 +434,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
     context += units * layers * block.context_back
     expert = units * (again - skips / (S * V)) * layers * block.expert
     gathers = units * ((2 * V - skips / S) * one.gather + words)
+    moved = _in_windows(job, layout, links) if layout.data_parallel == "windows" else 0.0
     seconds = {
         "compute": compute,
         # And what halves of backwards add.
@@ -442,7 +443,7 @@ def estimate(job: PlannedJob, layout: MeshLayout, *, bound: bool = False) -> Est
         "tensor": tensor,
         "expert": expert,
         "context": context,
-        "data": gathers + _reduce(job, layout, links),
+        "data": gathers + moved + _reduce(job, layout, links),
         "update": _update(job, layout),
     }
     if layout.offload and not bound:
@@ -470,8 +471,10 @@ def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
     held, network = parameters_of(job, layout), job.chip.network
     # Gradients, and new weights.
     times = WEIGHT * (1 if layout.data_parallel == "fsdp" else 2)
-    whole = times * (held.whole + held.ends)
-    seconds = _shared(job, layout, links, whole, times * held.experts)
+    whole, own = times * (held.whole + held.ends), times * held.experts
+    if layout.data_parallel == "windows":  # their chunks were moved before
+        whole, own = (WEIGHT + COMPUTE_BYTES) * held.ends, 0.0
+    seconds = _shared(job, layout, links, whole, own)
     if layout.cut.ranks > 1:  # an all-reduce over `context`, of a shard where there are any
         is_whole = layout.data_parallel == "replicated"
         own = held.all if is_whole else held.shards(layout.data, layout.experts.ranks)
@@ -486,6 +489,17 @@ def _reduce(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
         T = layout.tensor
         seconds += 2 * (T - 1) / T * ends / links.tensor
     return seconds
+
+
+def _in_windows(job: PlannedJob, layout: MeshLayout, links: _Links) -> float:
+    """Seconds of a step in which chunks are gathered in bfloat16, and gradients reduced in float32.
+
+    Compilers for TPUs let most of these stand alone (docs/kernel.md), so none counts as hidden.
+    """
+    held, sizes = parameters_of(job, layout), (layout.stage, layout.chunks, layout.microbatches)
+    _, _, gathers, reduces = windows_of(layout.schedule or "", *sizes)
+    times = (COMPUTE_BYTES * gathers + WEIGHT * reduces) / layout.chunks
+    return _shared(job, layout, links, times * held.whole, times * held.experts)
 
 
 def _update(job: PlannedJob, layout: MeshLayout) -> float:

@@ -81,9 +81,10 @@ class MeshLayout:
       rows: sequences of a microbatch on a data shard.
       remat: what is computed again: None; what was "gathered" over tensor ranks is gathered again;
         each "block" from its input, or "block_but_attention", whose result is kept; the "mlp" of
-        each block, of layouts without a pipeline; each "stage" from its own.
-      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action), or
-        "hsdp": weights over the data shards of a slice.
+        each block; each "stage" from its own.
+      data_parallel: "replicated", "zero1" or "fsdp" (of a pipeline: gathered in every action),
+        "windows", of a pipeline: a chunk's weights and gradients are whole while a rank works on
+        it; or "hsdp": weights over the data shards of a slice.
       vocabulary: "ends" or "stage".
       experts: E, and how tokens get there.
       offload: share of the stashes that lie in host memory; None for none. Without a pipeline it is
@@ -149,7 +150,7 @@ class MeshLayout:
     @property
     def by_block(self) -> bool:
         """True if each block is computed again by itself."""
-        return self.remat in ("block", BUT_ATTENTION)
+        return self.remat in ("block", BUT_ATTENTION, MLP)
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:

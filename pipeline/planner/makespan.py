@@ -13,6 +13,7 @@ import numpy as np
 from schedules import Costs, Schedule, build, lower, simulate
 from schedules.build import takes_slices
 from schedules.clocks.hosted import Keep
+from schedules.clocks.windows import windows
 from schedules.core.flat import crossings_held, flatten, inputs_held
 
 # The kernel's, with exchanges that only partners wait for; the same where all ranks meet, as on
@@ -85,6 +86,32 @@ def places(name: str, S: int, V: int, M: int, N: int = 1) -> tuple[float, float]
     b, c = (np.array(_held(name, S, V, first + n * S, N)) for n in (1, 2))
     stashes, crossings = c + (c - b) * (M - first - 2 * S) / S
     return float(stashes), float(crossings)
+
+
+def windows_of(name: str, S: int, V: int, M: int) -> tuple[float, float, float, float]:
+    """Windows of weights, and of gradients, that a rank has; chunks that it gathers, and reduces.
+
+    Of a pipeline with ``gather="repeat"``; arguments are those of `places`.
+    """
+    if M <= SHORT * S:
+        return _windows(name, S, V, M)
+    first = _first(S, M)
+    b, c = (np.array(_windows(name, S, V, first + n * S)) for n in (1, 2))
+    weights, gradients, gathers, reduces = (c + (c - b) * (M - first - 2 * S) / S).tolist()
+    return weights, gradients, gathers, reduces
+
+
+@functools.lru_cache(maxsize=4096)
+def _windows(name: str, S: int, V: int, M: int) -> tuple[int, int, int, int]:
+    """Numbers of the rank that gathers most, and of that which reduces most."""
+    one = built(name, S, V, M)
+    found, cuts = windows(one), flatten(one).first[1:-1]
+    gathers, reduces = (
+        max(int((part >= 0).sum()) for part in np.split(beside, cuts))
+        for beside in (found.gathers, found.reduces)
+    )
+    places = len(set(found.weights)), len(set(found.gradients))
+    return *places, gathers + 1, reduces + places[1]
 
 
 def _first(S: int, M: int) -> int:

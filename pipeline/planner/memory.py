@@ -10,6 +10,7 @@ float32, all else bfloat16.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from pipeline.planner.layout import (
@@ -23,7 +24,7 @@ from pipeline.planner.layout import (
     parameters_alone,
     parameters_of,
 )
-from pipeline.planner.makespan import carry_places, places
+from pipeline.planner.makespan import carry_places, places, windows_of
 from pipeline.planner.models import COMPUTE_BYTES
 from pipeline.planner.sequences import (
     WIDE,
@@ -199,6 +200,13 @@ def pipeline_bytes(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     if layout.data_parallel == "fsdp":
         held["weights"] = WEIGHT * parts
         held["weights cast"] = (COMPUTE_BYTES + WEIGHT) * held_here.blocks / V  # of one action
+    if layout.data_parallel == "windows":
+        own = replace(held_here, ends=0).shards(layout.data, layout.experts.ranks)
+        whole, summed, _, _ = windows_of(layout.schedule or "", S, V, M)
+        chunk = held_here.blocks / V
+        held["weights"] = WEIGHT * parts
+        held["gradients"] = WEIGHT * (parts + held_here.ends + summed * chunk)
+        held["weights cast"] = COMPUTE_BYTES * (own + held_here.ends + whole * chunk)
     if layout.host_optimizer:  # comes to the chip when the microbatches are through
         passing = sum(held.values()) - held["weights"] - held["gradients"] - held["optimizer"]
         held["optimizer"] = max(0.0, held["optimizer"] - passing)

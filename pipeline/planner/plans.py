@@ -251,10 +251,11 @@ def _value(value: Any) -> str:
 
 def _options(layout: MeshLayout) -> Mapping[str, Any]:
     """Options for `Pipeline` beside the mesh."""
-    is_known = layout.data_parallel in get_args(DataParallel)
-    options: dict[str, Any] = {"data_parallel": layout.data_parallel} if is_known else {}
-    if layout.data_parallel == "fsdp":
-        options["gather"] = "action"
+    gather = {"fsdp": "action", "windows": "repeat"}.get(layout.data_parallel)
+    way = "fsdp" if gather else layout.data_parallel
+    options: dict[str, Any] = {"data_parallel": way} if way in get_args(DataParallel) else {}
+    if gather:
+        options["gather"] = gather
     if layout.cut.ranks > 1:
         rows = ("data", "expert") if layout.experts.ranks > 1 else "data"
         options["batch"] = (rows, CONTEXT)
@@ -276,7 +277,7 @@ def _beside(job: PlannedJob, layout: MeshLayout) -> list[str]:
     if layout.remat == BUT_ATTENTION:
         blocks += ", which keeps what attention gave (keep_attention=True)"
     if layout.remat == MLP:
-        where = "offloads" if layout.offload else "keeps"
+        where = "offloads" if layout.offload and layout.schedule is None else "keeps"
         blocks = f"each block under a policy of jax.checkpoint that {where} its input, queries, "
         blocks += "keys, values and attention's result"
     slices = f"slices: {layout.data_slices} along data, {layout.stage_slices} along stage"

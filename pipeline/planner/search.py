@@ -76,7 +76,7 @@ def plan(
       schedules: families to try.
       remat: what may be computed again: None, "gathered" (what tensor ranks gathered is, of
         pipelines), "block", "block_but_attention" (which spares splash attention, so only TPUs have
-        it), "mlp" (of each block, without a pipeline, on TPUs) or "stage".
+        it), "mlp" (of each block, on TPUs) or "stage".
       clock: "lockstep", which is how the kernel runs on chips, "barriers", where all ranks meet at
         every exchange, as on virtual CPU devices, or "event".
       efficiency: the share of peak that products reach; the chip's by default.

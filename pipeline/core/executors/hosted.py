@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
 from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
-from pipeline.core.executors.memory import Memory, Pool, at_most_once, tiled, unwritten, updated
+from pipeline.core.executors.memory import Memory, Pool, at_most_once, unwritten, updated
 from pipeline.core.jaxpr.primitives import barrier
+from pipeline.core.jaxpr.refs import tiled
 from pipeline.core.jaxpr.scopes import HOST_POOLS
 from pipeline.core.model.overlay import View
 from pipeline.core.rank.local_model import LocalModel

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from collectives import vary
 from collectives.compat import is_on_host, platform, varying_in
@@ -36,13 +35,11 @@ from pipeline.core.backward.accumulate import as_summed
 from pipeline.core.backward.outcome import Outcome
 from pipeline.core.executors.totals import Total, window_totals
 from pipeline.core.jaxpr import scopes
-from pipeline.core.jaxpr.refs import read, write
+from pipeline.core.jaxpr.refs import read, tiled, write
 from pipeline.core.model.overlay import Part, View
 from pipeline.core.rank.ends import finish
 from pipeline.core.rank.local_model import LocalModel
 from schedules.lowering.program import Program
-
-SUBLANES = 8  # of a tile of a TPU
 
 
 class Pool:
@@ -114,20 +111,6 @@ def _uncleared(t: Any, lead: tuple[int, ...] = ()) -> jax.Array:
     if platform() != "tpu" or is_key(t):
         return zeros(t, lead=lead)
     return jax.lax.empty((*lead, *t.shape), t.dtype)
-
-
-def tiled(x: jax.Array) -> jax.Array:
-    """Lay out a value by its dims, short ones first, on a TPU; elsewhere unchanged.
-
-    A TPU's compiler gives what a product reads or writes a layout of its own. If F and B want
-    different ones of a place, the whole pool is copied from one to the other and back in every
-    tick: in 8B on v5p that took 57 million cycles, and F and B 358 (docs/tpu.md). Dims are tiled by
-    8 x 128, and what is shorter is padded: those go before the others.
-    """
-    if platform() != "tpu" or x.ndim < 2 or is_key(x):
-        return x
-    order = sorted(range(x.ndim), key=lambda axis: x.shape[axis] >= SUBLANES)
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
 
 
 @dataclass(frozen=True, eq=False)

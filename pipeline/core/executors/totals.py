@@ -16,6 +16,7 @@ from collectives import vary
 from collectives.compat import varying_in
 from pipeline.base.tree import Leaves, vary_like
 from pipeline.core.jaxpr.primitives import barrier
+from pipeline.core.jaxpr.refs import tiled
 from pipeline.core.model.overlay import Part, Spot
 from pipeline.core.sharding.placement import Spread
 from pipeline.core.sharding.zero import scatter, shares_gradient
@@ -108,7 +109,7 @@ class WindowTotal(Total):
         found = []
         for own, ref, spread in zip(self._results, self.refs, self._spreads, strict=True):
             if ref is not own:
-                found += scatter([_if(real, ref[...])], [spread], lead=1)
+                found += scatter([_if(real, tiled(ref[...]))], [spread], lead=1)
         return found
 
     def keep(self, parts: Leaves) -> None:
@@ -121,7 +122,7 @@ class WindowTotal(Total):
     def leave(self) -> None:
         """Clear the windows for other chunks; on every rank, so never while one needs its own."""
         for _, ref in self._in_windows:
-            ref[...] = jnp.zeros_like(ref[...])
+            ref[...] = tiled(jnp.zeros_like(ref[...]))
 
     @property
     def _in_windows(self) -> list[tuple[Any, Any]]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from collectives import STAGE
 from pipeline.base.tree import Leaves
 from pipeline.core.executors.memory import Memory, unwritten
+from pipeline.core.jaxpr.refs import tiled
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.zero import shares_weight
 from schedules.lowering.needs import last_in_windows
@@ -63,13 +64,13 @@ class Windows:
     def read(self, chunk: int) -> Leaves:
         """The weights of a chunk that is in its window."""
         pairs = zip(self._refs[chunk], self._state.stored(chunk), strict=True)
-        return [leaf if ref is None else ref[...] for ref, leaf in pairs]
+        return [leaf if ref is None else tiled(ref[...]) for ref, leaf in pairs]
 
     def write(self, chunk: int, weights: Leaves) -> None:
         """Put the weights of a chunk into its window."""
         for ref, leaf in zip(self._refs[chunk], weights, strict=True):
             if ref is not None:
-                ref[...] = leaf
+                ref[...] = tiled(leaf)
 
 
 def _refs(leaves: Leaves, shared: Sequence[bool]) -> Leaves:

@@ -24,11 +24,12 @@ UNREAD = "unread"  # weights whose narrow copies alone are read
 HOST_POOLS = ("host_stashes", "host_crossings")  # pools in host memory, where they are made
 _TICKS, _SLOT = re.compile(r"ticks(\d+)_(\d+)"), re.compile(r"slot(\d+)")
 _STAGES = re.compile(r"stages((?:_\d+)+)")
-# Of `Op.label`, what goes on beside an action.
-BESIDE = r"(?:_stash)?(?:_crossing)?(?:_early)?(?:_gathers\d+)?(?:_reduces\d+)?"
+# Of `Op.label`, what goes on beside an action: copies, and what FSDP moves.
+COPIED = r"(?:_stash)?(?:_crossing)?(?:_early)?"
+MOVED = r"(?:_gathers\d+)?(?:_reduces\d+)?"
 PLACE = re.compile(  # of an action: first tick, last tick, slot, stages, label
     rf"{_TICKS.pattern}/(?:.*/)?{_SLOT.pattern}/(?:{_STAGES.pattern}/)?"
-    rf"([FBIW]\d+(?:_first)?(?:_last)?{BESIDE}|{'|'.join(COMMON)})"
+    rf"([FBIW]\d+(?:_first)?(?:_last)?{COPIED}{MOVED}|{'|'.join(COMMON)})"
 )
 
 

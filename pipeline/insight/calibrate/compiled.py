@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from collectives import make_mesh
 from pipeline.base.tree import Tree, shape_text
-from pipeline.core.jaxpr.scopes import BESIDE
+from pipeline.core.jaxpr.scopes import COPIED, MOVED, trips
 from pipeline.core.layerwise.replace import ends_of
 from pipeline.core.model.microbatch import map_rows
 from pipeline.core.options.plan import Plan
@@ -280,7 +280,7 @@ def costs_of(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine, message
       message: bytes of a message between ranks.
     """
     stages, clock = range(plan.schedule.num_stages), machine.clock
-    of = {kind: [_of_stage(read, plan, k, kind).total / clock for k in stages] for kind in ACTIONS}
+    of = {kind: [_of_stage(read, plan, k, kind) / clock for k in stages] for kind in ACTIONS}
     common = {
         name: max((c.total for s, c in read.items() if s.action == name), default=0.0)
         for name in COMMON
@@ -304,16 +304,29 @@ def beside(read: Mapping[Scope, Cycles], plan: Plan, machine: Machine) -> float:
     return (once + len(plan.training.op) * max(around, default=0.0)) / machine.clock
 
 
-def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> Cycles:
-    """Read the cycles of one action of a stage; zero if the program has no such action."""
-    rank = plan.schedule.placement[k]
+def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> float:
+    """Read the cycles of one action of a stage; zero if the program has no such action.
+
+    An action beside which something is copied, gathered or shared out has code of its own. What is
+    moved once for a run of microbatches is spread over the actions of its stage; of those that copy
+    from or to host memory the slowest counts.
+    """
+    program, rank = plan.training, plan.schedule.placement[k]
     chunk = plan.schedule.stages_of[rank].index(k)
-    first, last = plan.training.ends_of(k)
-    # An action beside which something is copied, gathered or shared out has code of its own.
-    label = re.compile(Op(kind, chunk, first, last).label + BESIDE)
-    found = [s for s in read if label.fullmatch(s.action) and (not s.stages or k in s.stages)]
-    of = [read[s] for s in found]
-    return max(of, key=lambda one: one.total, default=Cycles())
+    label = Op(kind, chunk, *program.ends_of(k)).label
+    pattern = re.compile(rf"({label}{COPIED}){MOVED}")
+    runs: dict[str, list[tuple[int, float]]] = {}
+    for scope, each in read.items():
+        found = pattern.fullmatch(scope.action)
+        if found and (not scope.stages or k in scope.stages):
+            count = trips(program, f"{scope.ticks}/{scope.slot}/{scope.action}")
+            times = 0 if count is None else int(count[rank])
+            runs.setdefault(found[1], []).append((times, each.total))
+    means = [
+        sum(n * cycles for n, cycles in each) / max(1, sum(n for n, _ in each))
+        for each in runs.values()
+    ]
+    return max(means, default=0.0)
 
 
 def _calibration(
