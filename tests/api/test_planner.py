@@ -200,6 +200,27 @@ def test_bytes_of_the_tpu_compiler_in_docs_planner(model, layout, seq, compiled)
     assert found.hbm == pytest.approx(compiled, rel=0.03 if "1f1b" in layout.schedule else 0.05)
 
 
+def test_windows_hold_two_chunks_and_move_each_once_or_twice():
+    """Weights in bfloat16 for each gather, gradients in float32 for each run of backwards."""
+    chip, sizes = replace(IDEAL, link=1e9), {"devices": 8, "batch": 16}
+    layout = MeshLayout(4, 2, 1, schedule="looped_bfs", chunks=2, microbatches=4, remat="mlp")
+    model = replace(SMALL, layers=8)
+    V = 4
+    layout = replace(layout, chunks=V, data_parallel="windows", vocabulary="stage")
+    found = estimate(job(model, chip, **sizes), layout)
+    chunk, ends = model.block, model.ends / 2
+    parts = (V * chunk + ends) / 4
+    assert found.bytes["weights"] == pytest.approx(4 * parts)
+    assert found.bytes["gradients"] == pytest.approx(4 * (parts + ends + 2 * chunk))
+    assert found.bytes["weights cast"] == pytest.approx(2 * (V * chunk / 4 + ends + 2 * chunk))
+    moved = (2 * V - 2) * 2 * chunk + V * 4 * chunk + (4 + 2) * ends
+    words = 4 * (4 * 2 * 1 / 2 * 2 * 32 * 64 + 12 * 32)  # of 4 microbatches, over `stage`
+    sent = 3 / 4 * moved / chip.ring(2) + words / chip.ring(1, 2)
+    assert found.seconds["data"] == pytest.approx(sent)
+    step = estimate(job(model, chip, **sizes), replace(layout, data_parallel="fsdp"))
+    assert found.seconds["data"] < step.seconds["data"]
+
+
 def test_what_a_tensor_group_gathers_is_kept_whole_or_gathered_again():
     whole = MeshLayout(1, 2, 2, schedule="gpipe", microbatches=4)
     again = replace(whole, remat="gathered")
