@@ -152,7 +152,7 @@ def window_totals(
     found = []
     for like, of, place in zip(chunks, spreads, places, strict=True):
         shared = [shares_gradient(spread) for spread in of]
-        key = place, tuple((x.shape, x.dtype) for x in like), tuple(shared)
+        key = place, tuple((x.shape, x.dtype, varying_in(x)) for x in like), tuple(shared)
         if key not in made:
             made[key] = _windows(like, shared, axes)
         found.append(WindowTotal(like, axes, of, made[key], added))

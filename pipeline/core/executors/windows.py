@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives import STAGE
+from collectives.compat import varying_in
 from pipeline.base.tree import Leaves
 from pipeline.core.executors.memory import Memory, unwritten
 from pipeline.core.jaxpr.refs import tiled
@@ -27,7 +28,7 @@ class Windows:
     """Places for the whole weights that data shards share, in the dtype in which they are gathered.
 
     They are open while a program runs. Chunks of one window whose weights have other shapes or
-    dtypes have arrays of their own.
+    dtypes, or vary over other axes, have arrays of their own.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Windows:
         for chunk, place in enumerate(places):
             types = jax.eval_shape(lambda v=chunk: state.gathered(v, 0))
             shared = tuple(map(shares_weight, state.model.layout.chunks[chunk]))
-            key = place, tuple((t.shape, t.dtype) for t in types), shared
+            key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in types), shared
             if key not in made:
                 first = state.gathered(0, 0) if chunk == 0 else unwritten(types, state.axes)
                 made[key] = _refs(first, shared)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -114,6 +115,36 @@ def test_stages_that_are_not_alike(model):
     pipes = [Pipeline(stages, 4, schedule="looped_bfs", **options, **of) for of in (REPEAT, {})]
     found, want = (pipe.value_and_grad(*mixed.batch(model)) for pipe in pipes)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert_close(a, b)
+
+
+class Projection(nnx.Module):
+    """Two matrices of which a rank has 8 x 8: a part of them over ``tensor``, or all."""
+
+    def __init__(self, rngs: nnx.Rngs, axis: str | None) -> None:
+        self.axis, hidden = axis, 16 if axis else 8
+        own: dict[str, Any] = {"out_sharding": (None, axis), "eager_sharding": False}
+        self.up = nnx.Param(0.3 * jax.random.normal(rngs.params(), (8, hidden)), **own)
+        own["out_sharding"] = (axis, None)
+        self.down = nnx.Param(0.3 * jax.random.normal(rngs.params(), (hidden, 8)), **own)
+
+    def __call__(self, x):
+        y = jnp.tanh(x @ self.up[...]) @ self.down[...]
+        return x + (jax.lax.psum(y, self.axis) if self.axis else y)
+
+
+@slow
+@pytest.mark.parametrize("axes", [("tensor", None, None), (None, "tensor", "tensor")])
+def test_chunks_of_one_window_that_vary_over_other_axes(axes):
+    """Their shapes and dtypes on a rank are the same, and their types are not."""
+    stages = [Projection(nnx.Rngs(k), axis) for k, axis in enumerate(np.repeat(axes, 2).tolist())]
+    mesh = make_mesh(stage=2, data=2, tensor=2)
+    options: dict[str, Any] = {"schedule": "looped_bfs", "mesh": mesh, "loss_fn": models.squares}
+    x, t = (jnp.tile(models.rows(8, seed=n), (1, 8))[:, :8] for n in range(2))
+    pipes = [Pipeline(stages, 2, **options, **of) for of in (REPEAT, {})]
+    found, want = (jax.tree.leaves(pipe.value_and_grad(x, t)) for pipe in pipes)
+    assert pipes[0].plan.training.weights == (0, 1, 0)
+    for a, b in zip(found, want, strict=True):
         assert_close(a, b)
 
 
