@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 
 from collectives.places.sizes import EXPERT
 from pipeline import make_optimizer
-from pipeline.core.jaxpr.scopes import place_of_loop
+from pipeline.core.jaxpr.scopes import place_of_loop, trips
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.insight.forecast.step_memory import predict_step
@@ -205,12 +205,7 @@ def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:
     seconds = span + waited_for_chunks(read, plan, machine) + beside(read, plan, machine)
     actions = by_action(read)
     see_that_they_agree(case, machine, actions, devices[0].device_kind)
-    M = case.microbatches
-    waits = sum(
-        each.waits * (M if scope.action != ONCE else 1)
-        for scope, each in read.items()
-        if not scope.action.endswith(("first", "last"))
-    )
+    waits = sum(each.waits * runs_of(scope, plan) for scope, each in read.items())
     return Step(
         actions,
         seconds,
@@ -221,6 +216,16 @@ def ours(case: Case, keep: Path | None, name: str, rates: Rates) -> Step:
         tpu_experts.sent_over_experts(made.text, machine, pipe.mesh, plan),
         tpu_experts.formula(case, again=False),
     )
+
+
+def runs_of(scope: Scope, plan: Any) -> float:
+    """Count the runs of what stands in a scope in a step, the mean over ranks."""
+    if scope.action == ONCE:
+        return 1.0
+    if not plan.has_windows:  # all microbatches pass each action
+        return plan.schedule.num_microbatches * (not scope.action.endswith(("first", "last")))
+    found = trips(plan.training, f"{scope.ticks}/{scope.slot}/{scope.action}")
+    return 0.0 if found is None else float(found.mean())
 
 
 def waited_for_chunks(read: dict[Scope, Cycles], plan: Any, machine: Machine) -> float:

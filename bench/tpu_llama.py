@@ -225,6 +225,9 @@ CASES["70B-v6e-windows"] = Case(
     chunks=20,
     microbatches=16,
 )
+costs = Costs(f=29.6, b=75.2, host=8.4, host_overlap=CHIPS["v6e"].host_overlap)
+hosted = CASES["70B-v6e-windows"]
+CASES["70B-v6e-windows-early"] = replace(hosted, options={**hosted.options, "costs": costs})
 
 
 def report(case: Case) -> dict[str, str]:

@@ -137,7 +137,7 @@ _TABLE = (
         closes=16,
         passes=V6E_PASSES,
         host=V6E_HOST,
-        host_memory=180e9,
+        host_memory=128e9,
     ),
     # cloud.google.com/tpu/docs/tpu7x: a chip, of two devices; 1200 GB/s both ways, 3D torus.
     Chip(

@@ -197,7 +197,7 @@ def test_hosts_of_chips_have_memory():
         "v4": 101.75,
         "v5e": 48,
         "v5p": 112,
-        "v6e": 180,
+        "v6e": 128,
         "tpu7x": 240,
         "h100": 250,
         "a100": 250,
