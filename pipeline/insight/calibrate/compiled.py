@@ -320,12 +320,12 @@ def _of_stage(read: Mapping[Scope, Cycles], plan: Plan, k: int, kind: Kind) -> f
         found = pattern.fullmatch(scope.action)
         if found and (not scope.stages or k in scope.stages):
             count = trips(program, f"{scope.ticks}/{scope.slot}/{scope.action}")
-            times = 0 if count is None else int(count[rank])
+            times = 1 if count is None else int(count[rank])
             runs.setdefault(found[1], []).append((times, each.total))
-    means = [
-        sum(n * cycles for n, cycles in each) / max(1, sum(n for n, _ in each))
-        for each in runs.values()
-    ]
+    means = []
+    for group in runs.values():
+        times, cycles = np.array(group).T
+        means.append(float(np.average(cycles, weights=times if times.any() else None)))
     return max(means, default=0.0)
 
 

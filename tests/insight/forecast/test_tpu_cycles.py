@@ -388,6 +388,23 @@ def test_an_action_whose_stash_lies_on_the_host_counts() -> None:
     assert costs.b == (5.0, 4.0), "the slower of those whose stash lies here and there"
 
 
+def test_what_a_run_of_microbatches_moves_is_spread_over_them() -> None:
+    """One of 4 forwards of chunk 0 gathers the next chunk, and takes 5 s for 1."""
+    options: dict[str, Any] = {"schedule": "looped_bfs", "loss_fn": models.squares}
+    mesh = make_mesh(stage=2, data=2)
+    stages = models.build(Block, 4)
+    pipe = Pipeline(stages, 4, mesh=mesh, data_parallel="fsdp", gather="repeat", **options)
+    program = pipe.plan.training
+    found = {}
+    for n, slot in enumerate(program.slots):
+        for op in slot.ops:
+            seconds = 5e9 if op.gathers >= 0 else 1e9
+            found[Scope(op.label, f"ticks0_{program.num_ticks}", f"slot{n}")] = Cycles(seconds)
+    costs = compiled.costs_of(found, pipe.plan, MACHINE, 0.0)
+    assert costs.f == (2.0, 2.0, 1.0, 1.0)
+    assert costs.b == (1.0,) * 4
+
+
 @pytest.mark.usefixtures("on_paper")
 def test_types_will_do() -> None:
     stages = nnx.eval_shape(lambda: models.build(Block, 2))
