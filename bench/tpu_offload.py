@@ -163,7 +163,7 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
         taken = durations(pipe, read, Machine(chip).clock)
         on_device = on_device or taken
         took = step(pipe, taken)
-        rule = by_rule(pipe, on_device, size, chip) if way == "early" else took
+        rule = by_rule(pipe, on_device, size, chip) if way == "stash" else took
         f, b = (1e3 * taken[Action(1, kind, 3)] for kind in ("F", "B"))
         waits = {scope.action: one.waits for scope, one in read.items()}
         waited = sum(waits.get(f"{k}0{end}", 0.0) for k, end in _labels(way))
@@ -175,7 +175,7 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
                 f"{b:.2f}",
                 f"{waited:.2f}",
                 f"{took:.1f}",
-                "-" if way == "stash" else f"{rule:.1f}",
+                "-" if way == "early" else f"{rule:.1f}",
             ]
         )
     return found

@@ -29,9 +29,10 @@ _GPU: dict[str, Any] = {
 # PCIe of a TPU, and of v6e: jax-ml.github.io/scaling-book/tpus has 1.6e10 and 3.2e10 bytes a
 # second. Nobody measured them here.
 TPU_HOST, V6E_HOST = 16e9, 32e9
-# Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read,
-# and of B beside an early one. Fitted to five compiled steps for v5e and v5p (docs/offload.md).
-TPU_OVERLAP = (0.7, 0.0, 1 / 3)
+# Of an action's work, beside which its copy travels: of F beside a write, of B beside its own read.
+# Fitted to six compiled steps (docs/offload.md). With 0 of an early read none starts early: in the
+# step of 8B for v6e the compiler copies all places on the device then.
+TPU_OVERLAP = (0.7, 0.05, 0.0)
 
 
 @dataclass(frozen=True)

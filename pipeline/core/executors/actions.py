@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from collectives import vary
-from collectives.compat import platform
 from pipeline.base.tree import Leaves, Tree, at, blank, combine, partition
 from pipeline.core.backward.outcome import Outcome
 from pipeline.core.executors.memory import Memory, StepRequest, at_most_once, unwritten
@@ -67,11 +66,6 @@ class Actions:
         # What is for other actions starts before this one's products and is awaited behind them.
         state = self.local.state
         stash = self.memory.early.read(row) if op.reads_early else None
-        reads_own = op.reads_early and op.kind in ("B", "I") and not op.stash_on_host
-        if reads_own and platform() == "tpu":
-            # Else the compiler reads the action's own stash and writes this one in a single fusion,
-            # which waits for the copy first and copies all places.
-            stash = self.memory.early.behind(self.memory.stashes[row["stash"]], stash)
         weights = state.gathered(op.gathers, row["microbatch"]) if op.gathers >= 0 else None
         total = self.memory.chunk_grads[op.reduces].whole if op.reduces >= 0 else None
         parts = total.shared_out() if total else []

@@ -21,7 +21,6 @@ from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
 from pipeline.base.tree import Leaves, Tree, blank, is_key, zeros
 from pipeline.core.executors.memory import Memory, Pool, at_most_once, unwritten, updated
-from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.jaxpr.refs import tiled
 from pipeline.core.jaxpr.scopes import HOST_POOLS
 from pipeline.core.model.overlay import View
@@ -122,13 +121,6 @@ class EarlyReads:
     def read(self, row: Mapping[str, Any]) -> Tree:
         """The stash that the entries of a rank's tables name, in device memory."""
         return self._host[row["read_from"]]
-
-    @staticmethod
-    def behind(own: Tree, stash: Tree) -> Tree:
-        """The stash, not before another value has been read."""
-        leaves, treedef = jax.tree.flatten(stash)
-        held = barrier(*map(_plain, leaves), *map(_plain, jax.tree.leaves(own)))
-        return jax.tree.unflatten(treedef, map(_shaped, held, leaves))
 
     def write(self, row: Mapping[str, Any], stash: Tree) -> None:
         """Give it the place that they name."""

@@ -13,7 +13,6 @@ import pytest
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.executors import actions
 from pipeline.core.jaxpr import scopes
 from pipeline.insight.forecast.bytes import predict
 from schedules import Costs
@@ -45,16 +44,6 @@ def test_gradients_are_equal_bit_by_bit(name, offload):
     pipe = make(name, 2, FAMILIES[name], 4, remat=None, offload=offload, costs=WAITS)
     assert reads(pipe) > 0
     assert_equal(pipe.value_and_grad(*words(pipe.num_microbatches)), plain(name, None))
-
-
-@pytest.mark.usefixtures("poison")
-def test_on_tpus_a_stash_is_read_before_an_early_one_is_written(monkeypatch):
-    """A barrier keeps the TPU compiler from one fusion of both, which copies all places."""
-    monkeypatch.setattr(actions, "platform", lambda: "tpu")
-    pipe = make("1f1b", 2, 1, 4, remat=None, offload=0.5, costs=WAITS)
-    x = words(4)
-    assert "optimization_barrier" in pipe.lower(*x).as_text()
-    assert_equal(pipe.value_and_grad(*x), plain("1f1b", None))
 
 
 @pytest.mark.slow
