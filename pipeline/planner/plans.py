@@ -191,7 +191,7 @@ def configuration(job: PlannedJob, chosen: Estimate) -> str:
         *_assigned(_options(layout)),
     ]
     if costs := _costs(job, layout):
-        lines += ["", "# seconds, predicted: reads from host memory start early by them"]
+        lines += ["", "# seconds, predicted: by them reads from host memory may start early"]
         lines += ["[pipeline.costs]", *_assigned(costs)]
     return "\n".join(lines) + "\n"
 
