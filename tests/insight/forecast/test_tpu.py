@@ -71,7 +71,7 @@ def test_sums_in_float32_are_temporaries(mesh):
 
 @pytest.mark.slow
 def test_windows_are_gathered_beside_products(mesh):
-    """No sum of a whole chunk is carried through the ticks (the barrier in `WindowTotal.leave`)."""
+    """No sum of a whole chunk is carried through the ticks (the barrier in `WindowTotal.keep`)."""
     square = Mesh(mesh.devices.reshape(2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
     stages = [nnx.eval_shape(Layers)] * 12
     options = {"schedule": "looped_bfs", "loss_fn": mean, "data_parallel": "fsdp", "remat": "stage"}
@@ -79,6 +79,6 @@ def test_windows_are_gathered_beside_products(mesh):
     x = jax.ShapeDtypeStruct((2 * M * ROWS, WIDTH), jnp.bfloat16)
     step = pipe.lower(x, x).compile()
     found = predict(pipe.plan, *pipe._operands(x, x, None))
-    # Beside it the parts of a collective that travels, and of a window that it comes to.
-    assert step.memory_analysis().temp_size_in_bytes < found.temporaries + GRADIENTS
+    # Beside them what a collective travels through. Whole sums would be half as much again.
+    assert step.memory_analysis().temp_size_in_bytes < 1.2 * found.temporaries
     assert (step.as_text() or "").count("async_collective_fusion") > 0
