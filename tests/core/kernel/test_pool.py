@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from pipeline.core.executors import memory
+from pipeline.core.jaxpr import refs
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "gpu"])
 def test_tpus_are_told_how_places_lie(monkeypatch, platform):
     """Whenever they are written and read: short dims first; vectors and keys are as they are."""
-    monkeypatch.setattr(memory, "platform", lambda: platform)
+    monkeypatch.setattr(refs, "platform", lambda: platform)
     keys = jax.random.split(jax.random.key(0), (2, 3))
     values = [jnp.zeros((16, 8)), jnp.zeros((16, 2, 8)), jnp.zeros((1, 16, 1)), jnp.zeros(4), keys]
 
