@@ -39,7 +39,8 @@ OPTIONS = {
 
 @functools.cache
 def batch() -> tuple:
-    return models.words(ROWS), models.words(ROWS, most=CLASSES, seed=4)
+    with jax.ensure_compile_time_eval():  # whoever asks first may be traced
+        return models.words(ROWS), models.words(ROWS, most=CLASSES, seed=4)
 
 
 def ends() -> dict:
