@@ -103,8 +103,8 @@ class Plan(Options):
 
     @property
     def has_windows(self) -> bool:
-        """True if weights are gathered when a rank comes to their chunk."""
-        return self.gather == "repeat"
+        """True if weights are gathered when a rank comes to their chunk, from several shards."""
+        return self.gather == "repeat" and self.axes.num_rows > 1
 
     @property
     def num_chunks(self) -> int:

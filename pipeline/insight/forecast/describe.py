@@ -149,7 +149,7 @@ def _repeats(plan: Plan) -> str:
     """Say how often weights are gathered when a rank comes to their chunk, and into what."""
     program = plan.training
     if not program.weights:
-        return ""
+        return "chunk by chunk"
     windows, sums = (len(set(places)) for places in (program.weights, program.gradients))
     return (
         f"chunk by chunk, {max(num_gathers(program))} times a step into {windows} windows, and "

@@ -18,6 +18,7 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.insight.calibrate.one_rank import find_chain, one_rank
 from pipeline.insight.forecast.bytes import predict
 from schedules import Costs, from_orders
 from schedules.lowering.needs import last_in_windows, num_gathers
@@ -259,6 +260,22 @@ def test_describe_says_it():
         "weights sharded over 2 data shards, gathered chunk by chunk, 6 times a step into 2 "
         "windows, and gradients shared out from 2"
     ) in repeats(2, 4, "looped_bfs").describe().splitlines()
+
+
+def test_one_shard_has_nothing_to_gather():
+    pipe = repeats(4, 2, "looped_bfs", D=1)
+    assert not pipe.plan.training.weights
+    assert "weights sharded over 1 data shards, gathered chunk by chunk" in pipe.describe()
+
+
+def test_a_calibration_times_actions_without_gathers():
+    """One by one, each action would gather the chunk of the next."""
+    pipe = repeats(2, 4, "looped_bfs")
+    chain = find_chain(pipe)
+    assert len(chain.stages) > 2
+    one = one_rank(pipe, Pipeline, chain, "FB", 3, 1)
+    assert not one.plan.training.weights
+    assert one.plan.data_parallel == "fsdp"
 
 
 def test_ranks_that_compute_in_idle_slots_are_refused():
