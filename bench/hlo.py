@@ -7,12 +7,16 @@ start of an asynchronous exchange and its end runs while the message travels.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
 
-from pipeline.insight.calibrate.cycles import Machine
+from pipeline.core.jaxpr.scopes import place_of_loop
+from pipeline.core.options.plan import Plan
+from pipeline.insight.calibrate.cycles import Cycles, Machine, Scope
+from schedules import Action
 
 _STEP = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\S+) ([\w-]+)\(")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
@@ -37,6 +41,24 @@ class Exchange:
 def with_link(machine: Machine, link: float) -> Machine:
     """A machine whose copies to host memory and back count, at so many bytes a second."""
     return replace(machine, copies=True, chip=replace(machine.chip, host=link))
+
+
+def durations(plan: Plan, read: Mapping[Scope, Cycles], clock: float) -> dict[Action, float]:
+    """Seconds of every action of a step, each by the cycles of its own code.
+
+    Args:
+      plan: of the pipeline whose step it is.
+      read: its cycles.
+      clock: cycles a second.
+    """
+    found: dict[Action, float] = {}
+    for scope, one in read.items():
+        if place := place_of_loop(f"{scope.ticks}/{scope.slot}/{scope.action}/while"):
+            for rank in range(plan.schedule.num_ranks):
+                actions = [a for _, a in place.actions(plan.training, rank) if a]
+                found |= dict.fromkeys(actions, one.total / clock)
+    missing = [a for order in plan.schedule.orders for a in order if a not in found]
+    return found | dict.fromkeys(missing, 0.0)  # the last F does nothing if it is computed again
 
 
 def exchanges(text: str, mesh: Mesh) -> list[Exchange]:

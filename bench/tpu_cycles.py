@@ -26,7 +26,7 @@ from bench import (
     tpu_experts,
     tpu_peers,
 )
-from bench.hlo import with_link
+from bench.hlo import durations, with_link
 from bench.measure import ContradictionError, table
 from bench.tpu_llama import CASES as LLAMA
 from bench.tpu_llama import Case
@@ -37,13 +37,13 @@ from jax.sharding import Mesh
 
 from collectives.places.sizes import EXPERT
 from pipeline import make_optimizer
-from pipeline.core.jaxpr.scopes import place_of_loop, trips
+from pipeline.core.jaxpr.scopes import trips
 from pipeline.insight.calibrate.compiled import beside, costs_of, find_slice, machine_of
 from pipeline.insight.calibrate.cycles import EFFICIENCY, ONCE, Cycles, Machine, Scope, cycles
 from pipeline.insight.forecast.step_memory import predict_step
 from pipeline.layers.attending.blocks import choose_blocks
 from pipeline.training.compiling import default_compiler_options
-from schedules import Action, simulate
+from schedules import simulate
 
 GB = 10**9
 CASES = {**LLAMA, **tpu_experts.CASES}
@@ -236,12 +236,7 @@ def waited_for_chunks(read: dict[Scope, Cycles], plan: Any, machine: Machine) ->
     """
     if not plan.has_windows:
         return 0.0
-    program, own = plan.training, dict[Action, float]()
-    for scope, one in read.items():
-        if place := place_of_loop(f"{scope.ticks}/{scope.slot}/{scope.action}/while"):
-            for rank in range(plan.schedule.num_ranks):
-                actions = [action for _, action in place.actions(program, rank) if action]
-                own |= dict.fromkeys(actions, one.total / machine.clock)
+    own = durations(plan, read, machine.clock)
     of_kind: dict[tuple[int, str], list[float]] = {}
     for action, seconds in own.items():
         of_kind.setdefault((action.stage, action.kind), []).append(seconds)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import tpu  # before jax
-from bench.hlo import host_copies
+from bench.hlo import durations, host_copies
 from bench.measure import table
 
 import jax  # isort: skip
@@ -30,8 +30,7 @@ from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.core.jaxpr.scopes import PLACE, Place
-from pipeline.insight.calibrate.cycles import Cycles, Machine, Scope, cycles
+from pipeline.insight.calibrate.cycles import Machine, cycles
 from pipeline.planner.chips import CHIPS, Chip
 from schedules import Costs, simulate
 from schedules.core.action import Action
@@ -104,20 +103,6 @@ def row(topology: str, width: int, rows: int) -> list[str]:
     return [topology, *(f"{size / MIB:.0f}" for size in sizes), *map(str, pairs)]
 
 
-def durations(pipe: Pipeline, read: Mapping[Scope, Cycles], clock: float) -> dict[Action, float]:
-    """Seconds of every action of a step."""
-    program, found = pipe.plan.training, {}
-    for scope, one in read.items():
-        if match := PLACE.fullmatch(f"{scope.ticks}/{scope.slot}/{scope.action}"):
-            start, stop, slot, _, label = match.groups()
-            place = Place(int(start), int(stop), int(slot), label, None)
-            for rank in range(RANKS):
-                actions = [action for _, action in place.actions(program, rank) if action]
-                found |= dict.fromkeys(actions, one.total / clock)
-    missing = [a for order in pipe.schedule.orders for a in order if a not in found]
-    return found | dict.fromkeys(missing, 0.0)  # the last F does nothing if it is computed again
-
-
 def step(pipe: Pipeline, taken: Mapping[Action, float]) -> float:
     """Milliseconds of a step whose ranks wait for their data alone, by durations of actions."""
     return 1e3 * simulate(pipe.schedule, clock="measured", durations=taken).makespan
@@ -160,7 +145,7 @@ def against(chip: Chip, topology: str, width: int, rows: int, keep: Path | None)
         else:
             text = file.read_text(encoding="utf-8")
         read = cycles(text, Machine(chip, copies=True))
-        taken = durations(pipe, read, Machine(chip).clock)
+        taken = durations(pipe.plan, read, Machine(chip).clock)
         on_device = on_device or taken
         took = step(pipe, taken)
         rule = by_rule(pipe, on_device, size, chip) if way == "stash" else took

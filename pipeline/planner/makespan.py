@@ -6,6 +6,7 @@ Letters: S ranks, V stages on each, M microbatches, N slices of each.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,8 @@ def places(name: str, S: int, V: int, M: int, N: int = 1) -> tuple[float, float]
       M: microbatches.
       N: slices of each.
     """
-    if M <= SHORT * S:
-        return _held(name, S, V, M, N)
-    first = _first(S, M)
-    b, c = (np.array(_held(name, S, V, first + n * S, N)) for n in (1, 2))
-    stashes, crossings = c + (c - b) * (M - first - 2 * S) / S
-    return float(stashes), float(crossings)
+    stashes, crossings = _counted(lambda m: _held(name, S, V, m, N), S, M)
+    return stashes, crossings
 
 
 def windows_of(name: str, S: int, V: int, M: int) -> tuple[float, float, float, float]:
@@ -93,12 +90,19 @@ def windows_of(name: str, S: int, V: int, M: int) -> tuple[float, float, float, 
 
     Of a pipeline with ``gather="repeat"``; arguments are those of `places`.
     """
-    if M <= SHORT * S:
-        return _windows(name, S, V, M)
-    first = _first(S, M)
-    b, c = (np.array(_windows(name, S, V, first + n * S)) for n in (1, 2))
-    weights, gradients, gathers, reduces = (c + (c - b) * (M - first - 2 * S) / S).tolist()
+    found = _counted(lambda m: _windows(name, S, V, m), S, M)
+    weights, gradients, gathers, reduces = found
     return weights, gradients, gathers, reduces
+
+
+def _counted(count: Callable[[int], Sequence[float]], S: int, M: int) -> Sequence[float]:
+    """Numbers of M microbatches; of many, by what S more add to those of few."""
+    if M <= SHORT * S:
+        return count(M)
+    first = _first(S, M)
+    b, c = (np.array(count(first + n * S)) for n in (1, 2))
+    found: list[float] = (c + (c - b) * (M - first - 2 * S) / S).tolist()
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ Letters: V chunks, D data shards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -148,24 +148,41 @@ def window_totals(
         have refs of their own.
       added: as of `Total`.
     """
+
+    def cleared(chunk: int) -> Leaves:
+        return [vary_like(vary(jnp.zeros_like(x), axes), x) for x in chunks[chunk]]
+
+    shared = [list(map(shares_gradient, of)) for of in spreads]
+    windows = refs_in_windows(places, chunks, shared, cleared)
+    triples = zip(chunks, spreads, windows, strict=True)
+    return [WindowTotal(like, axes, of, refs, added) for like, of, refs in triples]
+
+
+def refs_in_windows(
+    places: Sequence[int],
+    types: Sequence[Leaves],
+    shared: Sequence[Sequence[bool]],
+    make: Callable[[int], Leaves],
+) -> list[Leaves]:
+    """[V] refs of the leaves of each chunk that data shards share, None for others.
+
+    Args:
+      places: [V] the window of each chunk.
+      types: [V] of its leaves. Chunks of one window share their refs if these are equal.
+      shared: [V] which of the leaves data shards share.
+      make: from the first chunk that needs them to what refs hold at first.
+    """
     made: dict[Any, Leaves] = {}
     found = []
-    for like, of, place in zip(chunks, spreads, places, strict=True):
-        shared = [shares_gradient(spread) for spread in of]
-        key = place, tuple((x.shape, x.dtype, varying_in(x)) for x in like), tuple(shared)
+    for chunk, (place, of, mask) in enumerate(zip(places, types, shared, strict=True)):
+        key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in of), tuple(mask)
         if key not in made:
-            made[key] = _windows(like, shared, axes)
-        found.append(WindowTotal(like, axes, of, made[key], added))
+            leaves = make(chunk)
+            with jax.named_scope("windows"):
+                pairs = zip(leaves, mask, strict=True)
+                made[key] = [jax.new_ref(x) if is_shared else None for x, is_shared in pairs]
+        found.append(made[key])
     return found
-
-
-def _windows(like: Leaves, shared: Sequence[bool], axes: tuple[str, ...]) -> Leaves:
-    """Refs of zeros for what is shared, None for others."""
-    with jax.named_scope("windows"):
-        return [
-            jax.new_ref(vary_like(vary(jnp.zeros_like(x), axes), x)) if is_shared else None
-            for x, is_shared in zip(like, shared, strict=True)
-        ]
 
 
 class TotalView:

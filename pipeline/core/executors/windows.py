@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from collectives import STAGE
-from collectives.compat import varying_in
 from pipeline.base.tree import Leaves
 from pipeline.core.executors.memory import Memory, unwritten
+from pipeline.core.executors.totals import refs_in_windows
 from pipeline.core.jaxpr.refs import tiled
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.zero import shares_weight
@@ -47,16 +47,14 @@ class Windows:
           state: what the rank holds.
           places: [V] the window of each chunk.
         """
-        self._state = state
-        made: dict[Any, Leaves] = {}
-        for chunk, place in enumerate(places):
-            types = jax.eval_shape(lambda v=chunk: state.gathered(v, 0))
-            shared = tuple(map(shares_weight, state.model.layout.chunks[chunk]))
-            key = place, tuple((t.shape, t.dtype, varying_in(t)) for t in types), shared
-            if key not in made:
-                first = state.gathered(0, 0) if chunk == 0 else unwritten(types, state.axes)
-                made[key] = _refs(first, shared)
-            self._refs.append(made[key])
+        self._state, chunks = state, range(len(places))
+        types = [jax.eval_shape(lambda v=v: state.gathered(v, 0)) for v in chunks]
+        shared = [list(map(shares_weight, state.model.layout.chunks[v])) for v in chunks]
+
+        def first(chunk: int) -> Leaves:
+            return state.gathered(0, 0) if chunk == 0 else unwritten(types[chunk], state.axes)
+
+        self._refs = refs_in_windows(places, types, shared, first)
 
     def close(self) -> None:
         """End the program: from now on whoever reads weights gathers them."""
@@ -72,13 +70,6 @@ class Windows:
         for ref, leaf in zip(self._refs[chunk], weights, strict=True):
             if ref is not None:
                 ref[...] = tiled(leaf)
-
-
-def _refs(leaves: Leaves, shared: Sequence[bool]) -> Leaves:
-    """Refs of what is shared, None for others."""
-    with jax.named_scope("windows"):
-        pairs = zip(leaves, shared, strict=True)
-        return [jax.new_ref(leaf) if is_shared else None for leaf, is_shared in pairs]
 
 
 @contextlib.contextmanager

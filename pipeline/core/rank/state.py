@@ -181,7 +181,7 @@ class RankState:
             whole = self.windows.read(chunk) if in_window else self.gathered(chunk, microbatch)
             narrow = [None if n is None else x for n, x in zip(narrow, whole, strict=True)]
         elif self.parts:
-            whole = [w if n is None else n for w, n in zip(shards, narrow, strict=True)]
+            whole = self.stored(chunk)
         else:
             return shards, narrow
         # Nothing reads the numbers of a wide one that has a copy, so compilers drop it.

@@ -68,7 +68,8 @@ class MemoryPrediction:
       workspace: the most that is live beside all that: within one action, or at the end of the
         step, when gradients are summed over ``data``.
       casts: weights in the narrower dtype that stages compute in, where it is made once a step.
-      windows: whole weights of the chunks that a rank works on, where it gathers those it comes to.
+      windows: whole weights and gradients of the chunks that a rank works on, where it gathers
+        those that it comes to.
       host_stashes: stashes in host memory, which count in no sum of device bytes.
       host_crossings: crossings in host memory, likewise.
       lent: results that are written at the end of the step, and hold anything but stashes before.
