@@ -134,7 +134,7 @@ class Pipeline(nnx.Module):
         self.ends = make_ends(ends, placement, plan.shared)
         keep_params_in(self, param_dtype)
         check_replicas(leaves_by_name(nnx.state(self)), plan.mesh)
-        warn_of_undivided_weights(self, plan.mesh, plan.axes, given)
+        warn_of_undivided_weights(self, plan.mesh, plan.axes, given, plan.compiled.warned)
         mark(self.chunks, plan.schedule.stages_of)
         types = is_abstract(nnx.state(self.chunks))
         self.layout = Layout(plan.schedule.stages_of, plan.mesh, types=types)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from collectives import vary
 from collectives.compat import varying_in
+from pipeline.base.rows import counts_padding
 from pipeline.base.tree import is_array, is_float, real, shape_text
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ def add_loss(x: T, value: Any) -> T:
         )
     adding = _CONTEXT.value or Adding()
     adding.is_used = True
+    adding.counts_padding |= counts_padding()
     value = jnp.asarray(value)
     if adding.weight != 1:
         value = value * adding.weight
@@ -106,13 +108,15 @@ class Adding:
     Attributes:
       share: the cotangent of values.
       probe: a zero whose cotangent is their sum; without, the cotangent of values is 1.
-      is_used: whether any loss was added.
+      is_used: whether any loss was added; counts_padding: whether one by a layer that leaves no
+        padding out, and the batch has some.
       weight: of values, 1 but for slices of several lengths (`RankState.share`).
     """
 
     share: Any = None
     probe: Any = None
     is_used: bool = False
+    counts_padding: bool = False
     weight: float = 1.0
 
 

@@ -91,7 +91,10 @@ class Block(nnx.Module):
         segments: jax.Array | None = None,
     ) -> jax.Array:
         """Run it; positions and segments as of `DecoderAttention`."""
-        return self._added(x, self.attention(self.attention_norm(x), positions, segments))
+        x = self._attended(x, self.attention(self.attention_norm(x), positions, segments))
+        return self._added(
+            x, (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
+        )
 
     def call_slice(
         self,
@@ -102,12 +105,19 @@ class Block(nnx.Module):
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Run it on one slice of a sequence, as `DecoderAttention.call_slice`."""
-        given = self.attention_norm(x), earlier, part, positions, segments
+        of_attention, of_experts = earlier or (None, None)
+        given = self.attention_norm(x), of_attention, part, positions, segments
         y, own = self.attention.call_slice(*given)
-        return self._added(x, y), own
+        x = self._attended(x, y)
+        if not hasattr(self, "experts"):
+            return self._added(x, self.mlp(self.mlp_norm(x))), (own, ())
+        y, counts = self.experts.call_slice(self.mlp_norm(x), of_experts, part)
+        return self._added(x, y), (own, counts)
+
+    def _attended(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Add the result of attention to the residual stream."""
+        return x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
 
     def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The residual stream behind attention, whose result is y, and MLP."""
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = (self.experts if hasattr(self, "experts") else self.mlp)(self.mlp_norm(x))
+        """Add the result of the MLP, or of the experts, to the residual stream."""
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))

@@ -8,6 +8,7 @@ in the dtype of the input.
 """
 
 from pipeline.base.agreed.slices import SequenceSlice
+from pipeline.base.rows import data_mask
 from pipeline.layers.attending.order import Context, unzigzag, zigzag
 from pipeline.layers.attending.sent import context_bytes
 from pipeline.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
@@ -49,6 +50,7 @@ __all__ = [
     "attend_slice",
     "check_axis",
     "context_bytes",
+    "data_mask",
     "fuse_gate_up",
     "fuse_qkv",
     "rotary",

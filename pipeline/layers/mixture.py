@@ -6,6 +6,7 @@ Letters: d = width, e = experts, k = experts of a token, f = columns of an exper
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from collectives.tensor import group_size, is_manual
 from pipeline.base.added import add_loss
 from pipeline.base.agreed.positions import reads_all_ranks
+from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.rows import BatchPart, batch_part, heeding
 from pipeline.layers.experts.dispatch import (
     DISPATCHES,
     Dispatch,
@@ -30,11 +33,9 @@ from pipeline.layers.experts.dispatch import (
 from pipeline.layers.experts.losses import (
     BALANCES,
     Balance,
-    balance_loss,
     counts_of,
-    load_of,
-    sequence_balance_loss,
-    z_loss,
+    joint_balance,
+    squared_normalisers,
 )
 from pipeline.layers.experts.products import Pick, Product
 from pipeline.layers.experts.routing import Router, Routing, Scoring, route
@@ -88,7 +89,8 @@ class MixtureOfExperts(nnx.Module):
       z_weight: of the z-loss.
       counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
         ``balance="batch"`` always.
-      row_axes: mesh axes over which rows of a batch lie, and the positions of its sequences.
+      row_axes: mesh axes that split rows, and ``context`` that splits positions, in a `shard_map`
+        of one's own. A pipeline says itself which axes these are (``batch=``).
       init: of the fused weight; init_out: of the one down; init_router: of the router.
       dtype: of the parameters.
 
@@ -137,10 +139,12 @@ class MixtureOfExperts(nnx.Module):
         init_router: Initializer | None = None,
         dtype: Any = jnp.float32,
     ) -> None:
-        self.router = Router(
-            num_experts, top_k, scoring, renormalise, scale, groups and (*groups,), group_top
-        )
+        self.router = Router(num_experts, top_k, scoring, renormalise, scale, groups, group_top)
         check_options(dispatch, capacity_factor, chunk, balance)
+        check_sizes(width=width, hidden=hidden, shared_hidden=shared_hidden)
+        check_weights(balance_weight=balance_weight, z_weight=z_weight, bias_rate=bias_rate or 0.0)
+        check_axes(axis, row_axes)
+        num_experts = self.router.num_experts
         self.axis, self.row_axes, self.gate = axis, row_axes, gate
         self.dispatch, self.capacity_factor, self.chunk = dispatch, capacity_factor, chunk
         self.balance, self.balance_weight, self.z_weight = balance, balance_weight, z_weight
@@ -164,35 +168,86 @@ class MixtureOfExperts(nnx.Module):
             nnx.Param(scaled(width)(rngs.params(), (width, 1), dtype)) if shared_gate else None
         )
         self.is_counting = counts or balance == "batch" or bool(bias_rate)
-        self.bias = ExpertState(jnp.zeros(e, jnp.float32)) if bias_rate is not None else None
+        moves: dict[str, Any] = {"after_step": "pipeline.layers.advance_experts"}
+        self.bias = (
+            ExpertState(jnp.zeros(e, jnp.float32), **(moves if bias_rate else {}))
+            if bias_rate is not None
+            else None
+        )
         if self.is_counting:
             self.counts = ExpertState(jnp.zeros(e, jnp.int32))
-            self.load = ExpertState(jnp.full(e, 1 / e, jnp.float32))
+            self.load = ExpertState(
+                jnp.full(e, 1 / e, jnp.float32), **(moves if balance == "batch" else {})
+            )
             self.drops = ExpertState(jnp.zeros((), jnp.int32))
             self.dropped = ExpertState(jnp.zeros((), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Run it, with its losses added to the result."""
-        self._check(x)
-        with reads_all_ranks():  # it gives tokens to experts one by one, and reduces what it adds
-            return self._run(x)
+        part = self._part(WHOLE_SEQUENCE)
+        if part.num_slices > 1 and self._balances_sequences:
+            raise ValueError(
+                f"balance={self.balance!r} in a stage that runs on slices of sequences (slices=): "
+                f"the load is that of all slices, so let call_slice(x, earlier, part) of the stage "
+                f"call that of MixtureOfExperts and return its carry; or take balance='batch', or "
+                f"leave slices out"
+            )
+        return self._run(x, part, None)[0]
 
-    def _run(self, x: jax.Array) -> jax.Array:
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = self.logits(tokens)
-        bias = None if self.bias is None else self.bias[...]
-        routing = route(logits, self.router, bias=bias)
-        y, dropped = self._dispatch(tokens, routing)
-        if self.shared is not None:
-            y = y + self._shared(tokens)
-        y = y.reshape(x.shape)
-        if self.deterministic:
-            return y
-        y = self._add_losses(y, logits, routing)
-        if self.is_counting:
-            self.counts[...] += counts_of(routing.chosen, self.router.num_experts)
-            self.drops[...] += dropped
-        return y
+    def call_slice(self, x: jax.Array, earlier: Any, part: SequenceSlice) -> tuple[jax.Array, Any]:
+        """Run it on one slice of a sequence (`Pipeline(slices=N)`).
+
+        Args:
+          x: `[b, t, d]` of the slice.
+          earlier: the carries of earlier slices, `[N, ...]` leaves, or None.
+          part: the place of the slice.
+
+        Returns:
+          The output, and the carry: counts and shares of experts where the balance loss is that of
+          whole sequences or microbatches, else ().
+        """
+        if not self._balances_sequences:
+            return self._run(x, self._part(part), None)[0], ()
+        return self._run(x, self._part(part), earlier)
+
+    @property
+    def _balances_sequences(self) -> bool:
+        return bool(self.balance_weight) and self.balance != "batch" and not self.deterministic
+
+    def _part(self, part: SequenceSlice) -> BatchPart:
+        """The part of the batch that a call has; without a pipeline, as ``row_axes`` say."""
+        if (known := batch_part()) is not None:
+            return known
+        rows = tuple(axis for axis in self.row_axes if axis != CONTEXT)
+        positions = tuple(axis for axis in self.row_axes if axis == CONTEXT)
+        return BatchPart(rows, positions, part.count)
+
+    def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
+        self._check(x)
+        with reads_all_ranks(), heeding():  # it gives tokens to experts one by one
+            tokens, own = x.reshape(-1, x.shape[-1]), ()
+            is_data = part.is_data(tokens.shape[0])
+            logits = self.logits(tokens)
+            bias = None if self.bias is None else self.bias[...]
+            routing = route(logits, self.router, bias=bias)
+            y, dropped = self._dispatch(tokens, routing, is_data)
+            if self.shared is not None:
+                y = y + self._shared(tokens)
+            y = y.reshape(x.shape)
+            if self.deterministic:
+                return y, own
+            if self.balance_weight:
+                value, own = self._balance_loss(y, routing, part, earlier)
+                y = add_loss(y, self.balance_weight * value)
+            if self.z_weight:
+                squares = squared_normalisers(logits)
+                if is_data is not None:
+                    squares = jnp.where(is_data, squares, 0)
+                y = add_loss(y, self.z_weight * part.divide(squares.sum(), tokens.shape[0]))
+            if self.is_counting:
+                self.counts[...] += counts_of(routing.chosen, self.router.num_experts, is_data)
+                self.drops[...] += dropped
+        return y, own
 
     def logits(self, tokens: jax.Array) -> jax.Array:
         """`[n, e]` float32 of the router."""
@@ -239,29 +294,32 @@ class MixtureOfExperts(nnx.Module):
         y = product(self.gate(gate, up), self.down[...].astype(rows.dtype))
         return y if self.down_bias is None else y + pick(self.down_bias[...].astype(rows.dtype))
 
-    def _dispatch(self, tokens: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    def _dispatch(
+        self, tokens: jax.Array, routing: Routing, is_data: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         check_dispatch(self.dispatch)
-        by_name: dict[str, Callable[..., Any]] = {
-            "gather": dispatch_by_gather,
-            "capacity": functools.partial(dispatch_by_capacity, factor=self.capacity_factor),
-            "ragged": dispatch_by_ragged,
-        }
-        how = by_name[self.dispatch]
         e, n = self.router.num_experts, tokens.shape[0]
+
+        def run(x: jax.Array, routing: Routing, is_data: jax.Array | None) -> Any:
+            given = x, routing, self.experts, e, self.axis
+            if self.dispatch == "capacity":
+                return dispatch_by_capacity(*given, factor=self.capacity_factor, is_data=is_data)
+            return (dispatch_by_gather if self.dispatch == "gather" else dispatch_by_ragged)(*given)
+
         if self.chunk is None or self.chunk >= n:
-            return how(tokens, routing, self.experts, e, self.axis)
+            return run(tokens, routing, is_data)
         if n % self.chunk:
             raise ValueError(f"chunk={self.chunk}: must divide the {n} tokens of a rank")
 
         @jax.checkpoint
         def some(_: Any, part: Any) -> Any:
-            x, weights, chosen = part
+            x, weights, chosen, is_data = part
             # Shares are for losses, which are of all tokens.
-            return None, how(x, Routing(weights, chosen, weights), self.experts, e, self.axis)
+            return None, run(x, Routing(weights, chosen, weights), is_data)
 
-        parts = tokens, routing.weights, routing.chosen
-        cut = [part.reshape(-1, self.chunk, part.shape[-1]) for part in parts]
-        _, (y, dropped) = jax.lax.scan(some, None, tuple(cut))
+        parts = tokens, routing.weights, routing.chosen, is_data
+        cut = jax.tree.map(lambda part: part.reshape(-1, self.chunk, *part.shape[1:]), parts)
+        _, (y, dropped) = jax.lax.scan(some, None, cut)
         return y.reshape(tokens.shape), dropped.sum()
 
     def _shared(self, tokens: jax.Array) -> jax.Array:
@@ -271,34 +329,53 @@ class MixtureOfExperts(nnx.Module):
         gate = jnp.dot(tokens, self.shared_gate[...].astype(tokens.dtype))
         return y * jax.nn.sigmoid(gate)
 
-    def _add_losses(self, y: jax.Array, logits: jax.Array, routing: Routing) -> jax.Array:
-        if self.balance_weight:
-            y = add_loss(y, self.balance_weight * self._balance_loss(y, routing))
-        if self.z_weight:
-            y = add_loss(y, self.z_weight * z_loss(logits))
-        return y
+    def _balance_loss(
+        self, y: jax.Array, routing: Routing, part: BatchPart, earlier: Any
+    ) -> tuple[jax.Array, Any]:
+        """The balance loss of a call, and the carry of its slice.
 
-    def _balance_loss(self, y: jax.Array, routing: Routing) -> jax.Array:
-        shares, chosen, e = routing.shares, routing.chosen, self.router.num_experts
+        Means over tokens are divided sums, so that padding and slices change nothing
+        (`pipeline.base.rows`).
+        """
+        (n, e), k = routing.shares.shape, self.router.top_k
+        is_data = part.is_data(n)
+        shares = routing.shares
+        if is_data is not None:
+            shares = jnp.where(is_data[:, None], shares, 0)
         if self.balance == "batch":
-            return balance_loss(shares, self.load[...])
+            load = jax.lax.stop_gradient(self.load[...])
+            return part.divide(e * jnp.sum(load * shares.sum(0)), n), ()
         if self.balance == "microbatch":
-            return balance_loss(shares, load_of(counts_of(chosen, e), self.row_axes))
+            counts = part.over(counts_of(routing.chosen, e, is_data), part.rows + part.positions)
+            total, own = joint_balance(counts.astype(jnp.float32), shares.sum(0), earlier)
+            return part.divide(total, n) / (k * part.tokens_of_microbatch(n)), own
         if y.ndim < 3:
             raise ValueError(
                 f"balance='sequence' with an input of shape {list(y.shape)}: it is [b, t, d], "
                 f"sequences of positions; or take balance='microbatch'"
             )
-        positions = y.shape[-2]
-        counts = counts_of(chosen.reshape(-1, positions, chosen.shape[-1]), e)
-        load = load_of(counts, tuple(axis for axis in self.row_axes if axis == CONTEXT))
-        return sequence_balance_loss(shares.reshape(-1, positions, e), load)
+        b = n // y.shape[-2]
+
+        def cut(values: jax.Array) -> jax.Array:
+            return values.reshape(b, -1, *values.shape[1:])
+
+        counts = counts_of(cut(routing.chosen), e, None if is_data is None else cut(is_data))
+        counts = part.over(counts, part.positions).astype(jnp.float32)
+        totals, own = joint_balance(counts, cut(shares).sum(1), earlier)
+        tokens = part.tokens_of_sequences(n, b)
+        return part.divide_rows(totals / (k * tokens * tokens)), own
 
     def _check(self, x: jax.Array) -> None:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"x is {x.dtype}{list(x.shape)}: experts compute in the dtype of their input, "
                 f"which must be a float; embed integers first"
+            )
+        d = self.router_weight.shape[0]
+        if x.shape[-1:] != (d,) or not x.size:
+            raise ValueError(
+                f"x is {x.dtype}{list(x.shape)}: a mixture of experts of width={d} takes tokens of "
+                f"shape [..., {d}], at least one"
             )
         e, ranks, held = self.router.num_experts, group_size(self.axis), self.gate_up.shape[0]
         if is_manual(self.axis) and held * ranks != e:
@@ -318,14 +395,62 @@ def check_options(dispatch: Any, capacity_factor: Any, chunk: Any, balance: Any)
     wrong = []
     if dispatch not in DISPATCHES:
         wrong.append(f"dispatch={dispatch!r} must be one of {', '.join(map(repr, DISPATCHES))}")
-    if not is_number(capacity_factor) or not capacity_factor > 0:
+    if not is_number(capacity_factor) or not 0 < capacity_factor < math.inf:
         wrong.append(
-            f"capacity_factor={capacity_factor!r} must be a number > 0: an expert without a place "
-            f"takes no token; 1 gives every expert as many as there are on average"
+            f"capacity_factor={capacity_factor!r} must be a finite number > 0: an expert without a "
+            f"place takes no token; 1 gives every expert as many as there are on average"
         )
-    if chunk is not None and not is_whole(chunk, 1):
+    if chunk is not None and not is_whole(chunk, 1, numpy=True):
         wrong.append(f"chunk={chunk!r} must be an integer >= 1, or None for all tokens at once")
     if balance not in BALANCES:
         wrong.append(f"balance={balance!r} must be one of {', '.join(map(repr, BALANCES))}")
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def check_sizes(*, shared_hidden: Any, **sizes: Any) -> None:
+    """Refuse sizes that are no counts.
+
+    Raises:
+      ValueError: all that are wrong, at once.
+    """
+    wrong = [
+        f"{name}={value!r} must be an integer >= 1"
+        for name, value in sizes.items()
+        if not is_whole(value, 1, numpy=True)
+    ]
+    if not is_whole(shared_hidden, 0, numpy=True):
+        wrong.append(
+            f"shared_hidden={shared_hidden!r} must be an integer >= 0; 0 for no shared MLP"
+        )
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_weights(**weights: Any) -> None:
+    """Refuse weights of losses, and rates, that are no finite numbers.
+
+    Raises:
+      ValueError: all that are wrong, at once.
+    """
+    wrong = [
+        f"{name}={value!r} must be a finite number"
+        for name, value in weights.items()
+        if not is_number(value) or not math.isfinite(value)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_axes(axis: Any, row_axes: Any) -> None:
+    """Refuse what is no name of a mesh axis, and one name in the place of several.
+
+    Raises:
+      ValueError: so.
+    """
+    if axis is not None and not isinstance(axis, str):
+        raise ValueError(f"axis={axis!r} must be the name of a mesh axis, or None for one rank")
+    if isinstance(row_axes, str) or not all(isinstance(name, str) for name in row_axes):
+        raise ValueError(
+            f"row_axes={row_axes!r} must be a tuple of names of mesh axes, such as ('data',)"
+        )

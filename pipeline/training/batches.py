@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pipeline.base.rows import Padded, PaddedWords
 from pipeline.core.model.microbatch import as_arrays
 from pipeline.vocabulary import CrossEntropy
 
@@ -33,7 +34,8 @@ class Batch(NamedTuple):
       inputs: [N, ...] leaves.
       targets: [N, ...] leaves.
       extras: [N, ...] leaves, by name, for every stage.
-      weight: what counts in it, rows or tokens: its part in means over batches. None: its rows.
+      weight: what counts in it, rows or tokens: its part in means over batches. None: what the
+        loss counts, or the rows that are no padding if the model does not say that.
     """
 
     inputs: Tree
@@ -50,7 +52,10 @@ class Batch(NamedTuple):
     @property
     def counts(self) -> float:
         """Its part in means over batches."""
-        return float(self.rows if self.weight is None else self.weight)
+        if self.weight is not None:
+            return float(self.weight)
+        is_padded = isinstance(self.targets, Padded)
+        return float(np.sum(self.targets.counts) if is_padded else self.rows)
 
 
 def as_batch(item: Any) -> Batch:
@@ -130,18 +135,6 @@ class _Made:
 
 
 # --- rows that do not count
-
-
-class Padded(NamedTuple):
-    """Targets of a padded batch, for a `masked` loss.
-
-    Attributes:
-      targets: [N, ...] leaves.
-      counts: [N] float32, 0 for rows that were added.
-    """
-
-    targets: Tree
-    counts: Any
 
 
 class MaskedCrossEntropy(CrossEntropy):
@@ -228,7 +221,7 @@ def pad(batch: Batch, rows: int) -> Batch:
 
     counts = np.arange(rows) < batch.rows
     inputs, targets, extras = jax.tree.map(padded, tuple(batch[:3]))
-    return Batch(inputs, Padded(targets, counts.astype(np.float32)), extras, batch.counts)
+    return Batch(inputs, Padded(targets, counts.astype(np.float32)), extras, batch.weight)
 
 
 class padded(_Made):  # noqa: N801  it is called as a function
@@ -458,7 +451,7 @@ class bucketed(_Made):  # noqa: N801
         for row, tokens in enumerate(sequences):
             at = row, slice(0, len(tokens) - 1)
             inputs[at], words[at], weights[at] = tokens[:-1], tokens[1:], 1
-        return Batch(inputs, (words, weights), None, float(weights.sum()))
+        return Batch(inputs, PaddedWords(words, weights), None, float(weights.sum()))
 
     def _held(self) -> dict[str, list[list[int]]]:
         return {str(n): [one.tolist() for one in held] for n, held in self._full.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.layers import MixtureOfExperts, SequenceSlice
 from tests.support.close import assert_close
 
 X = jnp.ones((4, 8, 4))
@@ -351,4 +354,90 @@ def test_a_compiler_does_not_tell_slices_apart():
         "cycles of an action's code once, and slices share it, or choose their part of it as they "
         "run; compile pipe.replace(schedule=None, slices=None), or measure on devices, calibrate() "
         "without topology="
+    )
+
+
+class Normed(nnx.Module):
+    """A head whose norm has dims of size 1."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.out = nnx.RMSNorm(4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.norm(x))
+
+
+@pytest.mark.parametrize("slices", [4, 8])
+def test_slices_of_one_position_are_those_of_a_whole_sequence(slices):
+    """A dim of size 1 is not taken for that of positions (issue 52)."""
+    losses = []
+    for count in None, slices:
+        head = Normed(nnx.Rngs(3))
+        x = jax.random.normal(jax.random.key(0), X.shape)
+        losses.append(pipe_of(slices=count, head=head).value_and_grad(x, X)[0])
+    assert_close(*losses)
+    assert "head mixes positions (cumsum joins positions)" in message(
+        lambda: pipe_of(slices=8, head=lambda y: jnp.cumsum(y, 1)).value_and_grad(X, X)
+    )
+
+
+class Routed(nnx.Module):
+    """A stage with a mixture of experts, and with slices or without."""
+
+    def __init__(self, rngs: nnx.Rngs, **options: Any) -> None:
+        self.experts = MixtureOfExperts(4, 6, 4, 2, rngs, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.experts(x)
+
+
+class SlicedRouted(Routed):
+    def call_slice(self, x: jax.Array, earlier: Any, part: SequenceSlice) -> Any:
+        y, own = self.experts.call_slice(x, earlier, part)
+        return x + y, own
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x)
+
+
+BALANCES: Any = [
+    {"balance_weight": 0.3},
+    {"balance_weight": 0.3, "balance": "sequence"},
+    {"balance_weight": 0.3, "z_weight": 0.1, "scoring": "sigmoid"},
+]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("slices", "how"),
+    [
+        (4, {}),
+        (2, {"remat": None, "schedule": "seq1f1b_zb"}),
+        ((5, 3), {}),
+        (2, {"mesh": {"stage": 2, "data": 2, "context": 2}, "batch": P("data", "context")}),
+    ],
+)
+@pytest.mark.parametrize("options", BALANCES)
+def test_balance_losses_are_those_of_whole_sequences(options, slices, how):
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    sizes, found = how.get("mesh", {"stage": 2}), []
+    how = {**how, "mesh": make_mesh(**sizes)}
+    whole = {"slices": None, "mesh": make_mesh(stage=2, data=sizes.get("data", 1))}
+    for more in whole, {"slices": slices, **how}:
+        pipe = pipe_of(functools.partial(SlicedRouted, **options), **more)
+        loss, grads = pipe.value_and_grad(x, X)
+        found.append((loss, pipe.to_layers(grads)["stages"]))
+    jax.tree.map(assert_close, *found[::-1])
+
+
+def test_a_balance_loss_without_a_carry_is_refused_in_slices():
+    class Hidden(Routed):
+        def call_slice(self, x: jax.Array, _: Any, __: SequenceSlice) -> Any:
+            return self(x), ()
+
+    pipe = pipe_of(functools.partial(Hidden, balance_weight=0.3))
+    assert message(pipe.value_and_grad, X, X) == (
+        "balance='microbatch' in a stage that runs on slices of sequences (slices=): the load is "
+        "that of all slices, so let call_slice(x, earlier, part) of the stage call that of "
+        "MixtureOfExperts and return its carry; or take balance='batch', or leave slices out"
     )

@@ -146,6 +146,7 @@ class Nothing(nnx.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 def test_ranks_with_the_same_drop_the_same() -> None:
     """Else outputs would differ between them, which is refused."""
     stages = [Plain(nnx.Rngs(k)) for k in range(2)]

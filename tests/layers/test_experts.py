@@ -492,7 +492,7 @@ def test_loads_of_the_batch_itself_come_from_a_forward_pass():
         (
             {"dispatch": "capacity", "capacity_factor": 0},
             (
-                "capacity_factor=0 must be a number > 0: an expert without a place takes no "
+                "capacity_factor=0 must be a finite number > 0: an expert without a place takes no "
                 "token; 1 gives every expert as many as there are on average"
             ),
         ),
@@ -519,12 +519,52 @@ def test_loads_of_the_batch_itself_come_from_a_forward_pass():
             {"groups": (2, 1), "group_top": 3},
             "group_top=3 with groups=(2, 1): a group has 2 experts; choose 1 to 2",
         ),
+        *(
+            (
+                {"groups": groups},
+                (
+                    f"groups={groups!r} must be (number of groups, groups of a token), with 1 <= "
+                    f"second <= first"
+                ),
+            )
+            for groups in (2, (2, 1, 1), (2, True), "21")
+        ),
+        ({"scale": float("inf")}, "scale=inf must be a finite number"),
+        (
+            {"balance_weight": "0.1", "z_weight": float("nan")},
+            "balance_weight='0.1' must be a finite number; z_weight=nan must be a finite number",
+        ),
+        ({"bias_rate": float("inf")}, "bias_rate=inf must be a finite number"),
+        (
+            {"shared_hidden": -1},
+            "shared_hidden=-1 must be an integer >= 0; 0 for no shared MLP",
+        ),
+        ({"axis": 3}, "axis=3 must be the name of a mesh axis, or None for one rank"),
+        (
+            {"row_axes": "data"},
+            "row_axes='data' must be a tuple of names of mesh axes, such as ('data',)",
+        ),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError) as error:
         made(**options)
     assert str(error.value) == message
+
+
+def test_numbers_of_numpy_are_taken():
+    moe = MixtureOfExperts(np.int64(D), F, np.int32(E), np.int32(K), nnx.Rngs(0))
+    assert type(moe.router.num_experts) is type(moe.router.top_k) is int
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [({}, (0, D)), ({"dispatch": "capacity"}, (4, D + 1))])
+def test_tokens_that_do_not_fit_are_refused(sizes, shape):
+    with pytest.raises(ValueError) as error:
+        made(**sizes)(jnp.ones(shape))
+    assert str(error.value) == (
+        f"x is float32{list(shape)}: a mixture of experts of width={D} takes tokens of shape "
+        f"[..., {D}], at least one"
+    )
 
 
 def test_ragged_is_refused_where_the_platform_lacks_it():

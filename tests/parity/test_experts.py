@@ -210,3 +210,23 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
         "num_experts=4 over the axis 'expert' of size 8: every rank holds the same number of whole "
         "ones; sizes of 'expert' that fit: 1, 2, 4"
     )
+
+
+@pytest.mark.parametrize("balance", ["microbatch", "sequence"])
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (P(("data", "replica")), {"data": 2, "replica": 2}),
+        (P("data", "positions"), {"data": 2, "positions": 2}),
+        (P(("data", "expert"), "context"), {"expert": 2, "context": 2}),
+    ],
+)
+def test_balance_losses_follow_the_roles_that_the_pipeline_gives(balance, batch, sizes):
+    """Axes of any name split rows and positions; no layer keeps a list of them (issue 52)."""
+    x, t = (jax.random.normal(jax.random.key(k), (8, 4, X.shape[-1])) for k in range(2))
+    losses = []
+    for spec, mesh in (None, make_mesh(stage=2)), (batch, make_mesh(stage=2, **sizes)):
+        stages = models.build(Layer, 2, balance_weight=0.3, balance=balance)
+        pipe = Pipeline(stages, 1, loss_fn=models.squares, mesh=mesh, batch=spec)
+        losses.append(pipe.loss(x, t))
+    assert_close(*losses)

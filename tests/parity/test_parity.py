@@ -230,6 +230,7 @@ def test_a_mesh_of_one_axis():
     check(pipe)
 
 
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 def test_an_axis_that_a_pipeline_does_not_use():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("stage", "data", "other"))
     pipe = Pipeline(models.build(Hostile, 2), 3, mesh=mesh, loss_fn=models.cross_entropy, **ends())

@@ -310,6 +310,7 @@ class LocalFori(Square):
 
 
 @pytest.mark.few
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_and_it_runs_there_once_that_is_done(schedule):
     mesh = jax.make_mesh((2, 2), ("stage", "tensor"), axis_types=(AxisType.Auto,) * 2)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from collectives.compat import has_check, may_not_repeat
-from pipeline.base.tree import blank
 from pipeline.core.jaxpr.primitives import held
 from pipeline.core.rank.groups import GroupedModel
 from pipeline.core.rank.local_model import LocalModel
@@ -66,7 +65,7 @@ def check_effects(local: LocalModel, *, again: bool, masked: bool) -> None:
         return
     kinds = [g.local for g in local.groups] if isinstance(local, GroupedModel) else [local]
     for one in kinds:
-        arguments = *one.stage_arguments(one.home, 0), blank(one.activation, one.axes)
+        arguments = *one.stage_arguments(one.home, 0), one.blank
         effects = jax.make_jaxpr(one.stage)(*arguments).effects
         if masked and has_check(effects):
             raise ValueError(

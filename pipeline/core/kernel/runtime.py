@@ -20,10 +20,17 @@ from jax.sharding import PartitionSpec as P
 from collectives import STAGE, vary
 from pipeline.base.axes import axes_in
 from pipeline.base.masks import Mask, Way, chosen
+from pipeline.base.rows import BatchPart
 from pipeline.base.tree import Leaves, Tree, is_float, partition, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
 from pipeline.core.diagnosis.split_positions import warn_of_split_positions
+from pipeline.core.diagnosis.statistics import (
+    warn_of_losses_of_padding,
+    warn_of_missing_after_step,
+    warn_of_state_of_padding,
+)
 from pipeline.core.diagnosis.unread import (
+    warn_of_idle_axes,
     warn_of_nothing_to_gather,
     warn_of_parameters_that_nobody_reads,
 )
@@ -322,9 +329,14 @@ def _prepare(
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)
     if not take_loss:
+        warn_of_idle_axes(state, activations.bodies, plan.axes, warned)
         return made
-    is_mean, body, embed_adds, head_adds = made.local.loss_is_mean()
+    is_mean, body, of_embed, of_head = made.local.loss_is_mean()
+    embed_adds, head_adds = of_embed.is_used, of_head.is_used
     _check_meetings(plan, [body])
+    warn_of_idle_axes(state, [*activations.bodies, body], plan.axes, warned)
+    parts = {f"stages[{k}]": adding for k, adding in enumerate(activations.adding)}
+    warn_of_losses_of_padding({**parts, "embed": of_embed, "the head": of_head}, warned)
     if head_adds and "head" in plan.shared:
         raise ValueError(
             "the head calls add_loss, and all ranks share it (vocabulary='stage'), so that no one "
@@ -359,13 +371,17 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
     model = local.model
     if not model.declared.is_anything:
         return made
+    kinds: list[tuple[Sequence[int], LocalModel]] = [(range(len(model.stages)), local)]
     if isinstance(local, GroupedModel):
-        found: dict[int, Usage] = {}
-        for group in local.groups:
-            found |= dict.fromkeys(group.stages, group.local.stage_usage())
-        usages = [found[k] for k in range(len(found))]
-    else:
-        usages = [local.stage_usage()] * len(model.stages)
+        kinds = [(group.stages, group.local) for group in local.groups]
+    found: dict[int, Usage] = {}
+    for stages, stage in kinds:
+        usage = stage.stage_usage()
+        found |= dict.fromkeys(stages, usage)
+        warn_of_state_of_padding(stage, usage, plan.compiled.warned)
+        if training and plan.after_step is None:
+            warn_of_missing_after_step(stage, plan.compiled.warned)
+    usages = [found[k] for k in range(len(found))]
     ends = ends_usage(local.state, local.output, take_loss=take_loss)
     hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
@@ -532,7 +548,10 @@ def rank_state(
     if slices > 1 and plan.lengths:
         sliced |= {"lengths": plan.lengths, "part": plan.lengths.index(max(plan.lengths))}
     given: dict[str, Any] = {"gathers": gathers, "windows": windows, "parts": parts, **sliced}
-    return RankState(model, local, batch, axes, **given)
+    seen = BatchPart(plan.axes.rows, plan.axes.positions, slices)
+    state = RankState(model, local, batch, axes, **given, seen=seen)
+    units = num_microbatches * slices
+    return state.with_padding(units, units * plan.axes.num_parts)
 
 
 def _squeeze(tree: Tree) -> Tree:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.base.rows import DataStatistic
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
 from pipeline.base.variables import kind_text, raw, with_arrays
@@ -118,12 +119,7 @@ class Definition:
                 changed = []
         for path in changed:
             variable = had[path]
-            remedy = (
-                "declare it, as by Pipeline(..., state=nnx.BatchStat), use a stateless layer "
-                "(LayerNorm for BatchNorm), or freeze it"
-            )
-            if isinstance(variable, nnx.Param):
-                remedy = _COMPUTED
+            remedy = _COMPUTED if isinstance(variable, nnx.Param) else _declare(variable)
             raise ValueError(
                 f"{self.label} writes to its {kind_text(variable)} "
                 f"{'.'.join(map(str, path))}: {_NOT_KEPT}; {remedy}"
@@ -172,6 +168,16 @@ _COMPUTED = (
     "a layer of your own that computes with w = kernel / jnp.linalg.norm(kernel, axis=0)"
 )
 _NOT_KEPT = "a pipeline runs a stage many times per step and keeps no such state"
+
+
+def _declare(variable: Any) -> str:
+    """The remedy for a call that writes to a variable of a kind that nobody declared."""
+    if isinstance(variable, DataStatistic):
+        return f"declare it, Pipeline(..., {variable.declaration})"
+    kind = type(variable) if isinstance(variable, nnx.Variable) else nnx.BatchStat
+    name = f"nnx.{kind.__name__}" if hasattr(nnx, kind.__name__) else kind.__name__
+    stateless = ", use a stateless layer (LayerNorm for BatchNorm)" if kind is nnx.BatchStat else ""
+    return f"declare it, as by Pipeline(..., state={name}){stateless}, or freeze it"
 
 
 def _bare(leaf: Any) -> Any:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from collectives.compat import has_check
 from pipeline.base.added import Adding, adding_losses
+from pipeline.base.rows import BatchPart
 from pipeline.base.stacks import REMEDY
 from pipeline.base.tree import Tree, at, blank, join, path_text, shape_text, signature
 from pipeline.core.backward.outcome import Outcome, SlicedInput
@@ -50,7 +51,7 @@ class Activations:
       types: of activations 0..K.
       bodies: [K] of each stage, its jaxpr as a function of its weights; stages that are one
         computation share theirs.
-      adding: [K] whether a stage adds losses.
+      adding: [K] records of the losses that stages add.
       sums: by name, the types of the sums of a stage's outcome.
       carries: [K] types of what a slice leaves for later ones; () without slices.
       by_slice: [N] the activations of each slice, if they have lengths of their own; else empty.
@@ -58,7 +59,7 @@ class Activations:
 
     types: list[Tree]
     bodies: list[Any]
-    adding: tuple[bool, ...]
+    adding: tuple[Adding, ...]
     sums: dict[str, list[Any]]
     carries: tuple[Tree, ...]
     by_slice: tuple[Activations, ...] = ()
@@ -103,7 +104,9 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         state = dataclasses.replace(state, checks=True)
     if any(makes_ref(body) for body in found.bodies):
         state = dataclasses.replace(state, has_refs=True)
-    state = dataclasses.replace(state, adding_stages=found.adding, stage_sums=found.sums)
+    state = dataclasses.replace(
+        state, adding_stages=tuple(a.is_used for a in found.adding), stage_sums=found.sums
+    )
     if state.lengths:
         of = tuple(
             found if one is state else _follow(one, _first_type(one), found.carries)
@@ -146,8 +149,8 @@ def _follow(state: RankState, x: Tree, earlier: Sequence[Tree] | None = None) ->
 
 def _output(
     state: RankState, k: int, before: list[Tree], earlier: Tree = None
-) -> tuple[Outcome, Any, bool]:
-    """The types of stage k's outcome, the jaxpr of the stage, and whether it adds losses."""
+) -> tuple[Outcome, Any, Adding]:
+    """The types of stage k's outcome, the jaxpr of the stage, and a record of its losses."""
     stage = Forward(state, state.model.stages[k])
 
     def run(x: Tree) -> tuple[Outcome, Any]:
@@ -195,7 +198,7 @@ def _output(
         ) from error
     check_order(f"stages[{k}]", body.effects)
     check_constraints(f"stages[{k}]", body)
-    return outcome, body, adding.is_used
+    return outcome, body, adding
 
 
 def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
@@ -216,9 +219,10 @@ def _check_that_it_is_a_stack(state: RankState, types: list[Tree]) -> None:
         return jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype)
 
     def run() -> Tree:
-        weights, fixed, (streams, extras, *where) = stage.stage_arguments(stage.home, 0)
+        weights, fixed, (streams, extras, part, _, *where) = stage.stage_arguments(stage.home, 0)
         batch = Batch((), (), extras, state.batch.specs and ((), (), state.batch.specs[2]))
-        side = streams, batch.map_rows(resized, lambda leaf: leaf).extras, *where
+        extras = batch.map_rows(resized, lambda leaf: leaf).extras
+        side = streams, extras, part, BatchPart(), *where
         x = jax.tree.map(resized, blank(types[0], ()))
         weights, fixed = list(map(whole, weights)), jax.tree.map(whole, fixed)
         return stage.stage(weights, fixed, side, x).value

@@ -20,6 +20,7 @@ from collectives.compat import without_refs
 from pipeline.base.added import adding_losses
 from pipeline.base.agreed.slices import FixedSlice, SequenceSlice
 from pipeline.base.precision import as_computed
+from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Leaves, Tree, at, blank
 from pipeline.core.backward.outcome import Outcome
 from pipeline.core.model.loss import (
@@ -250,7 +251,8 @@ def _call(
     if values is not None:
         fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
     rest = nnx.merge_state(fold(streams, microbatch, state.axes, own), fixed)
-    found, after = state.model.ends.update(method, params, rest, given, paths=paths)
+    with batch_part_of(state.part_of(microbatch)):
+        found, after = state.model.ends.update(method, params, rest, given, paths=paths)
     return found, vary(after, state.axes)
 
 

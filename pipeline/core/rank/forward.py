@@ -17,6 +17,7 @@ from flax import nnx
 
 from collectives import STAGE, vary
 from collectives.compat import varying_in
+from pipeline.base.rows import batch_part_of
 from pipeline.base.tree import Index, Leaves, Tree, blank, pick, zeros
 from pipeline.core.backward.outcome import Outcome, SlicedInput
 from pipeline.core.jaxpr.narrow import with_copies
@@ -48,6 +49,7 @@ class Forward:
         params_tree: their structure.
       streams, fixed: [V] its random streams, and its other state that is no parameter.
       ends_weights: leaves of embed and head.
+      asks_for_padding: whether a call that was traced has asked which rows are data (`data_mask`).
       activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
     """
 
@@ -65,6 +67,7 @@ class Forward:
         self.state, self._seat = state, seat
         self.model, self.batch, self.axes = state.model, state.batch, state.axes
         self.home, self.num_chunks = seat.chunk, state.num_chunks
+        self.asks_for_padding = False
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = state.ends
@@ -103,12 +106,12 @@ class Forward:
           weights: its parameters.
           fixed: its state that is neither parameters nor random streams, and the narrow copies of
             parameters that are read from these, None for others.
-          side: its random streams and extras for one microbatch, and the `SequenceSlice` if there
-            are several; with checks also where it is.
+          side: its random streams and extras for one microbatch, the `SequenceSlice` if there are
+            several, and the `BatchPart`; with checks also where it is.
           x: its input; of a slice a `SlicedInput`.
           paths: of the declared variables that the outcome has; those that it writes unless given.
         """
-        (streams, extras, part, *where), (others, narrow) = side, fixed
+        (streams, extras, part, seen, *where), (others, narrow) = side, fixed
         if paths is None:
             paths = self.state_paths if self.writes else ()
 
@@ -119,7 +122,9 @@ class Forward:
             method: Any = called
             if isinstance(x, SlicedInput):
                 given, method = (params, rest, x, part, extras), called_on_slice
-            y, after = self._seat.definition.update(method, *given, paths=paths)
+            with batch_part_of(seen) as asking:
+                y, after = self._seat.definition.update(method, *given, paths=paths)
+            self.asks_for_padding |= asking.asked
             y, carry = y if isinstance(x, SlicedInput) else (y, ())
             carry = checked("a stage", carry, "the carry of a slice")
             state = {"stage": after} if paths else {}
@@ -157,7 +162,9 @@ class Forward:
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         part = slice_of(self.state, microbatch)
-        side = streams, self.batch.extras_of(microbatch), part, *self._where(chunk, microbatch)
+        seen = self.state.part_of(microbatch)
+        extras = self.batch.extras_of(microbatch)
+        side = streams, extras, part, seen, *self._where(chunk, microbatch)
         fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
         (whole, narrow), views = self.state.parameters(chunk, microbatch), self._seat.views
         if views is None:

@@ -79,16 +79,17 @@ class LocalModel(Forward):
         """The types of the sums that metrics are made of, and how."""
         return ends.metrics_of(self.state, self.output)
 
-    def loss_is_mean(self) -> tuple[bool, Any, bool, bool]:
+    def loss_is_mean(self) -> tuple[bool, Any, Adding, Adding]:
         """Tell whether every microbatch's loss has weight 1; found by a trace.
 
-        Also returns the jaxpr of embed, head and loss, a function of their weights; and whether
-        embed adds losses, and whether the head does.
+        Also returns the jaxpr of embed, head and loss, a function of their weights; and records of
+        the losses that embed adds, and that the head does.
 
         Raises:
           ValueError: the loss itself does.
         """
-        found, state = [], self.state
+        state = self.state
+        found: list[Any] = []
 
         def probe(weights: Leaves) -> Any:
             y = blank(self.output, self.axes)
@@ -103,12 +104,12 @@ class LocalModel(Forward):
                 )
             with adding_losses(Adding()) as of_embed:
                 embedded = ends.embed(state, weights, at(self.batch.inputs, 0), 0).value
-            found.extend([taken.is_mean, of_embed.is_used, of_head.is_used])
+            found.extend([taken.is_mean, of_embed, of_head])
             return embedded, taken.total, taken.weight
 
         body = jax.make_jaxpr(probe)(self.ends_weights).jaxpr
-        is_mean, embed_adds, head_adds = found
-        return is_mean, body, embed_adds, head_adds
+        is_mean, of_embed, of_head = found
+        return is_mean, body, of_embed, of_head
 
     def weight_has_gradient(self) -> bool:
         """Tell whether the weight of a loss (sum, weight) has a gradient; found by a trace.
@@ -201,7 +202,7 @@ class LocalModel(Forward):
     def _linearize(self, *arguments: Any, late: bool = False) -> tuple[Outcome, Pullback]:
         # The forward has kept the state that the stage writes.
         stage = functools.partial(self.stage, paths=())
-        return stage_pullback(stage, *arguments, **self._options, late=late, part=self._part)
+        return stage_pullback(stage, *arguments, **self._options, late=late, part=self.part_name)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class LocalModel(Forward):
         return {"grad_dtype": self.model.grad_dtype, "way": self.way, "adding": adding}
 
     @property
-    def _part(self) -> str:
+    def part_name(self) -> str:
         """The name of the first stage of this kind."""
         k = next(k for k, seat in enumerate(self.model.stages) if seat is self._seat)
         return f"stages[{k}]"
@@ -219,7 +220,9 @@ class LocalModel(Forward):
         """A stage's pullback taken apart into a forward and a backward function."""
         arguments = *self.stage_arguments(self.home, 0), self.blank
         gathers = self.model.gathers_again
-        return Residuals(self.stage, *arguments, **self._options, gathers=gathers, part=self._part)
+        return Residuals(
+            self.stage, *arguments, **self._options, gathers=gathers, part=self.part_name
+        )
 
     def split_backward(self, residuals: Any, *, in_place: bool) -> Any:
         """A stage's backward in two halves, from residuals or from the stage's input."""

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 
 from collectives import vary
 from pipeline.base.added import Adding
-from pipeline.base.tree import Index, Leaves, Tree, pick, real, vary_like
+from pipeline.base.rows import BatchPart, find_mask
+from pipeline.base.tree import Index, Leaves, Tree, at, pick, real, vary_like
 from pipeline.core.jaxpr import scopes
 from pipeline.core.jaxpr.primitives import barrier
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.model.stage import Seat
-from pipeline.core.sharding.zero import gather
+from pipeline.core.sharding.zero import gather, total_over
 from pipeline.core.side_effects.randomness import split_streams
 
 
@@ -74,6 +75,8 @@ class RankState:
       narrow: [V] narrow copies of leaves that stages read in a narrower dtype alone, None for other
         leaves (`pipeline.core.kernel.casts`); sharded as leaves are if actions gather them. Empty
         if there are none.
+      seen: what each call sees of the batch, without what differs between microbatches but for
+        [M, ...] leaves.
       windows: places for whole weights of chunks, open while a program runs that gathers them
         (`pipeline.core.executors.windows`); None if none does.
     """
@@ -101,6 +104,7 @@ class RankState:
     parts: Sequence[Leaves] = ()
     narrow: Sequence[Leaves] = ()
     windows: Any = None
+    seen: BatchPart = field(default_factory=BatchPart)
 
     @property
     def num_chunks(self) -> int:
@@ -136,6 +140,46 @@ class RankState:
         if self.part is None:
             return 1.0
         return self.num_slices * self.lengths[self.part] / sum(self.lengths)
+
+    def mask(self, unit: Any) -> jax.Array | None:
+        """The rows or positions of a unit that are data, as of `find_mask`."""
+        return find_mask(at(self.batch.targets, unit), self.batch.extras_of(unit))
+
+    def part_of(self, unit: Any) -> BatchPart:
+        """The part of the batch that a call for a unit sees."""
+        seen = dataclasses.replace(self.seen, slice_share=self.share)
+        if seen.sequences is None:
+            return seen
+        of = ("sequences", "microbatch", "microbatch_rows")
+        microbatch = unit // self.num_slices
+        own = {name: at(getattr(seen, name), microbatch) for name in of}
+        return dataclasses.replace(seen, mask=self.mask(unit), **own)
+
+    def with_padding(self, units: int, calls: int) -> RankState:
+        """The state with what it has to know of padding, if the batch has any.
+
+        Args:
+          units: M N, of this rank.
+          calls: of the loss in the step, on all ranks.
+        """
+        if jax.eval_shape(lambda: self.mask(0)) is None:
+            return self
+        rows, positions = self.seen.rows, self.seen.positions
+        masks: Any = jax.vmap(self.mask)(jnp.arange(units))
+        masks = masks.reshape(-1, self.num_slices, *masks.shape[1:]).astype(jnp.float32)
+        own = masks[:, 0] if masks.ndim == 3 else masks.sum((1, 3))  # [M, b]
+        sequences = own if masks.ndim == 3 else total_over(own, positions)
+        microbatch, microbatch_rows = total_over((sequences.sum(1), (sequences > 0).sum(1)), rows)
+        entries = total_over(masks.sum(), rows + positions)
+        seen = dataclasses.replace(
+            self.seen,
+            sequences=sequences,
+            microbatch=microbatch,
+            microbatch_rows=microbatch_rows.astype(jnp.float32),
+            mean_entries=entries / calls,
+            mean_rows=microbatch_rows.sum().astype(jnp.float32) / calls,
+        )
+        return dataclasses.replace(self, seen=vary(seen, self.axes))
 
     def adding(self) -> Adding:
         """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""

@@ -15,10 +15,9 @@ from pipeline.layers.experts.dispatch import (
 from pipeline.layers.experts.losses import (
     BALANCES,
     Balance,
-    balance_loss,
+    joint_balance,
     load_of,
-    sequence_balance_loss,
-    z_loss,
+    squared_normalisers,
 )
 from pipeline.layers.experts.products import combine, grouped_matmul, run_grouped
 from pipeline.layers.experts.routing import Router, Routing, Scoring, route
@@ -34,17 +33,16 @@ __all__ = [
     "Routing",
     "Scoring",
     "advance_experts",
-    "balance_loss",
     "capacity_of",
     "combine",
     "dispatch_by_capacity",
     "dispatch_by_gather",
     "dispatch_by_ragged",
     "grouped_matmul",
+    "joint_balance",
     "load_of",
     "route",
     "run_grouped",
-    "sequence_balance_loss",
     "settle_experts",
-    "z_loss",
+    "squared_normalisers",
 ]

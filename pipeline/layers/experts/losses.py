@@ -13,7 +13,7 @@ load of all rows is the loss of all rows.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,18 @@ Balance = Literal["microbatch", "sequence", "batch"]  # of which rows a balance 
 BALANCES = ("microbatch", "sequence", "batch")
 
 
-def counts_of(chosen: jax.Array, num_experts: int) -> jax.Array:
+def counts_of(chosen: jax.Array, num_experts: int, is_data: jax.Array | None = None) -> jax.Array:
     """`[..., e]` int32 how often each expert was chosen.
 
     Args:
       chosen: `[..., n, k]`.
       num_experts: e.
+      is_data: `[..., n]` bool, False for padding; None if all tokens are data.
     """
-    return jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32).sum((-3, -2))
+    hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
+    if is_data is not None:
+        hot = hot * is_data[..., None, None].astype(jnp.int32)
+    return hot.sum((-3, -2))
 
 
 def load_of(counts: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
@@ -47,30 +51,35 @@ def load_of(counts: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
     return loads(counts)
 
 
-def balance_loss(shares: jax.Array, load: jax.Array) -> jax.Array:
-    """e·Σ load·share, where a share is the mean over tokens; a float32 scalar.
+def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[jax.Array, Any]:
+    """Compute e·Σ counts·shares of a slice with itself and with the slices before it.
+
+    Both factors are sums over tokens. So the product for a whole sequence is the sum of these
+    values over its slices, although no slice knows those after it.
 
     Args:
-      shares: `[n, e]` of `Routing`.
-      load: `[e]`; of the microbatch, or of anything else, such as the whole batch.
+      counts: `[..., e]` float32 choices of this slice's tokens, on all ranks.
+      shares: `[..., e]` the sum of their shares, on this rank.
+      earlier: both of each slice, `[N, ..., e]`, zeros from this one on; None without slices.
+
+    Returns:
+      `[...]`, and the pair of counts and shares, which later slices read.
     """
-    return shares.shape[-1] * jnp.sum(jax.lax.stop_gradient(load) * shares.mean(0))
+    counts = jax.lax.stop_gradient(counts)
+    total = jnp.sum(counts * shares, -1)
+    if earlier is not None:
+        of_counts, of_shares = earlier
+        before = jax.lax.stop_gradient(of_counts.sum(0))
+        total = total + jnp.sum(counts * of_shares.sum(0) + before * shares, -1)
+    return shares.shape[-1] * total, (counts, shares)
 
 
-def sequence_balance_loss(shares: jax.Array, load: jax.Array) -> jax.Array:
-    """The mean over sequences of each one's balance loss.
+def squared_normalisers(logits: jax.Array) -> jax.Array:
+    """`[n]` float32 logsumexp(logits)² of each token; their mean is ST-MoE's z-loss.
 
-    Args:
-      shares: `[b, t, e]`.
-      load: `[b, e]` of each sequence.
-    """
-    return jax.vmap(balance_loss)(shares, load).mean()
-
-
-def z_loss(logits: jax.Array) -> jax.Array:
-    """The mean over tokens of logsumexp(logits)², of ST-MoE (arXiv:2202.08906).
+    Source: arXiv:2202.08906.
 
     Args:
       logits: `[n, e]`.
     """
-    return jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)).mean()
+    return jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))

@@ -6,11 +6,14 @@ equal scores the expert with the smaller number is chosen, as `jax.lax.top_k` do
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from pipeline.base.arguments import is_number, is_whole
 
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
@@ -49,6 +52,9 @@ class Router:
         Raises:
           ValueError: all that is wrong, at once.
         """
+        for name in ("num_experts", "top_k", "group_top"):  # numpy's integers become Python's
+            if _is_count(value := getattr(self, name)):
+                object.__setattr__(self, name, int(value))
         e, k = self.num_experts, self.top_k
         wrong = []
         if not _is_count(e):
@@ -65,16 +71,21 @@ class Router:
                 f"scoring={self.scoring!r} must be one of {', '.join(map(repr, SCORINGS))}"
             )
         if not wrong and self.groups is not None:
-            wrong += self._wrong_groups(*self.groups)
+            wrong += self._wrong_groups(self.groups)
+        if not is_number(self.scale) or not math.isfinite(self.scale):
+            wrong.append(f"scale={self.scale!r} must be a finite number")
         if wrong:
             raise ValueError("; ".join(wrong))
 
-    def _wrong_groups(self, number: int, chosen: int) -> list[str]:
-        e, k, text = self.num_experts, self.top_k, f"groups={self.groups!r}"
-        if not _is_count(number) or not _is_count(chosen) or chosen > number:
+    def _wrong_groups(self, groups: Any) -> list[str]:
+        e, k, text = self.num_experts, self.top_k, f"groups={groups!r}"
+        is_pair = isinstance(groups, tuple | list) and len(groups) == 2
+        if not is_pair or not all(map(_is_count, groups)) or groups[1] > groups[0]:
             return [
                 f"{text} must be (number of groups, groups of a token), with 1 <= second <= first"
             ]
+        number, chosen = groups = tuple(map(int, groups))
+        object.__setattr__(self, "groups", groups)
         if e % number:
             fits = ", ".join(str(n) for n in range(1, e + 1) if e % n == 0)
             return [
@@ -145,4 +156,4 @@ def _choose(scores: jax.Array, router: Router, bias: jax.Array | None) -> jax.Ar
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_whole(value, 1, numpy=True)

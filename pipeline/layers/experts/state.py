@@ -11,9 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from pipeline.base.rows import DataStatistic
 
-class ExpertState(nnx.Variable[Any]):
+
+class ExpertState(DataStatistic):
     """State of a mixture of experts; no parameter, so it has no gradient."""
+
+    declaration = "state=ExpertState, after_step=advance_experts (both of pipeline.layers)"
 
 
 def advance_experts(module: nnx.Module) -> None:

@@ -445,6 +445,7 @@ class Counted(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 @pytest.mark.parametrize(
     "sizes", [{}, {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 2, "context": 2}]

@@ -120,6 +120,7 @@ def test_an_input_that_is_whole_over_positions_has_one_gradient():
     assert_close(jax.grad(lambda given: pipe.loss(given, T))(given), jax.grad(plain)(given))
 
 
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize(
     ("mesh", "batch"),
     [
@@ -216,6 +217,7 @@ def test_losses_that_stages_add():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the mesh axis")
 @pytest.mark.parametrize("kind", [Experts, Attention])
 def test_beside_a_shared_axis(kind):
     """Types are tracked over all axes there; the same collectives stay exact."""
