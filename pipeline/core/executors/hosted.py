@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
@@ -207,7 +209,7 @@ def _pool(like: Any, places: int, axes: tuple[str, ...]) -> Any:
 def _written(pool: Any, leaf: Any, place: Any) -> Any:
     """The pool with a leaf in a place."""
     starts = [place, *(jnp.zeros_like(place) for _ in leaf.shape)]
-    value = to_host(jax.lax.expand_dims(leaf, (0,)))
+    value = _in_host_memory.bind(to_host(jax.lax.expand_dims(leaf, (0,))))
     return jax.lax.dynamic_update_slice(pool, value, starts, allow_negative_indices=False)
 
 
@@ -217,3 +219,24 @@ def _read(pool: Any, place: Any) -> Any:
     starts, sizes = [place, *(jnp.zeros_like(place) for _ in pool.shape[1:])], (1, *pool.shape[1:])
     found = jax.lax.dynamic_slice(pool, starts, sizes, allow_negative_indices=False)
     return jax.lax.squeeze(to_device(found), (0,))
+
+
+def _refuse(*_: Any) -> Any:
+    """Refuse forward derivatives: JAX makes the tangents of a pool on the device.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(
+        "jax.jvp of a gradient with offload=: JAX has no forward derivative of values in host "
+        "memory; leave offload out where you need products with the Hessian, as by "
+        "pipe.replace(offload=None)"
+    )
+
+
+# The identity of a value in host memory, without a derivative. JAX 0.10.2 drops `jax.custom_jvp` in
+# the functions that `jax.grad` traces.
+_in_host_memory = Primitive("in_host_memory")
+_in_host_memory.def_abstract_eval(lambda value: value)
+mlir.register_lowering(_in_host_memory, lambda _, value: [value])
+ad.primitive_jvps[_in_host_memory] = _refuse

@@ -394,3 +394,20 @@ class Device:
 def test_devices_are_asked_what_memory_they_have(platform, kinds, wanted):
     """Devices of other hosts list no memory; the platform answers for them."""
     assert compat.has_host_memory([Device(platform, kinds)]) is wanted
+
+
+@pytest.mark.parametrize("offload", ["stash", 0.5])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_forward_derivatives_of_values_on_the_host_are_refused(offload, wrap):
+    """JAX makes the tangents of a pool on the device (issue 52)."""
+    x, t = models.rows(8), models.rows(8, seed=1)
+    pipe = Pipeline(
+        models.build(models.Block, 2), 4, loss_fn=models.squares, schedule="gpipe", offload=offload
+    )
+    with pytest.raises(ValueError) as caught:
+        jax.jvp(wrap(jax.grad(lambda x: pipe.loss(x, t))), (x,), (t,))
+    assert str(caught.value).startswith(
+        "jax.jvp of a gradient with offload=: JAX has no forward derivative of values in host "
+        "memory; leave offload out where you need products with the Hessian, as by "
+        "pipe.replace(offload=None)"
+    )
