@@ -181,6 +181,84 @@ def test_labels_that_are_shifted_after_the_cut():
         assert told(pipe_of(make, loss_fn=loss_fn)) == []
 
 
+TARGETS = jax.random.normal(jax.random.key(2), X.shape)
+COUNTS = (jnp.arange(8)[None] < jnp.asarray([[5], [8], [6], [7]])).astype(jnp.float32)
+
+
+def of_sequences(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A loss of the sums of losses and of counts over each sequence."""
+
+    def loss_fn(y: jax.Array, targets: Any) -> jax.Array:
+        t, counts = targets
+        losses = jnp.square(y - t).mean(-1) * counts
+        return function(losses.sum(1), counts.sum(1)).mean()
+
+    return loss_fn
+
+
+def whole(x: jax.Array) -> jax.Array:
+    is_split = AXIS in jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.psum(x, AXIS) if is_split else x
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive"),
+    [
+        (lambda v, n: v / n, "div"),  # a mean of every sequence
+        (lambda v, _: jax.nn.log_sigmoid(-v / 8), "ne"),  # DPO
+        (lambda v, _: jnp.square(v), "square"),
+        (lambda v, n: jnp.where(n > 0, v, 0) / jnp.maximum(n, 1), "gt"),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function, primitive):
+    """Each rank has a part of a sequence's sum; the loss needs all of it (issue 52)."""
+    pipe = pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=of_sequences(function))
+    (text,) = told(pipe, X, (TARGETS, COUNTS))
+    assert text.startswith(f"loss_fn mixes positions ({primitive} takes a sum over positions, ")
+    assert text.endswith(
+        f"{MIXES}: add up the sum over all ranks before, jax.lax.psum(x, {AXIS!r}), or return "
+        f"(sum, weight), of which both are sums over positions"
+    )
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        of_sequences(lambda v, n: whole(v) / whole(n)),
+        of_sequences(lambda v, _: jax.nn.log_sigmoid(-whole(v))),
+        lambda y, t: jnp.square(y - t[0]).mean(),
+        lambda y, t: ((jnp.square(y - t[0]).mean(-1) * t[1]).sum(), t[1].sum()),
+        lambda y, t: 3 * jnp.square(y - t[0]).sum() / y.size - jnp.abs(y).mean(),
+        lambda y, t: (jnp.square(y - t[0]).sum(), float(y.size)),
+    ],
+)
+def test_a_loss_of_sums_over_all_ranks_is_right(loss_fn):
+    make, results = functools.partial(Layer, mix=jnp.sin), []
+    for ranks in 1, 2:
+        pipe = pipe_of(make, loss_fn=loss_fn, ranks=ranks)
+        assert not told(pipe, X, (TARGETS, COUNTS))
+        results.append(pipe.loss(X, (TARGETS, COUNTS)))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda y, t: jnp.square(y - t).sum(1).mean(),
+        lambda y, t: jnp.square(y - t).sum() / 64,
+        lambda y, t: (jnp.square(y - t).mean(), jnp.ones(t.shape).sum()),
+    ],
+)
+def test_a_loss_whose_size_grows_with_positions_is_warned_of(loss_fn):
+    """The step takes the mean of the ranks' parts, of a sum over a sequence too (issue 52)."""
+    (text,) = told(pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=loss_fn))
+    assert text == (
+        f"loss_fn sums over positions and divides by what does not grow as they do, and {SPLIT}, "
+        f"of whose losses the step takes the mean: the result is not that of whole sequences: "
+        f"return (sum, weight), of which both are sums over positions, or a mean over them"
+    )
+
+
 def test_what_is_not_known():
     lookup = lambda x: jnp.take_along_axis(x, jnp.zeros(x.shape, int), axis=-1)  # noqa: E731
     (one,) = told(pipe_of(functools.partial(Layer, mix=lookup)))

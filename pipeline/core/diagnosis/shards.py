@@ -28,6 +28,7 @@ from pipeline.core.jaxpr.positions import (
     Sequences,
     UnknownPositionsError,
     follow_equation,
+    number_of,
     varying,
 )
 from pipeline.core.jaxpr.primitives import Body, bodies, traits
@@ -97,7 +98,9 @@ def follow_shards(jaxpr: Any, given: Sequence[Shard], asked: Split) -> list[Shar
     known |= {var: Shard(varying(var.aval.shape)) for var in jaxpr.constvars}
 
     def read(atom: Any) -> Shard:
-        return Shard(NOT_FOLLOWED) if isinstance(atom, Literal) else known[atom]
+        if isinstance(atom, Literal):
+            return Shard(Followed(frozenset(), number=number_of(atom.val)))
+        return known[atom]
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
@@ -119,7 +122,7 @@ def _placed(var: Any, one: Shard, asked: Split) -> Shard:
 
 
 def _results(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
-    name, kind, axes = eqn.primitive.name, traits(eqn), _axes(eqn)
+    name, kind, axes = eqn.primitive.name, traits(eqn), axes_of(eqn)
     if asked.axis in axes and not kind.identity:
         is_index = name == "axis_index"
         found = Shard(NOT_FOLLOWED, is_fetched=not is_index, is_placed=is_index)
@@ -150,6 +153,10 @@ def _of_one(eqn: Eqn, operands: list[Shard], asked: Split) -> list[Shard]:
             return [Shard(NOT_FOLLOWED, fault=fault)] * count
         fault = fault or Fault(name, _line(eqn), is_known=False)
     else:
+        if why := next((one.broken for one in facts if one.broken), ""):
+            # A sum over positions is that of a rank: what is not linear in it needs the whole sum.
+            fault = fault or Fault(why, _line(eqn), is_known=True)
+            return [_excused(fault, is_fetched=is_fetched)] * count
         # Of what tells places, or came from other ranks, numbers may differ from place to place.
         other = Shard(NOT_FOLLOWED, is_fetched, is_placed, fault=fault)
         is_other = is_fetched or is_placed
@@ -234,7 +241,7 @@ def _over_others(eqn: Eqn, operands: list[Shard], var: Any) -> Shard:
     return Shard(NOT_FOLLOWED, any(one.is_fetched for one in operands), fault=fault)
 
 
-def _axes(eqn: Eqn) -> tuple[str, ...]:
+def axes_of(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
     found: list[str] = []
     for key in ("axis_name", "axes"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,12 @@ from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree, at, blank, signature
 from pipeline.core.backward.outcome import SlicedInput
 from pipeline.core.diagnosis.shards import Fault, Shard, Split, follow_shards
-from pipeline.core.jaxpr.positions import NOT_FOLLOWED, varying
+from pipeline.core.jaxpr.positions import (
+    NOT_FOLLOWED,
+    Sequences,
+    follow_positions,
+    varying,
+)
 from pipeline.core.rank.activations import Activations
 from pipeline.core.rank.ends import embed, finish, take_loss_of
 from pipeline.core.rank.forward import Forward, blank_input
@@ -54,7 +60,7 @@ def warn_of_split_positions(
         pairs = zip(jax.tree.leaves(unit), dims, strict=True)
         lengths = [leaf.shape[dim] for leaf, dim in pairs if dim is not None]
         key = "split", axis, state.model.stages, state.model.ends, signature(unit), take_loss
-        if not lengths or key in warned:
+        if not lengths or lengths[0] == 1 or key in warned:  # a dim of size 1 may be any
             continue
         warned.add(key)
         asked = Split(axis, lengths[0], next(dim for dim in dims if dim is not None))
@@ -121,6 +127,48 @@ class _SplitSearch:
             return taken.total, taken.weight
 
         self._follow("loss_fn", loss, (outputs, targets), facts)
+        self._check_scales(loss, (outputs, targets), [fact.followed.dim for fact in facts])
+
+    def _check_scales(
+        self, loss: Callable[..., Any], given: Tree, dims: Sequence[int | None]
+    ) -> None:
+        """Warn of a sum over positions that is divided by no number of them.
+
+        With twice as many positions, a mean over them keeps its size.
+        """
+        leaves, treedef = jax.tree.flatten(given)
+        facts = []
+        for count in 1, 2:
+            pairs = zip(leaves, dims, strict=True)
+            types = [x if d is None else _longer(x, d, count) for x, d in pairs]
+            call = lambda leaves: loss(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+            asked = Sequences(self._asked.t * count, sums=True)
+            spreads = [varying(x.shape, d) for x, d in zip(types, dims, strict=True)]
+            try:
+                closed = jax.make_jaxpr(call)(types)
+                facts.append(follow_positions(closed.jaxpr, spreads, asked, closed.consts))
+            except Exception:  # noqa: BLE001  a loss for one length, or of an unknown primitive
+                return
+        (total, weight), (long_total, long_weight) = facts
+        if weight.scales:
+            wanted = [b / a for a, b in zip(weight.scales, long_weight.scales, strict=False)]
+        elif weight.number and long_weight.number:
+            wanted = [long_weight.number / weight.number / 2]
+        else:
+            return
+        own = [b / a for a, b in zip(total.scales, long_total.scales, strict=False)]
+        if all(math.isclose(a, b, rel_tol=1e-3) for a in own for b in wanted):
+            return
+        axis = self._asked.axis
+        if (key := ("split scale", axis)) not in self._warned:
+            self._warned.add(key)
+            warnings.warn(
+                f"loss_fn sums over positions and divides by what does not grow as they do, and "
+                f"batch= splits them over {self._ranks} ranks of {axis!r}, of whose losses the "
+                f"step takes the mean: the result is not that of whole sequences: return (sum, "
+                f"weight), of which both are sums over positions, or a mean over them",
+                stacklevel=outside(),
+            )
 
     def _head(self, y: Tree) -> Tree:
         return finish(self._state, self._state.ends, y, 0, take_loss=False).value
@@ -158,7 +206,7 @@ class _SplitSearch:
         call = lambda leaves: run(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
         found = follow_shards(jax.make_jaxpr(call)(leaves).jaxpr, facts, self._asked)
         faults = [one.fault for one in found if one.fault is not None]
-        if self._asked.sums:  # of other functions of sums nothing is said
+        if self._asked.sums:  # of primitives that are not known nothing is said
             faults = [fault for fault in faults if fault.is_known]
         if faults:
             self._warn(name, min(faults, key=lambda fault: not fault.is_known))
@@ -182,8 +230,14 @@ class _SplitSearch:
                 f"{name} mixes positions ({fault.text}{at}), and {split}: each rank mixes its own "
                 f"alone, and the result is not that of whole sequences: "
             )
-        remedy = _LOSS if self._asked.sums else _remedy(fault, axis)
+        remedy = _remedy(fault, axis, sums=self._asked.sums)
         warnings.warn(f"{text}{remedy}", stacklevel=outside())
+
+
+def _longer(x: Any, dim: int, count: int) -> jax.ShapeDtypeStruct:
+    """The type of an array with so many times the positions."""
+    shape = [size * count if n == dim else size for n, size in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 _LOSS = (
@@ -192,7 +246,14 @@ _LOSS = (
 )
 
 
-def _remedy(fault: Fault, axis: str) -> str:
+def _remedy(fault: Fault, axis: str, *, sums: bool) -> str:
+    if "takes a sum over positions" in fault.text:
+        return (
+            f"add up the sum over all ranks before, jax.lax.psum(x, {axis!r}), or return (sum, "
+            f"weight), of which both are sums over positions"
+        )
+    if sums:
+        return _LOSS
     if "depend on the place" in fault.text:
         return (
             f"begin to count at jax.lax.axis_index({axis!r}) times the positions of a rank, or "

@@ -7,6 +7,7 @@ in a pipeline it never is.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +16,16 @@ import jax
 from flax import nnx
 
 from collectives.compat import live
+from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
+from pipeline.base.axes import Axes, axes_in, spec_over
+from pipeline.core.diagnosis.shards import axes_of
+from pipeline.core.jaxpr.primitives import bodies as bodies_of
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
 
 _SHOWN = 4  # paths in a warning
+_KNOWN = DATA, EXPERT, CONTEXT, TENSOR
 
 
 def warn_of_parameters_that_nobody_reads(
@@ -45,6 +51,48 @@ def warn_of_parameters_that_nobody_reads(
         f"(adapters put on it before it was cut) must be put on the stages, or else leave it out",
         stacklevel=outside(),
     )
+
+
+def warn_of_idle_axes(
+    state: RankState, bodies: Sequence[Any], axes: Axes, warned: set[Any]
+) -> None:
+    """Warn of mesh axes along which all devices do the same.
+
+    Args:
+      state: what a rank holds.
+      bodies: the jaxprs of all parts of the model.
+      axes: the roles of mesh axes.
+      warned: as above.
+    """
+    layout = state.model.layout
+    parts = *layout.chunks, *layout.chunks_rest, layout.ends, layout.ends_rest
+    used = {a for part in parts for of in part for entry in of.stored for a in axes_in(entry)}
+    used |= {axis for body in bodies for axis in _axes_inside(body)}
+    for axis in axes.shared:
+        key = "idle", axis
+        if axes.size([axis]) == 1 or axis in used or key in warned:
+            continue
+        warned.add(key)
+        rows = axes.rows or (DATA,)
+        spec = spec_over(rows, [axis]) if axis == CONTEXT else spec_over((*axes.rows, axis))
+        near = difflib.get_close_matches(axis, _KNOWN, n=1, cutoff=0.5) or [DATA]
+        hint = "" if axis in _KNOWN else f", or call the axis {near[0]!r} if it is that"
+        text = f"P({', '.join(map(repr, spec))})"
+        warnings.warn(
+            f"the mesh axis {axis!r} of size {axes.size([axis])} is in no role: batch= splits "
+            f"nothing over it, no weight names it and no part of the model uses it, so its devices "
+            f"all do the same work; let it split the batch, Pipeline(..., batch={text}){hint}, "
+            f"shard weights over it, or leave it out of the mesh",
+            stacklevel=outside(),
+        )
+
+
+def _axes_inside(jaxpr: Any) -> Iterator[str]:
+    """The mesh axes that equations of a jaxpr name, in its bodies too."""
+    for eqn in jaxpr.eqns:
+        yield from axes_of(eqn)
+        for body in bodies_of(eqn):
+            yield from _axes_inside(body.jaxpr)
 
 
 def warn_of_nothing_to_gather(residuals: Any, warned: set[Any]) -> None:

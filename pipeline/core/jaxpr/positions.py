@@ -102,11 +102,11 @@ def follow_positions(
     known = dict(zip(jaxpr.invars, given, strict=True))
     known |= {var: _whole(var) for var in jaxpr.constvars}
     for var, value in zip(jaxpr.constvars, consts, strict=False):
-        known[var] = replace(known[var], number=_number(value))
+        known[var] = replace(known[var], number=number_of(value))
 
     def read(atom: Any) -> Followed:
         if isinstance(atom, Literal):
-            return Followed(frozenset(), number=_number(atom.val))
+            return Followed(frozenset(), number=number_of(atom.val))
         return known[atom]
 
     for eqn in jaxpr.eqns:
@@ -143,7 +143,7 @@ def _whole(var: Any) -> Followed:
     return varying(var.aval.shape)
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """A constant, if it is one real number."""
     if isinstance(value, jax.core.Tracer) or np.shape(value) or np.iscomplexobj(value):
         return None

@@ -178,9 +178,12 @@ class _Check:
         """Trace a part on types of what it is given, and see what it does with positions."""
         sees = f"with slices={self._num_slices} it sees one slice of a sequence at a time"
         try:
-            found, factors = self._followed(run, given, 1, sums=sums)
+            # Of one position, a dim of size 1 might be that of positions or any other.
+            least = 2 if self._t == 1 else 1
+            found, factors = self._followed(run, given, least, sums=sums)
             if sums:
-                whole, of_whole = self._followed(run, given, self._num_slices, sums=True)
+                many = least * self._num_slices
+                whole, of_whole = self._followed(run, given, many, sums=True)
                 if factors == of_whole:
                     self._check_scales(found, whole)
                 else:

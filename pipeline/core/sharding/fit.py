@@ -20,7 +20,7 @@ _OURS = ("pipeline", "flax", "jax", "contextlib")
 
 
 def warn_of_undivided_weights(
-    pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any]
+    pipe: nnx.Module, mesh: Mesh, axes: Axes, given: Sequence[Any], warned: set[Any]
 ) -> None:
     """Warn of large weights that devices along an axis hold alike, and of an axis misspelt.
 
@@ -29,13 +29,14 @@ def warn_of_undivided_weights(
       mesh: its mesh.
       axes: the roles of its axes.
       given: the stages, embed and head as the user gave them.
+      warned: of what was warned already, to which axes are added that divide nothing.
     """
     params = nnx.to_flat_state(nnx.state(pipe, nnx.Param))
     # Tables that ranks share are divided, and no other axis can divide them further.
     whole = [item for item in params if not _is_shared(*item)]
     arrays = placed(nnx.from_flat_state(whole), mesh)
     message = alike(arrays, remedy=_remedy, axes={*axes.names} - {*axes.split})
-    for text in (message, _misspelt(given, arrays, mesh, axes)):
+    for text in (message, _misspelt(given, arrays, mesh, axes, warned)):
         if text:
             warnings.warn(text, stacklevel=outside())
 
@@ -82,14 +83,16 @@ def _remedy(missing: Collection[str]) -> str:
     return "; ".join(ways)
 
 
-def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: Axes) -> str:
+def _misspelt(
+    given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: Axes, warned: set[Any]
+) -> str:
     """Warn of layers made for an axis that the mesh lacks, if one of its axes divides nothing."""
     used = {axis for array in arrays for names in array.axes or () for axis in names}
-    idle = [
-        f"{axis!r} of size {size}"
+    idle = {
+        axis: f"{axis!r} of size {size}"
         for axis, size in mesh.shape.items()
         if size > 1 and axis in axes.others and axis not in used
-    ]
+    }
     wanted = dict.fromkeys(
         axis
         for module in given
@@ -101,11 +104,12 @@ def _misspelt(given: Sequence[Any], arrays: Sequence[Placed], mesh: Mesh, axes: 
     )
     if not idle or not wanted:
         return ""
+    warned |= {("idle", axis) for axis in idle}
     names = " and ".join(map(repr, wanted))
     return (
         f"layers were made for the axis {names}, which the mesh lacks, and no weight is divided "
-        f"over its axis {' and '.join(idle)}, along which all devices do the same; give layers and "
-        f"mesh one name for it"
+        f"over its axis {' and '.join(idle.values())}, along which all devices do the same; give "
+        f"layers and mesh one name for it"
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline
@@ -155,3 +156,53 @@ def test_a_mesh_without_the_axis_runs_the_plain_model() -> None:
     """Nobody is warned: the same modules are meant to run so."""
     for mesh in (make_mesh(stage=2, data=4), make_mesh(stage=2, tensor=1)):
         assert said([Layer("tensor"), Layer("tensor")], mesh=mesh) == []
+
+
+def idle(batch: Any = None, kind: Any = None, **sizes: int) -> list[str]:
+    loss_fn = lambda y, t: (y - t).mean()  # noqa: E731
+    stages = [kind() if kind else nnx.Linear(4, 4, rngs=nnx.Rngs(k)) for k in range(2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = Pipeline(
+            stages,
+            2,
+            mesh=make_mesh(stage=2, **sizes),
+            batch=batch,
+            loss_fn=loss_fn,
+        )
+        for _ in range(2):
+            pipe.value_and_grad(jnp.ones((8, 4)), jnp.ones((8, 4)))
+        pipe(jnp.ones((8, 4)))
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("axis", "spec", "hint"),
+    [
+        ("dp", "P(('data', 'dp'))", ", or call the axis 'data' if it is that"),
+        ("model", "P(('data', 'model'))", ", or call the axis 'data' if it is that"),
+        ("context", "P('data', 'context')", ""),
+    ],
+)
+def test_an_axis_in_no_role_is_warned_of_once(axis, spec, hint):
+    """Its devices all do the same work (issue 52)."""
+    (text,) = idle(**{axis: 2})
+    assert text == (
+        f"the mesh axis {axis!r} of size 2 is in no role: batch= splits nothing over it, no weight "
+        f"names it and no part of the model uses it, so its devices all do the same work; let it "
+        f"split the batch, Pipeline(..., batch={spec}){hint}, shard weights over it, or leave it "
+        f"out of the mesh"
+    )
+
+
+class UsesAxis(nnx.Module):
+    """A layer without a weight on the axis that it sums over."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, "dp") / 2
+
+
+def test_axes_with_a_role_are_passed_over():
+    assert idle(batch=P("dp"), dp=2) == []
+    assert idle(dp=1) == []
+    assert idle(kind=UsesAxis, dp=2) == []
