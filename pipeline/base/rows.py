@@ -184,7 +184,7 @@ class BatchPart:
         return self.mask.ndim == 1 or n % self.mask.size != 0
 
     def _entries(self, n: int) -> tuple[jax.Array, Any]:
-        """[b] or [b t] whether each run of tokens is data, and how many are per call of the step."""
+        """[b] or [b t] whether runs of tokens are data, and how many are so per call of a step."""
         if not self._is_by_row(n):
             return self.mask.reshape(-1), self.mean_entries
         if n % self.mask.shape[0]:
