@@ -51,6 +51,7 @@ from pipeline.insight.calibrate.calibration import Calibration, costs_for, signa
 from pipeline.insight.calibrate.compiled import calibrate_for
 from pipeline.insight.calibrate.host import with_host
 from pipeline.insight.calibrate.measure import calibrate, seconds
+from pipeline.insight.efficiency import Efficiency, measure
 from pipeline.insight.forecast import traffic
 from pipeline.insight.forecast.ahead import lower_step
 from pipeline.insight.forecast.bytes import predict
@@ -463,6 +464,34 @@ class Pipeline(nnx.Module):
             held = predict(self.plan, *self._untyped(operands))
         size = max(held.host_stashes.each, held.host_crossings.each)
         return with_host(found, self.mesh.devices.flat[0], size, seconds) if size else found
+
+    def measure(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        *,
+        steps: int = 10,
+        extras: dict[str, Tree] | None = None,
+    ) -> Efficiency:
+        """Measure how efficient a training step is on the pipeline's devices, and where time goes.
+
+        Steps, without an optimizer, are timed in turn with the actions of each rank alone. The
+        result has ``step`` and ``ideal`` in seconds, ``efficiency`` = ideal / step, ``bubble`` and
+        ``rest``; ``print`` shows each with its definition and spread. There are numbers on a busy
+        machine too, with a note that they are so. Weights and state stay as they are.
+
+        Args:
+          inputs: as of `value_and_grad`, arrays.
+          targets: as of `value_and_grad`, arrays.
+          steps: how many are timed.
+          extras: as of `value_and_grad`, arrays.
+
+        Raises:
+          ValueError: arguments that do not fit.
+        """
+        operands = self._operands(inputs, targets, extras, "measure")
+        check_arrays("measure", operands)
+        return measure(self.plan, self._untyped(operands), steps=steps)
 
     def stages(self) -> list[nnx.Module]:
         """Copies of the K stages in layer order, each whole.

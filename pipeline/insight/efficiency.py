@@ -1,0 +1,220 @@
+"""How efficient a step is on the devices that are there: `Pipeline.measure`.
+
+The training step is compiled a second time with the entries of its table that run as an operand, so
+that one program runs all actions of one rank alone, one kind of action of one stage, or none. The
+actions take what a run takes longer than the run of none. Letters: K stages.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from pipeline.base.arguments import is_whole
+from pipeline.core.kernel import runtime
+from pipeline.core.kernel.operands import Operands
+from pipeline.core.options.plan import Plan
+from pipeline.core.sharding import meshes
+from pipeline.insight.calibrate.one_rank import Runs, partial_step
+from schedules import Costs, simulate
+
+OF_ACTIONS = 3  # runs of each kind of action of each stage
+QUIET = 0.1  # the middle half of the steps over their median, on a machine without other work
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Times of a training step, in seconds, and where they go.
+
+    Attributes:
+      step: median of the steps.
+      ideal: median work of the busiest rank.
+      efficiency: ideal / step.
+      bubble: the part of the step in which the busiest rank waits, by the clock.
+      rest: the part that is neither work nor waiting.
+      steps: [n] each step.
+      works: [n] each measurement of the busiest rank's work.
+      rank: the busiest.
+      clock: of the bubble, "event" or "lockstep".
+      costs: measured durations of actions, for `schedules.simulate`.
+      notes: circumstances that spoil the numbers.
+    """
+
+    step: float
+    ideal: float
+    efficiency: float
+    bubble: float
+    rest: float
+    steps: tuple[float, ...]
+    works: tuple[float, ...]
+    rank: int
+    clock: str
+    costs: Costs
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A table with a definition in each line."""
+        alone = f"all actions of the busiest rank ({self.rank}), alone, in turn with the steps"
+        rows = [
+            (
+                "step",
+                _milliseconds(self.step),
+                f"median of {len(self.steps)} steps, {_spread(self.steps)}",
+            ),
+            (
+                "ideal",
+                _milliseconds(self.ideal),
+                f"{alone}, {_spread(self.works)}",
+            ),
+            ("efficiency", f"{self.efficiency:.1%}", "ideal / step"),
+            (
+                "bubble",
+                f"{self.bubble:.1%}",
+                f"of the step that rank waits, by the {self.clock} clock at the measured durations",
+            ),
+            (
+                "rest",
+                f"{self.rest:.1%}",
+                "of the step: exchanges, reductions, dispatch, and cores that ranks share",
+            ),
+        ]
+        lines = [f"{name:<10}  {value:>9}  {text}" for name, value, text in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
+    """Time steps and, in turn with them, the actions of each rank alone.
+
+    Nothing is written: no weights, no declared state, no counts of random streams.
+
+    Args:
+      plan: the options of the pipeline.
+      operands: of a training step.
+      steps: how many are timed.
+
+    Raises:
+      ValueError: steps that are no count.
+    """
+    if not is_whole(steps, 1, numpy=True):
+        raise ValueError(f"steps={steps!r}: must be an integer >= 1, how many steps are timed")
+    partial, program = partial_step(plan, operands), plan.training
+    none = np.zeros_like(program.op, bool)
+
+    def step() -> Any:
+        with meshes.entered(plan.mesh, plan.home):
+            return runtime.train(plan, *operands)
+
+    parts = {rank: _entries(plan, rank) for rank in range(plan.schedule.num_ranks)}
+    timed: list[Callable[[], Any]] = [step, lambda: partial(none)]
+    timed += [lambda runs=runs: partial(runs) for runs in parts.values()]
+    whole, idle, *of_ranks = _in_turn(timed, steps)
+    works = [[max(a - b, 0.0) for a, b in zip(times, idle, strict=True)] for times in of_ranks]
+    if plan.is_masked:  # ranks without an action in a slot compute it all the same
+        shares = [float(runs.sum()) / program.op[..., 0].size for runs in parts.values()]
+        works = [[time * share for time in whole] for share in shares]
+    rank = max(parts, key=lambda rank: statistics.median(works[rank]))
+    costs = _costs(plan, partial, none)
+    report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
+    taken, ideal = statistics.median(whole), statistics.median(works[rank])
+    share = report.work[rank] / report.makespan if report.makespan else 1.0
+    efficiency = ideal / taken
+    bubble = efficiency * (1 / share - 1) if share else 0.0
+    return Efficiency(
+        step=taken,
+        ideal=ideal,
+        efficiency=efficiency,
+        bubble=bubble,
+        rest=1 - efficiency - bubble,
+        steps=tuple(whole),
+        works=tuple(works[rank]),
+        rank=rank,
+        clock=report.clock,
+        costs=costs,
+        notes=tuple(_notes(plan, whole)),
+    )
+
+
+def _entries(plan: Plan, rank: int, chunk: int | None = None, kind: str = "") -> Runs:
+    """Mark the entries of a rank's table, of one chunk and kind or of all."""
+    program = plan.training
+    runs = np.zeros_like(program.op, bool)
+    for index, slot in enumerate(program.slots):
+        for branch, op in enumerate(slot.ops, start=1):
+            if chunk is None or (op.chunk, op.kind) == (chunk, kind):
+                runs[:, index, rank] |= program.op[:, index, rank] == branch
+    return runs
+
+
+def _in_turn(timed: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+    """Time each of some programs so many times, one after the other, after a run to compile it."""
+    for run in timed:
+        jax.block_until_ready(run())
+    times: list[list[float]] = [[] for _ in timed]
+    for _ in range(rounds):
+        for run, own in zip(timed, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            own.append(time.perf_counter() - start)
+    return times
+
+
+def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
+    """Measured durations of actions on a whole microbatch, in seconds; [K] of each kind."""
+    schedule = plan.schedule
+    kinds = sorted({action.kind for order in schedule.orders for action in order})
+    keys, runs = [], [none]
+    for k, rank in enumerate(schedule.placement):
+        chunk = schedule.stages_of[rank].index(k)
+        for kind in kinds:
+            entries = _entries(plan, rank, chunk, kind)
+            if entries.any():
+                keys.append((kind, k))
+                runs.append(entries)
+    idle, *times = _in_turn([lambda own=own: partial(own) for own in runs], OF_ACTIONS)
+    found = {kind: [0.0] * schedule.num_stages for kind in "FBIW"}
+    for (kind, k), own in zip(keys, times, strict=True):
+        each = statistics.median(own) - statistics.median(idle)
+        found[kind][k] = max(each, 0.0) / schedule.num_microbatches
+    halves = {"i": found["I"], "w": found["W"]} if "I" in kinds else {}
+    whole = {"b": found["B"]} if "B" in kinds else {}
+    return Costs(f=found["F"], **halves, **whole)
+
+
+def _notes(plan: Plan, steps: Sequence[float]) -> list[str]:
+    notes = []
+    low, middle, high = _quartiles(steps)
+    if high - low > QUIET * middle:
+        notes.append(
+            f"{len(steps)} steps differ by {(high - low) / middle:.0%}: other programs are "
+            f"running; see the median and the spread"
+        )
+    devices, cores = plan.mesh.devices.flat, len(os.sched_getaffinity(0))
+    if devices[0].platform == "cpu" and plan.mesh.size > cores:
+        notes.append(
+            f"{plan.mesh.size} virtual devices share {cores} cores: ranks wait for a core, which "
+            f"counts as rest"
+        )
+    if plan.is_masked:
+        notes.append("ideal is counted, not timed: with masked bubbles ranks never idle")
+    return notes
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = np.quantile(times, (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
+
+
+def _spread(times: Sequence[float]) -> str:
+    low, _, high = _quartiles(times)
+    return f"half of them {_milliseconds(low)} to {_milliseconds(high)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
