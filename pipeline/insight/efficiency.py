@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -114,7 +115,9 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     parts = {rank: _entries(plan, rank) for rank in range(plan.schedule.num_ranks)}
     timed: list[Callable[[], Any]] = [step, lambda: partial(none)]
     timed += [lambda runs=runs: partial(runs) for runs in parts.values()]
+    busy, start = _busy_elsewhere(), time.perf_counter()
     whole, idle, *of_ranks = _in_turn(timed, steps)
+    others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
     works = [[max(a - b, 0.0) for a, b in zip(times, idle, strict=True)] for times in of_ranks]
     if plan.is_masked:  # ranks without an action in a slot compute it all the same
         shares = [float(runs.sum()) / program.op[..., 0].size for runs in parts.values()]
@@ -137,7 +140,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         rank=rank,
         clock=report.clock,
         costs=costs,
-        notes=tuple(_notes(plan, whole)),
+        notes=tuple(_notes(plan, whole, others)),
     )
 
 
@@ -187,15 +190,32 @@ def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
     return Costs(f=found["F"], **halves, **whole)
 
 
-def _notes(plan: Plan, steps: Sequence[float]) -> list[str]:
+def _busy_elsewhere() -> float:
+    """Seconds that cores have worked for other processes since the start; 0 where no one says."""
+    try:
+        user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    except (OSError, ValueError):
+        return 0.0
+    own = os.times()
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+
+
+def _notes(plan: Plan, steps: Sequence[float], others: float) -> list[str]:
+    """Circumstances that spoil the numbers.
+
+    Args:
+      plan: the options of the pipeline.
+      steps: seconds of each.
+      others: cores that other programs kept busy meanwhile.
+    """
     notes = []
     low, middle, high = _quartiles(steps)
-    if high - low > QUIET * middle:
+    if others > QUIET or high - low > QUIET * middle:
         notes.append(
-            f"{len(steps)} steps differ by {(high - low) / middle:.0%}: other programs are "
-            f"running; see the median and the spread"
+            f"{len(steps)} steps differ by {(high - low) / middle:.0%}, and other programs kept "
+            f"{max(others, 0.0):.1f} cores busy: repeat it on a quiet machine"
         )
-    devices, cores = plan.mesh.devices.flat, len(os.sched_getaffinity(0))
+    devices, cores = plan.mesh.devices.flat, os.cpu_count() or 1
     if devices[0].platform == "cpu" and plan.mesh.size > cores:
         notes.append(
             f"{plan.mesh.size} virtual devices share {cores} cores: ranks wait for a core, which "

@@ -97,12 +97,16 @@ def test_every_action_is_timed_in_the_rank_and_the_kind_that_it_has():
 
 def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):
     pipe = Pipeline(models.build(Hostile, 4), 4, loss_fn=models.squares, mesh=make_mesh(stage=4))
-    monkeypatch.setattr(efficiency.os, "sched_getaffinity", lambda _: {0, 1})
-    steps = [1.0, 1.0, 1.4, 1.5]
-    assert efficiency._notes(pipe.plan, steps) == [
-        "4 steps differ by 35%: other programs are running; see the median and the spread",
+    monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 2)
+    busy = "and other programs kept {} cores busy: repeat it on a quiet machine"
+    assert efficiency._notes(pipe.plan, [1.0, 1.0, 1.4, 1.5], 0.0) == [
+        f"4 steps differ by 35%, {busy.format('0.0')}",
         "4 virtual devices share 2 cores: ranks wait for a core, which counts as rest",
     ]
+    one = efficiency._notes(pipe.plan, [1.0, 1.0], 1.26)[0]
+    assert one == f"2 steps differ by 0%, {busy.format('1.3')}"
+    monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 4)
+    assert efficiency._notes(pipe.plan, [1.0, 1.01], 0.01) == []
 
 
 @pytest.mark.parametrize("steps", [0, 2.5, "10", True])
