@@ -7,10 +7,9 @@ Efficiency is the time in which a rank does what it must over the time of the st
   rank waits for its messages alone, and lockstep, in which ranks meet at the end of every slot of
   the ticks that run, all of them as on virtual CPU devices, or with ``--partners`` those that
   exchange something, as on GPUs and TPUs;
-- what is measured on virtual devices of this machine. With a core for every rank that is the work
-  of one rank, unpipelined, over the step (`bench.step`, whose ideal it reaches if the kernel costs
-  nothing). With fewer cores stages wait and do not compute (`bench.waiting`), which shows
-  exchanges, loops and dispatch, but nothing of copies and of memory.
+- what `Pipeline.measure` says on virtual devices of this machine: the work of the busiest rank over
+  the step. With fewer cores than ranks, stages wait and do not compute (`bench.waiting`), which
+  shows exchanges, loops and dispatch, but nothing of copies and of memory.
 
 Numbers that cannot be right end it: an efficiency above 1, a clock below the one that waits more, a
 formula that its own families do not meet, or a step quicker than the event clock allows.
@@ -31,16 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import step
-from bench.measure import (
-    ContradictionError,
-    Timer,
-    Variant,
-    behind_itself,
-    in_turns,
-    seconds,
-    table,
-)
-from bench.pinned import Pinned
+from bench.measure import ContradictionError, table
 from bench.waiting import FORWARD, Halves, elsewhere, is_elsewhere, machine, show
 
 import jax  # isort: skip
@@ -119,72 +109,22 @@ def clocked(wanted: str, ranks: int, microbatches: int, *, partners: bool) -> Po
     return Point(family, ranks, chunks, microbatches, formula, event, lockstep)
 
 
-def measure(points: Sequence[Point], rounds: int) -> list[Point]:
-    """Bubbles by steps of this machine, interleaved."""
-    timers: dict[Any, Timer] = {}
-    work = "one rank, forward and backward"
-    with Pinned(step.baselines) as pinned:
-        timers[work] = behind_itself(functools.partial(pinned.seconds, work))
-        for point in points:
-            sizes = {
-                "ranks": point.ranks,
-                "chunks": point.chunks,
-                "microbatches": point.microbatches,
-            }
-            variant = step.pipelined(point.family, None, **sizes)
-            timers[point] = behind_itself(functools.partial(seconds, variant))
-        taken = in_turns(timers, rounds)
-    each = [time / step.MICROBATCHES for time in taken.pop(work)]
-    return [_measured(point, each, times) for point, times in taken.items()]
-
-
-def measure_waiting(points: Sequence[Point], rounds: int) -> list[Point]:
-    """Bubbles with stages that wait; on as many devices as there are ranks."""
-    timers: dict[Any, Timer] = {
-        chunks: functools.partial(seconds, _waits_alone(chunks))
-        for chunks in {point.chunks for point in points}
-    }
+def measure(points: Sequence[Point], rounds: int, *, waits: bool = False) -> list[Point]:
+    """Efficiencies by `Pipeline.measure`, of GPT blocks, or of stages that wait."""
+    found = []
     for point in points:
-        pipe = Pipeline(
-            _waiting_stages(point.chunks, point.ranks),
-            point.microbatches,
-            schedule=point.family,
-            mesh=make_mesh(stage=point.ranks),
-            loss_fn=step.mean_square,
-            remat=None,
-        )
-        x = jnp.ones((point.microbatches, WIDTH))
-        variant = functools.partial(pipe.value_and_grad, x, x)
-        timers[point] = functools.partial(seconds, variant)
-    taken = in_turns(timers, rounds)
-    found = [_measured(point, taken[point.chunks], taken[point]) for point in points]
-    return [replace(point, waits=True) for point in found]
-
-
-def _waiting_stages(chunks: int, ranks: int) -> list[Halves]:
-    rngs = nnx.Rngs(0)
-    return [Halves(WIDTH, FORWARD / chunks, rngs) for _ in range(chunks * ranks)]
-
-
-def _waits_alone(chunks: int) -> Variant:
-    """A rank's work for a microbatch, unpipelined: waits take longer than they are told."""
-    graphdef, params = nnx.split(_waiting_stages(chunks, ranks=1))
-    x = jnp.ones((1, WIDTH))
-
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for stage in nnx.merge(graphdef, params):
-            y = stage(y)
-        return step.mean_square(y, x)
-
-    return functools.partial(jax.jit(jax.value_and_grad(loss)), params)
-
-
-def _measured(point: Point, each: Sequence[float], times: Sequence[float]) -> Point:
-    """With seconds of one rank's work on a microbatch, and of steps."""
-    efficiency = point.microbatches * statistics.median(each) / statistics.median(times)
-    noise = max(NOISE, _spread(each), _spread(times))
-    return replace(point, measured=efficiency, noise=noise)
+        stages = step.make_stages(point.ranks, point.chunks)
+        batch = step.data(point.microbatches)
+        if waits:
+            rngs, count = nnx.Rngs(0), point.chunks * point.ranks
+            stages = [Halves(WIDTH, FORWARD / point.chunks, rngs) for _ in range(count)]
+            batch = (jnp.ones((point.microbatches, WIDTH)),) * 2
+        mesh, loss_fn = make_mesh(stage=point.ranks), step.mean_square
+        options = {"schedule": point.family, "mesh": mesh, "loss_fn": loss_fn, "remat": None}
+        taken = Pipeline(stages, point.microbatches, **options).measure(*batch, steps=rounds)
+        noise = max(NOISE, _spread(taken.steps), _spread(taken.works))
+        found.append(replace(point, measured=taken.efficiency, noise=noise, waits=waits))
+    return found
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -388,7 +328,7 @@ def with_steps(points: Sequence[Point], cores: int, options: argparse.Namespace)
 def main() -> None:
     """Print conclusion and tables."""
     options = parsed()
-    if is_elsewhere(options, Point, measure_waiting):
+    if is_elsewhere(options, Point, functools.partial(measure, waits=True)):
         return
     points = [
         point
@@ -409,7 +349,7 @@ def main() -> None:
     where = (
         f"{machine(cores)}; measured: GPT blocks as in bench.step, or waits of "
         f"{1e3 * FORWARD:.0f} ms a rank for F, I and W; remat=None, medians of {options.rounds} "
-        f"interleaved runs"
+        f"steps"
     )
     if any(one.measured is not None for one in points) and others > cores / 2:
         said += f"\nOthers were at work (load {others:.1f} on {cores} cores): measure again."
