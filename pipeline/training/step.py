@@ -12,6 +12,7 @@ host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -32,6 +33,7 @@ from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
+from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.experts import balance_of
@@ -126,7 +128,9 @@ class Step:
       clip: the most that the global norm of the gradients may be, over all parameters.
       ema: decay of a mean of the trained parameters, ``decay * mean + (1 - decay) * weights`` after
         each update, in float32 or wider; it starts at the weights.
-      accumulate: how many calls one update takes together, as one mean over all that counts.
+      accumulate: how many calls one update takes together, as one mean over all that counts. The
+        last one writes what the model has counted in all of them, and runs a pipeline's
+        ``after_step``; until then the model is that of the update before.
       loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
         differentiated; gradients are divided by it before anything sees them.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
@@ -179,6 +183,7 @@ class Step:
         self._carry = self._replicated(_start(loss_scale))
         self.ema = None if ema is None else self._mean_of_weights()
         self._sums: Tree = None
+        self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
         self._writing = False
 
@@ -190,7 +195,8 @@ class Step:
             return donated | _places_of_results(self._variables, results)
 
         self._fused = jax.jit(self._train, **given(0, 1, 2, results=4))
-        self._added = jax.jit(self._add, **given(0, 1, results=2))
+        sums = (1,) if donate else ()
+        self._added = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
         self._taken = jax.jit(self._take, **given(0, results=4))
         self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
@@ -221,16 +227,14 @@ class Step:
             return self._run_fused(batch, None, None)
         if weight is not None or not self.weighs:
             weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
-        self._called += 1
-        if self._called == self.accumulate:
-            sums, self._sums, self._called = self._sums, None, 0
-            return self._run_fused(batch, sums, weight)
+        if self._called + 1 == self.accumulate:
+            return self._run_fused(batch, self._sums, weight)
         if self._sums is None:
             self._sums = self._zeros(batch, weight)
-        leaves, self._sums = self._ended(
-            self._added(self._leaves(), self._sums, self._carry, batch, weight)
+        self._ahead, self._sums = self._ended(
+            self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
         )
-        self._write(leaves)
+        self._called += 1
         return None
 
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
@@ -321,7 +325,7 @@ class Step:
         if plain is not None:
             start = {k: jnp.asarray(v, self._carry[k].dtype) for k, v in plain.items()}
             self._carry = self._replicated(start)
-        self._sums, self._called = None, 0
+        self._begin_update()
 
     # --- what is wrong
 
@@ -373,8 +377,16 @@ class Step:
         for variable, leaf in zip(self._variables, leaves, strict=True):
             variable.set_raw_value(leaf)
 
+    def _leaves_ahead(self) -> list[jax.Array]:
+        """List the leaves as the calls of the update under way have left them."""
+        return [self._ahead.get(n, leaf) for n, leaf in enumerate(self._leaves())]
+
+    def _begin_update(self) -> None:
+        self._sums, self._ahead, self._called = None, {}, 0
+
     def _run_fused(self, batch: Tree, sums: Tree, weight: Any) -> Metrics:
-        done = self._fused(self._leaves(), self.ema, self._carry, sums, batch, weight)
+        done = self._fused(self._leaves_ahead(), self.ema, self._carry, sums, batch, weight)
+        self._begin_update()
         return self._keep(*done)
 
     def _keep(self, leaves: Any, mean: Tree, carry: Any, metrics: Metrics) -> Metrics:
@@ -499,9 +511,13 @@ class Step:
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Pipeline) and module.plan.after_step is not None:
+                module.plan = dataclasses.replace(module.plan, after_step=None)
         found = self._weighed(model, carry, batch, weight)
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        return left, _plus(sums, found)
+        pairs = enumerate(zip(left, leaves, strict=True))
+        return {n: new for n, (new, old) in pairs if new is not old}, _plus(sums, found)
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)

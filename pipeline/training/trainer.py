@@ -245,7 +245,11 @@ class Trainer:
 
     def _wait(self) -> None:
         """Wait for the save under way; what saves at once need not have a `wait`."""
-        getattr(self._checkpoints, "wait", lambda: None)()
+        try:
+            getattr(self._checkpoints, "wait", lambda: None)()
+        except BaseException:
+            self._saved = -1  # so that `save` tries again
+            raise
 
     def _run(self) -> bool:
         running: _Running | None = None
@@ -338,7 +342,8 @@ class Trainer:
             self._read(before)  # so that its seconds are not those of the next one
             before = None
         waited, tokens, metrics = 0.0, 0, None
-        if self._checkpoints is not None and isinstance(self.data, Resumable):
+        is_first = self._checkpoints is not None and not self.step.pending
+        if is_first and isinstance(self.data, Resumable):
             self._position = copy.deepcopy(self.data.get_state())
         while metrics is None:
             start = time.perf_counter()

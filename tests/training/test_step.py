@@ -270,6 +270,69 @@ class Counting(nnx.Module):
         return x * self.w
 
 
+class Advances(nnx.BatchStat):
+    """State that a stage's ``after_step`` writes."""
+
+
+def advance(stage: Any) -> None:
+    stage.advances[...] += 1
+    stage.seen[...], stage.calls[...] = stage.calls[...], jnp.zeros_like(stage.calls[...])
+
+
+class Advancing(Counting):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.advances = Advances(jnp.zeros((), jnp.int32))
+        self.seen = Advances(jnp.zeros((), jnp.int32))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class Around(nnx.Module):
+    """A model that has a pipeline and a loss of its own."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.pipe = pipe
+
+    def loss(self, x, t):
+        return 2 * self.pipe.loss(x, t)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_an_update_of_several_calls_moves_state_once(around):
+    """Issue 52: `after_step` ran in every call, and state between two updates was ahead."""
+    options = {"loss_fn": models.squares, "state": nnx.BatchStat, "after_step": advance}
+    pipe = Pipeline(models.build(Advancing, 2), M, mesh=make_mesh(stage=2), **options)
+    model = Around(pipe) if around else pipe
+    step = Step(model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param), accumulate=3)
+    x = models.rows(ROWS)
+    for update in range(2):
+        before = jax.tree.map(np.asarray, nnx.state(pipe, nnx.Not(nnx.RngKey)))
+        for _ in range(2):
+            assert step(x, x) is None
+            equal(nnx.state(pipe, nnx.Not(nnx.RngKey)), before)
+        step(x, x)
+        for stage in pipe.stages():
+            found = [int(one[...]) for one in (stage.advances, stage.seen, stage.calls)]
+            assert found == [update + 1, 3 * M, 0]
+    counts = nnx.state(pipe, nnx.RngCount)
+    assert {int(n) for x in jax.tree.leaves(counts) for n in x} == {2 * 3}
+
+
+def test_a_call_that_raises_is_no_call_of_its_update():
+    """Issue 52: the update came one call early, or was lost."""
+    step = Step(pipeline(), make_optimizer(pipeline(), optax.sgd(0.1)), accumulate=2)
+    for pending in (0, 1):
+        with pytest.raises(ValueError, match="rows"):
+            step(models.rows(ROWS - 1), models.words(ROWS - 1, most=models.CLASSES))
+        assert step.pending == pending
+        metrics = step(*batch(0))
+    assert metrics is not None
+    assert step.pending == 0
+
+
 @pytest.mark.slow
 def test_a_call_that_is_not_finite_leaves_no_state():
     def run(rows, *, accumulate):
