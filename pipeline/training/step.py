@@ -407,10 +407,7 @@ class Step:
     def _mean_of_weights(self) -> Tree:
         weights = nnx.state(self.model, self.optimizer.wrt)
 
-        def copied(tree: Tree) -> Tree:
-            return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), tree)
-
-        return jax.jit(copied, out_shardings=_shardings(weights))(weights)
+        return jax.jit(mean_like, out_shardings=_shardings(weights))(weights)
 
     def _zeros(self, batch: Tree, weight: Any) -> Tree:
         """Sums of nothing: loss and metrics; gradients in float32 or wider."""
@@ -597,8 +594,7 @@ class Step:
         (of_mean, weighed), (model, _) = how, self._merged(leaves)
         model.eval()
         if of_mean:
-            weights = nnx.state(model, self.optimizer.wrt)
-            nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
+            take_mean(model, mean, self.optimizer.wrt)
         inputs, targets, extras = batch
         options = _as_option(extras)
         if self.has_aux and hasattr(model, "value_and_grad"):
@@ -677,6 +673,17 @@ def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
 def is_count(x: Any) -> bool:
     """Tell whether a metric is a count, which is summed and not averaged."""
     return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def mean_like(weights: Tree) -> Tree:
+    """Copies of weights, in the dtypes of their running mean."""
+    return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), weights)
+
+
+def take_mean(model: nnx.Module, mean: Tree, wrt: Any) -> None:
+    """Replace a model's weights by their running mean, in the dtypes of the weights."""
+    weights = nnx.state(model, wrt)
+    nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
 
 
 def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:

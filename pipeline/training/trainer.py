@@ -114,6 +114,7 @@ class Trainer:
       peak_flops: operations a second of a device; by default those of the planner's table.
 
     Attributes:
+      is_resumable: whether the data have a position, so that a checkpoint can be gone on from.
       done: updates so far.
       losses: of those in this process, as far as they are known.
       seconds: from one to the next.
@@ -166,6 +167,7 @@ class Trainer:
             )
         self.step, self.steps = step, steps
         self.data: Iterator[Any] = iter(data)
+        self.is_resumable = _has_position(self.data)
         self._evaluation, self._eval_interval = evaluation, eval_interval
         self._eval_ema = eval_ema
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
@@ -195,7 +197,7 @@ class Trainer:
         """
         if self._checkpoints is None:
             raise ValueError("resume() has nothing to resume from; give checkpoints=")
-        if not isinstance(self.data, Resumable):
+        if not self.is_resumable:
             raise ValueError(
                 f"resume() cannot say where in the data the run was: {type(self.data).__name__} "
                 f"has no get_state() and set_state(); give an iterator that has, as those of grain"
@@ -323,7 +325,7 @@ class Trainer:
 
     def _place_in_data(self) -> Any:
         """The data, or the place where its update under way began; None if it has no position."""
-        if not isinstance(self.data, Resumable):
+        if not self.is_resumable:
             return None
         return self.data if self._position is None else _Place(self._position)
 
@@ -343,8 +345,8 @@ class Trainer:
             before = None
         waited, tokens, metrics = 0.0, 0, None
         is_first = self._checkpoints is not None and not self.step.pending
-        if is_first and isinstance(self.data, Resumable):
-            self._position = copy.deepcopy(self.data.get_state())
+        if is_first and self.is_resumable:
+            self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
@@ -478,6 +480,14 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
 def _weight(step: Step, batch: Batch) -> float | None:
     """The weight of a batch beside others; None if the model's loss has one."""
     return batch.weight if step.weighs else batch.counts
+
+
+def _has_position(data: Any) -> bool:
+    """Tell whether data can say where they are; batches made of others only if those can."""
+    try:
+        return isinstance(data, Resumable) and data.get_state() is not data
+    except ValueError:
+        return False
 
 
 def _is_ready(array: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -368,6 +369,19 @@ def test_a_file_or_a_flag_that_cannot_be_read(text, settings, fault, tmp_path):
     with pytest.raises(RunConfigError) as caught:
         Config.from_files([path], settings)
     assert caught.value.faults[0].startswith(fault.format(path=path))
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+def test_a_pipe_is_not_waited_for(kind, tmp_path):
+    """Issue 52: the command waited for ever."""
+    path = tmp_path / "run.toml"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_files([path])
+    assert caught.value.faults == (f"{path} cannot be read: Is a pipe or a device, no file",)
 
 
 @pytest.mark.slow
