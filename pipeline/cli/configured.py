@@ -22,7 +22,7 @@ EPILOG = """examples:
   python -m pipeline generate --config run.toml --prompt "def " --length 200
 
 exit codes: 0 success; 1 too many updates were not finite, or no checkpoint is good; 2 the command
-cannot run as given; 130 after Ctrl-C and 143 after SIGTERM, the state saved
+cannot run as given; 129 after SIGHUP, 130 after Ctrl-C and 143 after SIGTERM, the state saved
 """
 
 
