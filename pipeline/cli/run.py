@@ -17,6 +17,7 @@ from typing import Any
 import optax
 from flax import nnx
 
+from pipeline.cli.options import say
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.planner.chips import CHIPS
@@ -180,7 +181,7 @@ def train(config: Config, *, resume: bool, how: str) -> int:
         _say(f"stopped by {stop.reason} {done}; {rest}")
         return EXITS.get(stop.reason, EXITS["SIGTERM"])
     if trainer.eval_loss is not None:
-        print(f"held-out loss {trainer.eval_loss:.4f}")
+        say(f"held-out loss {trainer.eval_loss:.4f}")
     return 0
 
 

@@ -40,6 +40,7 @@ from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
+_COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disable_jit()`
 
 
 class Metrics(NamedTuple):
@@ -150,6 +151,7 @@ class Step:
       ValueError: options that do not fit, or a model that cannot be trained.
     """
 
+    @_COMPILED
     def __init__(
         self,
         model: nnx.Module,
@@ -201,8 +203,16 @@ class Step:
         self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Step cannot be copied or pickled: its programs give its own arrays away; copy "
+            "model and optimizer together, copy.deepcopy((step.model, step.optimizer)), make "
+            "another Step of them, and have it load(copy.deepcopy(step.shaped()), step.plain())"
+        )
+
     # --- what a user calls
 
+    @_COMPILED
     def __call__(
         self, inputs: Tree, targets: Tree, *, extras: Extras = None, weight: Any = None
     ) -> Metrics | None:
@@ -237,6 +247,7 @@ class Step:
         self._called += 1
         return None
 
+    @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
         """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
 
@@ -247,6 +258,7 @@ class Step:
         self._write(leaves)
         return ((loss, aux) if self.has_aux else loss), grads
 
+    @_COMPILED
     def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
         """Clip, update and average: the part of a step after `fwd_bwd`. The gradients are donated.
 
@@ -258,6 +270,7 @@ class Step:
         done = self._updated(self._leaves(), self.ema, self._carry, grads, loss)
         return self._keep(*done)
 
+    @_COMPILED
     def eval_step(
         self,
         inputs: Tree,
@@ -304,6 +317,7 @@ class Step:
         """Numbers: counts, and the loss scale."""
         return {name: value.item() for name, value in jax.device_get(self._carry).items()}
 
+    @_COMPILED
     def load(self, shaped: dict[str, Tree] | None = None, plain: Any = None) -> None:
         """Take what `shaped` and `plain` gave; sums of calls that had no update yet are dropped.
 
@@ -723,7 +737,7 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
     checkpoint, or the step before, has put there. Numbers that nobody has put on the mesh on which
     others lie, such as the count of an `nnx.Optimizer`, go on all of it.
     """
-    values = [variable.get_raw_value() for variable in variables]
+    values = [jnp.asarray(variable.get_raw_value()) for variable in variables]
     meshes = [v.sharding.mesh for v in values if isinstance(v.sharding, NamedSharding)]
     for variable, value in zip(variables, values, strict=True):
         place = value.sharding

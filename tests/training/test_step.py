@@ -5,7 +5,9 @@ Letters: S ranks, K stages, M microbatches, D data shards, T of `tensor`.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import jax
@@ -319,6 +321,51 @@ def test_an_update_of_several_calls_moves_state_once(around):
             assert found == [update + 1, 3 * M, 0]
     counts = nnx.state(pipe, nnx.RngCount)
     assert {int(n) for x in jax.tree.leaves(counts) for n in x} == {2 * 3}
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_is_not_copied(way):
+    """Issue 52: the copy's first call raised an AttributeError of JAX."""
+    pipe = pipeline()
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.1)), ema=0.5)
+    step(*batch(0))
+    with pytest.raises(TypeError, match="a Step cannot be copied or pickled") as caught:
+        way(step)
+    assert "copy.deepcopy((step.model, step.optimizer))" in str(caught.value)
+    if way is copy.deepcopy:  # as it says
+        other = Step(*copy.deepcopy((step.model, step.optimizer)), ema=0.5)
+        other.load(copy.deepcopy(step.shaped()), step.plain())
+        for n in (1, 2):
+            equal(step(*batch(n)), other(*batch(n)))
+        equal(step.ema, other.ema)
+
+
+def test_a_pipeline_without_jit_is_the_same():
+    """Issue 52: JAX said that an eager shard_map cannot return a ref."""
+
+    def run():
+        pipe = Pipeline(models.build(Block, 2), M, mesh=make_mesh(stage=2), loss_fn=models.squares)
+        x = models.rows(ROWS)
+        loss, grads = nnx.value_and_grad(lambda m: m.loss(x, x))(pipe)
+        return pipe.value_and_grad(x, x), (loss, grads), pipe(x)
+
+    compiled = run()
+    with jax.disable_jit():
+        assert_close(run(), compiled)
+
+
+@pytest.mark.slow
+def test_a_step_without_jit_is_the_same():
+    def run():
+        pipe = pipeline(Noisy)
+        step = Step(pipe, make_optimizer(pipe, optax.adam(1e-2)), ema=0.5, accumulate=2, clip=CLIP)
+        for n in range(4):
+            metrics = step(*batch(n))
+        return metrics.loss, step.eval_step(*batch(0), ema=True)
+
+    compiled = run()
+    with jax.disable_jit():
+        assert_close(run(), compiled, tolerance=1e-5)
 
 
 def test_a_call_that_raises_is_no_call_of_its_update():
