@@ -40,6 +40,7 @@ from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
+TINY, MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 _COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disable_jit()`
 
 
@@ -89,10 +90,10 @@ class DynamicScale:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not 0 < self.least <= self.initial <= self.most < math.inf:
+        if not TINY <= self.least <= self.initial <= self.most <= MOST:
             raise ValueError(
                 f"DynamicScale(initial={self.initial}, least={self.least}, most={self.most}): give "
-                f"finite numbers with 0 < least <= initial <= most"
+                f"numbers of float32 with 0 < least <= initial <= most"
             )
         if not 1 < self.factor < math.inf or self.interval < 1:
             raise ValueError(
@@ -136,7 +137,7 @@ class Step:
         differentiated; gradients are divided by it before anything sees them.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
         it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
-        (integers) are added up, all else is the mean by weights.
+        (integers) are added up, to 2**31 - 1 at most; all else is the mean by weights.
       donate: whether arrays of model, optimizer and mean are given away to their new values.
       compiler_options: options of XLA for the step's programs by name, as
         `jax.jit(compiler_options=...)` takes them; "default" takes those of
@@ -232,7 +233,7 @@ class Step:
           ValueError: a weight that is no number >= 0.
         """
         batch = as_arrays(inputs, targets, extras)
-        _check_weight(weight)
+        check_weight(weight)
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
         if weight is not None or not self.weighs:
@@ -321,6 +322,8 @@ class Step:
     def load(self, shaped: dict[str, Tree] | None = None, plain: Any = None) -> None:
         """Take what `shaped` and `plain` gave; sums of calls that had no update yet are dropped.
 
+        A loss scale that does not change is this step's own.
+
         Raises:
           ValueError: other names.
         """
@@ -337,6 +340,8 @@ class Step:
         if self.ema is not None:
             self.ema = shaped["ema"]
         if plain is not None:
+            if not isinstance(self.scaling, DynamicScale):
+                plain = plain | {"scale": _start(self.scaling)["scale"]}
             start = {k: jnp.asarray(v, self._carry[k].dtype) for k, v in plain.items()}
             self._carry = self._replicated(start)
         self._begin_update()
@@ -438,7 +443,7 @@ class Step:
                 return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
 
             like = jax.eval_shape(metrics, self._leaves(), self._carry, batch)
-            aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            aux = jax.tree.map(_nothing_of, like)
         return *self._replicated((loss, aux)), grads
 
     # --- what is compiled
@@ -634,11 +639,15 @@ def with_weight(found: Tree, weight: jax.Array) -> Tree:
 
 
 def plus_weighed(sums: Tree, found: Tree) -> Tree:
-    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up."""
+    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up.
+
+    Counts are added as int64, also where JAX has no 64 bits elsewhere: they do not wrap.
+    """
 
     def plus(t: Any, x: Any) -> Any:
         if not isinstance(x, Weighed):
-            return t + x
+            with jax.enable_x64(True):
+                return t + x.astype(jnp.int64)
         return Weighed(_plus_part(t.mean, x.mean, x.weight), t.weight + x.weight)
 
     return jax.tree.map(plus, sums, found, is_leaf=_is_weighed)
@@ -651,6 +660,12 @@ def mean_weighed(sums: Tree) -> Tree:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
 
     return jax.tree.map(mean, sums, is_leaf=_is_weighed)
+
+
+def _nothing_of(x: Any) -> jax.Array:
+    """Zero of a mean's dtype, or of a count's sum."""
+    with jax.enable_x64(True):
+        return jnp.zeros(x.shape, jnp.int64 if is_count(x) else x.dtype)
 
 
 def _is_weighed(x: Any) -> bool:
@@ -677,7 +692,15 @@ def _means(sums: Tree, like: Tree) -> tuple[Tree, Tree]:
     *means, grads = sums
     weight = means[0].weight
     grads = jax.tree.map(lambda g, w: _over(g, weight).astype(w.dtype), grads, like)
-    return mean_weighed(means), grads
+    return jax.tree.map(lambda x: _bounded(x) if is_count(x) else x, mean_weighed(means)), grads
+
+
+def _bounded(count: jax.Array) -> jax.Array:
+    """A count as an integer of JAX's width, which it fills if it is larger."""
+    kind = jax.dtypes.canonicalize_dtype(np.int64)
+    least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+    with jax.enable_x64(True):
+        return jnp.clip(count, least, most).astype(kind)
 
 
 def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
@@ -811,7 +834,7 @@ def _takes(model: Any, name: str) -> bool:
     return all(name in inspect.signature(f).parameters for f in methods if f is not None)
 
 
-def _check_weight(weight: Any) -> None:
+def check_weight(weight: Any) -> None:
     """Check a weight; an array on a device by shape alone, so that nothing waits for its value."""
     if weight is None:
         return
@@ -819,25 +842,31 @@ def _check_weight(weight: Any) -> None:
         fits = weight.shape == ()
     else:
         array = np.asarray(weight)
-        fits = array.shape == () and array.dtype.kind in "uif" and 0 <= float(array) < math.inf
+        fits = array.shape == () and array.dtype.kind in "uif"
+        fits = fits and (float(array) == 0 or TINY <= float(array) <= MOST)
     if not fits:
         given = shape_text(weight) if isinstance(weight, jax.Array) else repr(weight)
         raise ValueError(
-            f"weight={given}: must be one finite number >= 0, what this call counts beside the "
-            f"others"
+            f"weight={given}: must be one finite number >= 0 of float32, what this call counts "
+            f"beside the others"
         )
 
 
 def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
-    if clip is not None and not 0 < clip < math.inf:
-        raise ValueError(f"clip={clip!r}: must be a finite number > 0, or None to clip nothing")
-    if ema is not None and not 0 < ema < 1:
-        raise ValueError(f"ema={ema!r}: must be a decay between 0 and 1, or None for no mean")
+    if clip is not None and not TINY <= clip <= MOST:
+        raise ValueError(
+            f"clip={clip!r}: must be a finite number > 0 of float32, or None to clip nothing"
+        )
+    if ema is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
+        raise ValueError(
+            f"ema={ema!r}: must be a decay between 0 and 1 in float32, or None for no mean"
+        )
     if not is_whole(accumulate, 1):
         raise ValueError(f"accumulate={accumulate!r}: must be a whole number >= 1")
     if isinstance(loss_scale, DynamicScale) or loss_scale is None:
         return
-    if not isinstance(loss_scale, int | float) or not 0 < loss_scale < math.inf:
+    if not isinstance(loss_scale, int | float) or not TINY <= loss_scale <= MOST:
         raise ValueError(
-            f"loss_scale={loss_scale!r}: must be a finite number > 0, DynamicScale(), or None"
+            f"loss_scale={loss_scale!r}: must be a finite number > 0 of float32, DynamicScale(), "
+            f"or None"
         )

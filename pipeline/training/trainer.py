@@ -33,6 +33,7 @@ from pipeline.training.step import (
     Metrics,
     NotFiniteError,
     Step,
+    check_weight,
     mean_weighed,
     plus_weighed,
     with_weight,
@@ -210,6 +211,7 @@ class Trainer:
         if found is not None:
             step.load(shaped, plain["step"])
             self.done = self._saved = found
+            self.evaluated, self.eval_loss, self._position = -1, None, None
         return found
 
     def run(self) -> bool:
@@ -230,6 +232,8 @@ class Trainer:
             with self._watchdog or contextlib.nullcontext():
                 ended = self._run()
         except BaseException as error:
+            if isinstance(error, NotFiniteError):  # it is told: the next run counts anew
+                self.step.load(self.step.shaped(), self.step.plain() | {"in_a_row": 0})
             self.done = before + self.step.updates
             self._save_after(error)
             raise
@@ -461,6 +465,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
             batch.inputs, batch.targets, extras=batch.extras, ema=ema, weighed=weight is None
         )
         if weight is not None:
+            check_weight(weight)
             found = with_weight(found, jnp.float32(weight))
         if total is None:
             total = jax.tree.map(jnp.zeros_like, found)

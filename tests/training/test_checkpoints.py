@@ -121,6 +121,30 @@ class Counter:
         self.count = int(state)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {0: 5, 1: {"at": 2**70}},
+        {"worker": {None: 1.5, True: 1, (1, "a"): []}},
+        random.Random(0).getstate(),
+        {"shardpipe type": "tuple", "items": [(1,), [2]]},
+        [],
+    ],
+)
+def test_a_state_of_the_data_keeps_its_types(state: Any, tmp_path: Path) -> None:
+    """Issue 52: keys became texts, and tuples lists."""
+    data, other = Counter(0), Counter(1)
+    data.get_state = lambda: state  # type: ignore[method-assign]
+    found: list[Any] = []
+    other.set_state = found.append  # type: ignore[method-assign]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, Small(0), data=data, plain={"own": state})
+        plain: dict[str, Any] = {"own": 0}
+        checkpoints.restore(Small(0), data=other, plain=plain)
+    assert repr(found) == repr([state])
+    assert repr(plain) == repr({"own": state})
+
+
 @pytest.mark.slow
 def test_random_streams_of_a_pipeline_go_on(tmp_path: Path) -> None:
     def make(seed: int, S: int) -> Pipeline:
@@ -293,6 +317,20 @@ def test_a_manifest_that_cannot_be_read_is_damage(kind: str, tmp_path: Path) -> 
         file.write_bytes({"empty": b"", "not JSON": b"{", "no text": b"\xff\n\xfe\n"}[kind])
     with pytest.warns(UserWarning, match=f"step 2 is damaged: {file} .*; that of step 1 is taken"):
         assert Checkpoints(tmp_path).restore(model) == 1
+
+
+def test_a_damaged_one_that_is_mended_is_kept(copy: Path) -> None:
+    """Issue 52: it was still deleted as damaged."""
+    file = next((copy / "step_000000030").rglob("manifest.ocdbt"))
+    whole = file.read_bytes()
+    with Checkpoints(copy, keep=2) as checkpoints:
+        file.write_bytes(whole[:-1])
+        with pytest.warns(UserWarning, match="damaged"):
+            assert checkpoints.restore(Small(0)) == 20
+        file.write_bytes(whole)
+        assert checkpoints.restore(Small(0)) == 30
+        checkpoints.save(40, Small(40))
+    assert Checkpoints(copy).steps == [30, 40]
 
 
 def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
@@ -670,6 +708,11 @@ def test_arguments_that_cannot_be_written(tmp_path: Path) -> None:
             "plain['a'] is inf, for which JSON has no word; give a finite number",
         ),
         ((1, model), {"metrics": {"loss": "low"}}, "metrics['loss']='low': must be a number"),
+        (
+            (1, model),
+            {"metrics": {"loss": 10**400}},
+            "metrics['loss']=an integer beyond float64: must be a number",
+        ),
         (
             (1, model),
             {"data": [1, 2]},

@@ -128,7 +128,7 @@ FAULTS = [
     ),
     (
         {"optimizer": {"learning_rate": -0.1}},
-        "optimizer.learning_rate=-0.1: must be a finite number > 0",
+        "optimizer.learning_rate=-0.1: must be a finite number > 0 of float32",
     ),
     (
         {"optimizer": {"learning_rate": 0.1, "name": "adamww"}},

@@ -491,6 +491,42 @@ def test_what_is_not_finite_is_named():
 # --- states ---
 
 
+class Bytes(nnx.Module):
+    """A model whose metrics are large counts."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(()))
+
+    def loss(self, x, t):
+        metrics = {"bytes": jnp.int32(-1_500_000_000), "flag": x.sum() > 0, "mean": x.mean()}
+        return ((self.w * x - t) ** 2).mean(), metrics
+
+
+def test_counts_do_not_wrap():
+    """Issue 52: two batches of 1.5 billion were -1.3 billion."""
+    x = models.rows(ROWS) ** 2
+    model = Bytes()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = Step(model, optimizer, has_aux=True, accumulate=3)
+    found = means(step, [(x, x)] * 3)[1]
+    assert (found["bytes"], found["flag"]) == (-4_500_000_000, 3)
+    assert_close(found["mean"], x.mean())
+    for _ in range(2):
+        assert step(x, x) is None
+    aux = step(x, x).aux
+    assert aux["bytes"].dtype == aux["flag"].dtype == jnp.int32
+    assert (int(aux["bytes"]), int(aux["flag"])) == (-(2**31), 3)
+
+
+def test_a_loss_scale_that_does_not_change_is_no_state():
+    """Issue 52: a run that went on with another loss scale kept the one before."""
+    model = Bytes()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step, other = (Step(model, optimizer, loss_scale=scale, has_aux=True) for scale in (8.0, 64.0))
+    other.load(plain=step.plain())
+    assert other.plain()["scale"] == 64.0
+
+
 def test_a_state_goes_on():
     model = chain()
     rule = functools.partial(nnx.Optimizer, tx=optax.sgd(0.1), wrt=nnx.Param)
@@ -528,12 +564,23 @@ def test_arrays_are_given_away_unless_they_are_to_stay():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"clip": 0.0}, "clip=0.0: must be a finite number > 0, or None to clip nothing"),
-        ({"ema": 1.0}, "ema=1.0: must be a decay between 0 and 1, or None for no mean"),
+        (
+            {"clip": 0.0},
+            "clip=0.0: must be a finite number > 0 of float32, or None to clip nothing",
+        ),
+        (
+            {"clip": 1e39},
+            "clip=1e+39: must be a finite number > 0 of float32, or None to clip nothing",
+        ),
+        ({"ema": 1.0}, "ema=1.0: must be a decay between 0 and 1 in float32, or None for no mean"),
+        (
+            {"ema": 1 - 1e-9},
+            "ema=0.999999999: must be a decay between 0 and 1 in float32, or None for no mean",
+        ),
         ({"accumulate": 0}, "accumulate=0: must be a whole number >= 1"),
         (
             {"loss_scale": -1.0},
-            "loss_scale=-1.0: must be a finite number > 0, DynamicScale(), or None",
+            "loss_scale=-1.0: must be a finite number > 0 of float32, DynamicScale(), or None",
         ),
     ],
 )
@@ -550,6 +597,8 @@ def test_an_option_that_cannot_be(options, text):
         (-1, "weight=-1"),
         (float("nan"), "weight=nan"),
         (np.ones(2), "weight=array([1., 1.])"),
+        (1e-46, "weight=1e-46"),
+        (1e39, "weight=1e+39"),
         (jnp.ones(2), "weight=float32[2]"),
     ],
 )
@@ -559,7 +608,8 @@ def test_a_weight_that_cannot_be(weight, text):
     with pytest.raises(ValueError, match="weight") as caught:
         step(*batch(0), weight=weight)
     assert str(caught.value) == (
-        f"{text}: must be one finite number >= 0, what this call counts beside the others"
+        f"{text}: must be one finite number >= 0 of float32, what this call counts beside the "
+        f"others"
     )
 
 
@@ -596,8 +646,8 @@ def test_scales_that_cannot_be():
         (
             {"initial": 0.5},
             (
-                "DynamicScale(initial=0.5, least=1.0, most=16777216.0): give finite numbers with "
-                "0 < least <= initial <= most"
+                "DynamicScale(initial=0.5, least=1.0, most=16777216.0): give numbers of float32 "
+                "with 0 < least <= initial <= most"
             ),
         ),
         (

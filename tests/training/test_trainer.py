@@ -277,6 +277,33 @@ def test_a_save_that_failed_is_tried_again():
     assert [one[0] for one in kept.kept] == [2, 2]
 
 
+def test_a_run_that_goes_back_evaluates_again():
+    """Issue 52: the evaluation of the same step before it went back counted."""
+    told, kept = Told(), Memory()
+    options = {"evaluation": [(models.rows(ROWS), labels(0))], "recorders": [told]}
+    trainer = Trainer(make_step(), Numbered(), steps=2, checkpoints=kept, **options)
+    trainer.save()
+    trainer.run()
+    kept.kept.pop()
+    assert trainer.resume() == 0
+    assert trainer.eval_loss is None
+    trainer.run()
+    assert [record["step"] for record in told.records if "eval_loss" in record] == [2, 2]
+
+
+def test_updates_that_are_told_of_do_not_end_the_next_run():
+    """Issue 52: after a run had ended for two bad updates, the first bad one ended the next."""
+    kept = Memory()
+    trainer = Trainer(make_step(), Numbered(bad=(2, 3, 6)), steps=6, checkpoints=kept, stop_after=2)
+    with pytest.raises(NotFiniteError, match="2 in a row"):
+        trainer.run()
+    assert kept.kept[-1][2]["step"]["in_a_row"] == 0
+    again = Trainer(make_step(), Numbered(), steps=6, checkpoints=kept, stop_after=2)
+    again.resume()
+    again.data.bad = (again.data.at + 1,)
+    assert again.run()
+
+
 @pytest.mark.slow
 def test_data_of_grain_goes_on():
     grain = pytest.importorskip("grain")

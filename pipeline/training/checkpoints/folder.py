@@ -260,7 +260,7 @@ class Checkpoints:
         if shaped is not None and trees is not None:
             shaped.update(trees)
         if plain is not None:
-            plain.update(said["plain"])
+            plain.update(contents.of_json(said["plain"]))
         return int(said["step"])
 
     # --- writing ---
@@ -444,6 +444,7 @@ class Checkpoints:
                 text = str(error)
             text = "; ".join(filter(None, everyone(f"{topic}/{one}", text)))
             if not text:
+                self._damaged.discard(one)
                 self._warn({step: text for step, text in why.items() if step > one}, one)
                 return folder, known[one]
             why[one] = text

@@ -6,6 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.base.arguments import hint_at
 from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
@@ -18,6 +20,7 @@ from pipeline.training.config.functions import (
     wrong_values,
 )
 from pipeline.training.config.tables import PipelineOptions, RunTables
+from pipeline.training.step import MOST, TINY
 from schedules import Costs, ScheduleError
 from schedules.files.costs import NAMES
 
@@ -53,12 +56,12 @@ def _sizes(config: RunTables) -> list[str]:
         "run.stuck_after": run.stuck_after,
     }
     faults += [
-        f"{name}={value}: must be a finite number > 0"
+        f"{name}={value}: must be a finite number > 0 of float32"
         for name, value in positive.items()
-        if value is not None and not 0 < value < float("inf")
+        if value is not None and not TINY <= value <= MOST
     ]
-    if optimizer.ema is not None and not 0 < optimizer.ema < 1:
-        faults.append(f"optimizer.ema={optimizer.ema}: must be a decay between 0 and 1")
+    if (ema := optimizer.ema) is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
+        faults.append(f"optimizer.ema={ema}: must be a decay between 0 and 1 in float32")
     if run.chip is not None and run.chip not in CHIPS:
         faults.append(f"run.chip={run.chip!r}: there is no such chip{hint_at(run.chip, CHIPS)}")
     if Path(run.folder).exists() and not Path(run.folder).is_dir():
