@@ -30,6 +30,7 @@ from flax import nnx
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
 from pipeline.training.checkpoints import CheckpointError, Checkpoints, lock, manifest
+from pipeline.training.checkpoints import folder as checkpoints_folder
 from pipeline.training.checkpoints.folder import MARK
 from pipeline.training.checkpoints.together import everyone, from_first
 from tests.support.close import assert_close
@@ -800,6 +801,7 @@ def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
         return digests(*given)
 
     monkeypatch.setattr(manifest, "digests", slow)
+    monkeypatch.setattr(checkpoints_folder, "CAN_WAIT_AT_EXIT", True)
     (tmp_path / "link").symlink_to(folder)
     first = Checkpoints(folder)
     first.save(1, Small(1))
@@ -827,6 +829,7 @@ def test_a_failed_save_is_told_if_nobody_waits(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(manifest, "write_manifest", full)
+    monkeypatch.setattr(checkpoints_folder, "CAN_WAIT_AT_EXIT", True)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, Small(1))
     thread = checkpoints._thread
