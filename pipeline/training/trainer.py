@@ -489,10 +489,13 @@ def _weight(step: Step, batch: Batch) -> float | None:
 
 def _has_position(data: Any) -> bool:
     """Tell whether data can say where they are; batches made of others only if those can."""
+    if not isinstance(data, Resumable):
+        return False
     try:
-        return isinstance(data, Resumable) and data.get_state() is not data
+        data.get_state()
     except ValueError:
         return False
+    return True
 
 
 def _is_ready(array: Any) -> bool:
