@@ -6,8 +6,10 @@ thousands of digits, NaN, text where a number belongs) is a `ValueError` that na
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,9 +87,21 @@ def read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+      OSError: no such file, one that cannot be read, or a FIFO or device, which might never end.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "Is a pipe or a device, no file", str(path))
+    return path.read_bytes()
+
+
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.options import UNFIT_EXIT, Parser, add_command, say, seconds, whole
+from pipeline.processes.names import PROCESSES
 
 ABOUT = """Run a configuration: TOML files, of which the later win, and single keys by --set.
 
@@ -22,7 +23,7 @@ EPILOG = """examples:
   python -m pipeline generate --config run.toml --prompt "def " --length 200
 
 exit codes: 0 success; 1 too many updates were not finite, or no checkpoint is good; 2 the command
-cannot run as given; 130 after Ctrl-C and 143 after SIGTERM, the state saved
+cannot run as given; 129 after SIGHUP, 130 after Ctrl-C and 143 after SIGTERM, the state saved
 """
 
 
@@ -48,10 +49,17 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
     """Train, evaluate or generate; returns the exit code."""
     # Whoever starts processes or asks for a plan does not load what trains.
     from pipeline.cli import run as runs  # noqa: PLC0415
+    from pipeline.processes.cluster import find  # noqa: PLC0415
     from pipeline.training.checkpoints import CheckpointError  # noqa: PLC0415
     from pipeline.training.config import Config  # noqa: PLC0415
 
     try:
+        if (count := find(None, None, None, timeout=10).count) > 1:
+            parser.error(
+                f"this is one of {count} processes of a job, and {options.command} runs in one: "
+                f"start a script of your own that calls pipeline.initialize() (the page Several "
+                f"processes), or give this one {PROCESSES}=1"
+            )
         config = Config.from_files(options.config, options.set)
         if options.command == "train":
             given = [f"--config {shlex.quote(str(path))}" for path in options.config]

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.cli.options import COMMANDS, Parser, flushed
+from schedules.cli.text import open_streams
 
 _BY_CONFIGURATION = {"train", "eval", "generate"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    open_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, program = given, None
     if "--" in given:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from schedules.cli.text import say as text_say
 
 USAGE_EXIT, UNFIT_EXIT = 2, 1
 
@@ -79,11 +79,18 @@ def seconds(text: str) -> float:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print, as far as somebody reads."""
+    """Print, as far as somebody reads.
+
+    Raises:
+      SystemExit: standard output cannot be written to.
+    """
     try:
-        print(text, end=end, flush=True)
+        text_say(text, end=end)
     except BrokenPipeError:  # `... | head`: nothing more can be said
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pass
+    except OSError as error:
+        why = f"standard output: {error.strerror}; give one that can be written"
+        Parser(prog="python -m pipeline").error(why)
 
 
 def flushed(code: int) -> int:

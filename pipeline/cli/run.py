@@ -17,6 +17,7 @@ from typing import Any
 import optax
 from flax import nnx
 
+from pipeline.cli.options import say
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.planner.chips import CHIPS
@@ -26,12 +27,13 @@ from pipeline.training.config import Config, PipelineOptions, RunConfigError, lo
 from pipeline.training.faults import stop_on_signals
 from pipeline.training.generation import continue_prompt
 from pipeline.training.records import JsonLines, Progress, Recorder, TensorBoard
-from pipeline.training.step import DynamicScale, NotFiniteError, Step
+from pipeline.training.step import DynamicScale, NotFiniteError, Step, mean_like, take_mean
 from pipeline.training.trainer import Trainer, means
 
 PARTS = {"stages", "embed", "head", "loss_fn", "sharding", "ignore", "wrt", "costs", "read"}
 PARTS |= {"batch", "state", "after_step"}
-EXITS = {"SIGINT": 130, "SIGTERM": 143}
+EXITS = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+NO_POSITION = "the data have no get_state() and set_state(), as the iterators of grain have"
 NOT_FINITE = 1
 
 
@@ -145,20 +147,29 @@ def train(config: Config, *, resume: bool, how: str) -> int:
             f"run.folder={str(folder)!r} holds a run of {checkpoints.steps[-1]} updates: go on "
             f"with --resume, or name another folder"
         )
+    text = json.dumps(config.to_dict(), indent=1, default=str)
+
+    def keep(trainer: Trainer, _: Any) -> None:
+        """Write the configuration once it has made an update, in place of the one before."""
+        if len(trainer.losses) == 1:
+            (folder / "config.json").write_text(f"{text}\n")
+
     recorders: list[Recorder] = [JsonLines(folder / "log.jsonl"), Progress(config.run.steps)]
     if config.run.tensorboard:
         recorders.append(TensorBoard(folder / "tensorboard"))
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1, default=str) + "\n")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         for recorder in recorders:
             stack.callback(recorder.close)
         stack.enter_context(checkpoints)
-        trainer = make_trainer(config, checkpoints=checkpoints, recorders=recorders, stop=stop)
+        watching: dict[str, Any] = {"recorders": recorders, "hooks": [keep], "stop": stop}
+        trainer = make_trainer(config, checkpoints=checkpoints, **watching)
         if resume and (found := trainer.resume()) is not None:
             _say(f"going on after update {found}, from {checkpoints.folder}")
         elif resume:
             _say(f"nothing to resume in {checkpoints.folder}: starting with update 1")
+        if not trainer.is_resumable:
+            _say(f"a run that is stopped cannot go on: {NO_POSITION}")
         try:
             ended = trainer.run()
         except NotFiniteError as error:
@@ -166,10 +177,11 @@ def train(config: Config, *, resume: bool, how: str) -> int:
             return NOT_FINITE
     if not ended:
         done = f"after update {trainer.done} of {config.run.steps}"
-        _say(f"stopped by {stop.reason} {done}; go on with: {how}")
+        rest = f"go on with: {how}" if trainer.is_resumable else f"it cannot go on: {NO_POSITION}"
+        _say(f"stopped by {stop.reason} {done}; {rest}")
         return EXITS.get(stop.reason, EXITS["SIGTERM"])
     if trainer.eval_loss is not None:
-        print(f"held-out loss {trainer.eval_loss:.4f}")
+        say(f"held-out loss {trainer.eval_loss:.4f}")
     return 0
 
 
@@ -200,12 +212,12 @@ def restored(config: Config, *, ema: bool = False) -> Any:
     checkpoints = Checkpoints(folder, read_only=True)
     model = make_model(config)
     wrt = getattr(model, "wrt", nnx.Param)
-    shaped = {"ema": nnx.state(model, wrt)} if ema else None
+    shaped = {"ema": mean_like(nnx.state(model, wrt))} if ema else None
     ignored = ("optimizer", "plain", "data", *(() if ema else ("shaped",)))
     if checkpoints.restore(model, shaped=shaped, ignore=ignored) is None:
         raise RunConfigError(f"run.folder={config.run.folder!r}: there is no checkpoint")
     if shaped is not None:
-        nnx.update(model, shaped["ema"])
+        take_mean(model, shaped["ema"], wrt)
     return model
 
 
@@ -267,4 +279,5 @@ def _data(config: Config, model: Any, batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a terminal that was closed
+        print(text, file=sys.stderr)

@@ -263,6 +263,7 @@ def _signals(events: Events) -> Iterator[None]:
     before = {
         number: signal.signal(number, lambda number, _: events.put(("signal", number)))
         for number in PASSED_ON
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # as of nohup
     }
     try:
         yield

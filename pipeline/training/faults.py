@@ -31,7 +31,7 @@ from pipeline.processes.names import numbers, text_of_processes
 
 LOOK = 0.3  # seconds between two looks whether somebody is to stop
 ANSWER = 60.0  # seconds that processes wait for each other's word
-SIGNALS = signal.SIGTERM, signal.SIGINT
+SIGNALS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 STUCK = 70  # the exit code of a process that stood still
 
 
@@ -131,7 +131,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """While this lasts, SIGTERM and Ctrl-C ask the run to stop; the second one ends it at once.
+    """While this lasts, SIGTERM, SIGHUP and Ctrl-C ask the run to stop; the second ends it at once.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
 
     ::
 
@@ -165,12 +167,14 @@ def stop_on_signals() -> Iterator[Stop]:
             os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
-        os.write(2, f"{name}: stopping after this step; once more ends it at once\n".encode())
         stop.ask(name)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            os.write(2, f"{name}: stopping after this step; once more ends it at once\n".encode())
 
     try:
         for number in SIGNALS:
-            before[number] = signal.signal(number, handle)
+            if number.name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handle)
         yield stop
     finally:
         give_back()
@@ -185,7 +189,8 @@ class Watchdog:
     leaves the devices before a step ends.
 
     Args:
-      seconds: that a step may take. The first one, which is compiled, may take ten times as long.
+      seconds: that a step may take. The first one, and one that JAX compiles anew, may take ten
+        times as long.
       mesh: of the pipeline, to say which ranks are this process's.
       end: ends the process; by default with exit code 70, at once.
 
@@ -204,6 +209,7 @@ class Watchdog:
         self._seconds, self._mesh, self._end = seconds, mesh, os._exit if end is None else end
         self._step: int | None = None
         self._beats, self._at = 0, time.monotonic()
+        self._compiled_at = 1  # number of the last beat in which JAX traced a program
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -218,6 +224,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._at = time.monotonic()
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
         self._thread.start()
         return self
 
@@ -229,12 +236,19 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Note that a program was traced, which comes before it is compiled."""
+        del duration_secs
+        if event.startswith("/jax/core/compile/"):
+            self._compiled_at = self._beats
 
     def _watch(self) -> None:
         look = min(self._seconds / 4, 1.0)
         told = False
         while not self._over.wait(look):
-            limit = self._seconds * (10 if self._beats <= 1 else 1)
+            limit = self._seconds * (10 if self._beats <= self._compiled_at else 1)
             late = self._step is not None and time.monotonic() - self._at > limit
             if jax.process_count() > 1 and not told and (late or service.said("stuck")):
                 told = True  # so that who is late first can tell what the others are at

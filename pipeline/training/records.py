@@ -5,6 +5,7 @@ A record is a dict of numbers, texts and dicts of those, and a recorder anything
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -116,7 +117,11 @@ class Progress:
         self._bars.start()
 
     def write(self, record: Record) -> None:
-        """Show a step; print an event."""
+        """Show a step; print an event. A closed terminal or a full disk shows neither."""
+        with contextlib.suppress(OSError):
+            self._show(record)
+
+    def _show(self, record: Record) -> None:
         if "event" in record:
             self._console.print(f"step {record['step']}: {record['text']}", soft_wrap=True)
             return
@@ -128,7 +133,8 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last line."""
-        self._bars.stop()
+        with contextlib.suppress(OSError):
+            self._bars.stop()
 
 
 def status_of(record: Record) -> str:

@@ -12,6 +12,7 @@ host. The model is a `pipeline.Pipeline`, or any `nnx.Module` with ``value_and_g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -32,12 +33,15 @@ from pipeline.base.tree import shape_text, times
 from pipeline.base.variables import Placeholder
 from pipeline.core.model.loss import Weighed
 from pipeline.core.model.microbatch import as_arrays
+from pipeline.pipeline import Pipeline
 from pipeline.training.compiling import Given as CompilerOptions
 from pipeline.training.compiling import resolve_compiler_options
 from pipeline.training.experts import balance_of
 
 Tree = Any
 Extras = dict[str, Any] | None
+TINY, MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_COMPILED = jax.disable_jit(False)  # a step is a program, also under `jax.disable_jit()`
 
 
 class Metrics(NamedTuple):
@@ -86,10 +90,10 @@ class DynamicScale:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not 0 < self.least <= self.initial <= self.most < math.inf:
+        if not TINY <= self.least <= self.initial <= self.most <= MOST:
             raise ValueError(
                 f"DynamicScale(initial={self.initial}, least={self.least}, most={self.most}): give "
-                f"finite numbers with 0 < least <= initial <= most"
+                f"numbers of float32 with 0 < least <= initial <= most"
             )
         if not 1 < self.factor < math.inf or self.interval < 1:
             raise ValueError(
@@ -126,12 +130,14 @@ class Step:
       clip: the most that the global norm of the gradients may be, over all parameters.
       ema: decay of a mean of the trained parameters, ``decay * mean + (1 - decay) * weights`` after
         each update, in float32 or wider; it starts at the weights.
-      accumulate: how many calls one update takes together, as one mean over all that counts.
+      accumulate: how many calls one update takes together, as one mean over all that counts. The
+        last one writes what the model has counted in all of them, and runs a pipeline's
+        ``after_step``; until then the model is that of the update before.
       loss_scale: a number, or a `DynamicScale`, that the loss is multiplied with before it is
         differentiated; gradients are divided by it before anything sees them.
       has_aux: whether the model's loss is (loss, metrics), and its methods take ``has_aux=True`` if
         it is a pipeline or has a ``value_and_grad``. Calls of one update are taken together: counts
-        (integers) are added up, all else is the mean by weights.
+        (integers) are added up, to 2**31 - 1 at most; all else is the mean by weights.
       donate: whether arrays of model, optimizer and mean are given away to their new values.
       compiler_options: options of XLA for the step's programs by name, as
         `jax.jit(compiler_options=...)` takes them; "default" takes those of
@@ -146,6 +152,7 @@ class Step:
       ValueError: options that do not fit, or a model that cannot be trained.
     """
 
+    @_COMPILED
     def __init__(
         self,
         model: nnx.Module,
@@ -179,6 +186,7 @@ class Step:
         self._carry = self._replicated(_start(loss_scale))
         self.ema = None if ema is None else self._mean_of_weights()
         self._sums: Tree = None
+        self._ahead: dict[int, jax.Array] = {}  # leaves that calls of this update have written
         self._called = self.updates = 0
         self._writing = False
 
@@ -190,13 +198,22 @@ class Step:
             return donated | _places_of_results(self._variables, results)
 
         self._fused = jax.jit(self._train, **given(0, 1, 2, results=4))
-        self._added = jax.jit(self._add, **given(0, 1, results=2))
+        sums = (1,) if donate else ()
+        self._added = jax.jit(self._add, donate_argnums=sums, compiler_options=compiler)
         self._taken = jax.jit(self._take, **given(0, results=4))
         self._updated = jax.jit(self._update_alone, **given(0, 1, 2, 3, results=4))
         self._evaluated = jax.jit(self._evaluate, static_argnums=0, compiler_options=compiler)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Step cannot be copied or pickled: its programs give its own arrays away; copy "
+            "model and optimizer together, copy.deepcopy((step.model, step.optimizer)), make "
+            "another Step of them, and have it load(copy.deepcopy(step.shaped()), step.plain())"
+        )
+
     # --- what a user calls
 
+    @_COMPILED
     def __call__(
         self, inputs: Tree, targets: Tree, *, extras: Extras = None, weight: Any = None
     ) -> Metrics | None:
@@ -216,23 +233,22 @@ class Step:
           ValueError: a weight that is no number >= 0.
         """
         batch = as_arrays(inputs, targets, extras)
-        _check_weight(weight)
+        check_weight(weight)
         if self.accumulate == 1:
             return self._run_fused(batch, None, None)
         if weight is not None or not self.weighs:
             weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
-        self._called += 1
-        if self._called == self.accumulate:
-            sums, self._sums, self._called = self._sums, None, 0
-            return self._run_fused(batch, sums, weight)
+        if self._called + 1 == self.accumulate:
+            return self._run_fused(batch, self._sums, weight)
         if self._sums is None:
             self._sums = self._zeros(batch, weight)
-        leaves, self._sums = self._ended(
-            self._added(self._leaves(), self._sums, self._carry, batch, weight)
+        self._ahead, self._sums = self._ended(
+            self._added(self._leaves_ahead(), self._sums, self._carry, batch, weight)
         )
-        self._write(leaves)
+        self._called += 1
         return None
 
+    @_COMPILED
     def fwd_bwd(self, inputs: Tree, targets: Tree, *, extras: Extras = None) -> tuple[Any, Tree]:
         """The mean loss and its gradients, unscaled, laid out as ``nnx.state(model, wrt)``.
 
@@ -243,6 +259,7 @@ class Step:
         self._write(leaves)
         return ((loss, aux) if self.has_aux else loss), grads
 
+    @_COMPILED
     def update(self, grads: Tree, *, loss: Any = 0.0) -> Metrics:
         """Clip, update and average: the part of a step after `fwd_bwd`. The gradients are donated.
 
@@ -254,6 +271,7 @@ class Step:
         done = self._updated(self._leaves(), self.ema, self._carry, grads, loss)
         return self._keep(*done)
 
+    @_COMPILED
     def eval_step(
         self,
         inputs: Tree,
@@ -300,8 +318,11 @@ class Step:
         """Numbers: counts, and the loss scale."""
         return {name: value.item() for name, value in jax.device_get(self._carry).items()}
 
+    @_COMPILED
     def load(self, shaped: dict[str, Tree] | None = None, plain: Any = None) -> None:
         """Take what `shaped` and `plain` gave; sums of calls that had no update yet are dropped.
+
+        A loss scale that does not change is this step's own.
 
         Raises:
           ValueError: other names.
@@ -319,9 +340,11 @@ class Step:
         if self.ema is not None:
             self.ema = shaped["ema"]
         if plain is not None:
+            if not isinstance(self.scaling, DynamicScale):
+                plain = plain | {"scale": _start(self.scaling)["scale"]}
             start = {k: jnp.asarray(v, self._carry[k].dtype) for k, v in plain.items()}
             self._carry = self._replicated(start)
-        self._sums, self._called = None, 0
+        self._begin_update()
 
     # --- what is wrong
 
@@ -373,8 +396,16 @@ class Step:
         for variable, leaf in zip(self._variables, leaves, strict=True):
             variable.set_raw_value(leaf)
 
+    def _leaves_ahead(self) -> list[jax.Array]:
+        """List the leaves as the calls of the update under way have left them."""
+        return [self._ahead.get(n, leaf) for n, leaf in enumerate(self._leaves())]
+
+    def _begin_update(self) -> None:
+        self._sums, self._ahead, self._called = None, {}, 0
+
     def _run_fused(self, batch: Tree, sums: Tree, weight: Any) -> Metrics:
-        done = self._fused(self._leaves(), self.ema, self._carry, sums, batch, weight)
+        done = self._fused(self._leaves_ahead(), self.ema, self._carry, sums, batch, weight)
+        self._begin_update()
         return self._keep(*done)
 
     def _keep(self, leaves: Any, mean: Tree, carry: Any, metrics: Metrics) -> Metrics:
@@ -395,10 +426,7 @@ class Step:
     def _mean_of_weights(self) -> Tree:
         weights = nnx.state(self.model, self.optimizer.wrt)
 
-        def copied(tree: Tree) -> Tree:
-            return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), tree)
-
-        return jax.jit(copied, out_shardings=_shardings(weights))(weights)
+        return jax.jit(mean_like, out_shardings=_shardings(weights))(weights)
 
     def _zeros(self, batch: Tree, weight: Any) -> Tree:
         """Sums of nothing: loss and metrics; gradients in float32 or wider."""
@@ -415,7 +443,7 @@ class Step:
                 return self._weighed(self._merged(leaves)[0], carry, batch, weight)[1]
 
             like = jax.eval_shape(metrics, self._leaves(), self._carry, batch)
-            aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            aux = jax.tree.map(_nothing_of, like)
         return *self._replicated((loss, aux)), grads
 
     # --- what is compiled
@@ -499,9 +527,13 @@ class Step:
 
     def _add(self, leaves: Any, sums: Tree, carry: Any, batch: Tree, weight: Any) -> Any:
         model, optimizer = self._merged(leaves)
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Pipeline) and module.plan.after_step is not None:
+                module.plan = dataclasses.replace(module.plan, after_step=None)
         found = self._weighed(model, carry, batch, weight)
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
-        return left, _plus(sums, found)
+        pairs = enumerate(zip(left, leaves, strict=True))
+        return {n: new for n, (new, old) in pairs if new is not old}, _plus(sums, found)
 
     def _take(self, leaves: Any, carry: Any, batch: Tree) -> Any:
         model, optimizer = self._merged(leaves)
@@ -581,8 +613,7 @@ class Step:
         (of_mean, weighed), (model, _) = how, self._merged(leaves)
         model.eval()
         if of_mean:
-            weights = nnx.state(model, self.optimizer.wrt)
-            nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
+            take_mean(model, mean, self.optimizer.wrt)
         inputs, targets, extras = batch
         options = _as_option(extras)
         if self.has_aux and hasattr(model, "value_and_grad"):
@@ -608,11 +639,15 @@ def with_weight(found: Tree, weight: jax.Array) -> Tree:
 
 
 def plus_weighed(sums: Tree, found: Tree) -> Tree:
-    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up."""
+    """Sums (Σ mean * weight, Σ weight) with those of one more call; counts are added up.
+
+    Counts are added as int64, also where JAX has no 64 bits elsewhere: they do not wrap.
+    """
 
     def plus(t: Any, x: Any) -> Any:
         if not isinstance(x, Weighed):
-            return t + x
+            with jax.enable_x64(True):
+                return t + x.astype(jnp.int64)
         return Weighed(_plus_part(t.mean, x.mean, x.weight), t.weight + x.weight)
 
     return jax.tree.map(plus, sums, found, is_leaf=_is_weighed)
@@ -625,6 +660,12 @@ def mean_weighed(sums: Tree) -> Tree:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
 
     return jax.tree.map(mean, sums, is_leaf=_is_weighed)
+
+
+def _nothing_of(x: Any) -> jax.Array:
+    """Zero of a mean's dtype, or of a count's sum."""
+    with jax.enable_x64(True):
+        return jnp.zeros(x.shape, jnp.int64 if is_count(x) else x.dtype)
 
 
 def _is_weighed(x: Any) -> bool:
@@ -651,7 +692,15 @@ def _means(sums: Tree, like: Tree) -> tuple[Tree, Tree]:
     *means, grads = sums
     weight = means[0].weight
     grads = jax.tree.map(lambda g, w: _over(g, weight).astype(w.dtype), grads, like)
-    return mean_weighed(means), grads
+    return jax.tree.map(lambda x: _bounded(x) if is_count(x) else x, mean_weighed(means)), grads
+
+
+def _bounded(count: jax.Array) -> jax.Array:
+    """A count as an integer of JAX's width, which it fills if it is larger."""
+    kind = jax.dtypes.canonicalize_dtype(np.int64)
+    least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
+    with jax.enable_x64(True):
+        return jnp.clip(count, least, most).astype(kind)
 
 
 def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
@@ -661,6 +710,17 @@ def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
 def is_count(x: Any) -> bool:
     """Tell whether a metric is a count, which is summed and not averaged."""
     return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def mean_like(weights: Tree) -> Tree:
+    """Copies of weights, in the dtypes of their running mean."""
+    return jax.tree.map(lambda x: jnp.copy(x).astype(_wide(x)), weights)
+
+
+def take_mean(model: nnx.Module, mean: Tree, wrt: Any) -> None:
+    """Replace a model's weights by their running mean, in the dtypes of the weights."""
+    weights = nnx.state(model, wrt)
+    nnx.update(model, jax.tree.map(lambda m, w: m.astype(w.dtype), mean, weights))
 
 
 def _averaged(decay: float, mean: jax.Array, weight: jax.Array) -> jax.Array:
@@ -700,7 +760,7 @@ def _settle(variables: Sequence[nnx.Variable[Any]], *, copied: bool) -> None:
     checkpoint, or the step before, has put there. Numbers that nobody has put on the mesh on which
     others lie, such as the count of an `nnx.Optimizer`, go on all of it.
     """
-    values = [variable.get_raw_value() for variable in variables]
+    values = [jnp.asarray(variable.get_raw_value()) for variable in variables]
     meshes = [v.sharding.mesh for v in values if isinstance(v.sharding, NamedSharding)]
     for variable, value in zip(variables, values, strict=True):
         place = value.sharding
@@ -774,7 +834,7 @@ def _takes(model: Any, name: str) -> bool:
     return all(name in inspect.signature(f).parameters for f in methods if f is not None)
 
 
-def _check_weight(weight: Any) -> None:
+def check_weight(weight: Any) -> None:
     """Check a weight; an array on a device by shape alone, so that nothing waits for its value."""
     if weight is None:
         return
@@ -782,25 +842,31 @@ def _check_weight(weight: Any) -> None:
         fits = weight.shape == ()
     else:
         array = np.asarray(weight)
-        fits = array.shape == () and array.dtype.kind in "uif" and 0 <= float(array) < math.inf
+        fits = array.shape == () and array.dtype.kind in "uif"
+        fits = fits and (float(array) == 0 or TINY <= float(array) <= MOST)
     if not fits:
         given = shape_text(weight) if isinstance(weight, jax.Array) else repr(weight)
         raise ValueError(
-            f"weight={given}: must be one finite number >= 0, what this call counts beside the "
-            f"others"
+            f"weight={given}: must be one finite number >= 0 of float32, what this call counts "
+            f"beside the others"
         )
 
 
 def _check_options(*, clip: Any, ema: Any, accumulate: Any, loss_scale: Any) -> None:
-    if clip is not None and not 0 < clip < math.inf:
-        raise ValueError(f"clip={clip!r}: must be a finite number > 0, or None to clip nothing")
-    if ema is not None and not 0 < ema < 1:
-        raise ValueError(f"ema={ema!r}: must be a decay between 0 and 1, or None for no mean")
+    if clip is not None and not TINY <= clip <= MOST:
+        raise ValueError(
+            f"clip={clip!r}: must be a finite number > 0 of float32, or None to clip nothing"
+        )
+    if ema is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
+        raise ValueError(
+            f"ema={ema!r}: must be a decay between 0 and 1 in float32, or None for no mean"
+        )
     if not is_whole(accumulate, 1):
         raise ValueError(f"accumulate={accumulate!r}: must be a whole number >= 1")
     if isinstance(loss_scale, DynamicScale) or loss_scale is None:
         return
-    if not isinstance(loss_scale, int | float) or not 0 < loss_scale < math.inf:
+    if not isinstance(loss_scale, int | float) or not TINY <= loss_scale <= MOST:
         raise ValueError(
-            f"loss_scale={loss_scale!r}: must be a finite number > 0, DynamicScale(), or None"
+            f"loss_scale={loss_scale!r}: must be a finite number > 0 of float32, DynamicScale(), "
+            f"or None"
         )

@@ -33,6 +33,7 @@ from pipeline.training.step import (
     Metrics,
     NotFiniteError,
     Step,
+    check_weight,
     mean_weighed,
     plus_weighed,
     with_weight,
@@ -114,6 +115,7 @@ class Trainer:
       peak_flops: operations a second of a device; by default those of the planner's table.
 
     Attributes:
+      is_resumable: whether the data have a position, so that a checkpoint can be gone on from.
       done: updates so far.
       losses: of those in this process, as far as they are known.
       seconds: from one to the next.
@@ -166,6 +168,7 @@ class Trainer:
             )
         self.step, self.steps = step, steps
         self.data: Iterator[Any] = iter(data)
+        self.is_resumable = _has_position(self.data)
         self._evaluation, self._eval_interval = evaluation, eval_interval
         self._eval_ema = eval_ema
         self._checkpoints, self._checkpoint_interval = checkpoints, checkpoint_interval
@@ -195,7 +198,7 @@ class Trainer:
         """
         if self._checkpoints is None:
             raise ValueError("resume() has nothing to resume from; give checkpoints=")
-        if not isinstance(self.data, Resumable):
+        if not self.is_resumable:
             raise ValueError(
                 f"resume() cannot say where in the data the run was: {type(self.data).__name__} "
                 f"has no get_state() and set_state(); give an iterator that has, as those of grain"
@@ -208,6 +211,7 @@ class Trainer:
         if found is not None:
             step.load(shaped, plain["step"])
             self.done = self._saved = found
+            self.evaluated, self.eval_loss, self._position = -1, None, None
         return found
 
     def run(self) -> bool:
@@ -228,6 +232,8 @@ class Trainer:
             with self._watchdog or contextlib.nullcontext():
                 ended = self._run()
         except BaseException as error:
+            if isinstance(error, NotFiniteError):  # it is told: the next run counts anew
+                self.step.load(self.step.shaped(), self.step.plain() | {"in_a_row": 0})
             self.done = before + self.step.updates
             self._save_after(error)
             raise
@@ -245,7 +251,11 @@ class Trainer:
 
     def _wait(self) -> None:
         """Wait for the save under way; what saves at once need not have a `wait`."""
-        getattr(self._checkpoints, "wait", lambda: None)()
+        try:
+            getattr(self._checkpoints, "wait", lambda: None)()
+        except BaseException:
+            self._saved = -1  # so that `save` tries again
+            raise
 
     def _run(self) -> bool:
         running: _Running | None = None
@@ -319,7 +329,7 @@ class Trainer:
 
     def _place_in_data(self) -> Any:
         """The data, or the place where its update under way began; None if it has no position."""
-        if not isinstance(self.data, Resumable):
+        if not self.is_resumable:
             return None
         return self.data if self._position is None else _Place(self._position)
 
@@ -338,8 +348,9 @@ class Trainer:
             self._read(before)  # so that its seconds are not those of the next one
             before = None
         waited, tokens, metrics = 0.0, 0, None
-        if self._checkpoints is not None and isinstance(self.data, Resumable):
-            self._position = copy.deepcopy(self.data.get_state())
+        is_first = self._checkpoints is not None and not self.step.pending
+        if is_first and self.is_resumable:
+            self._position = copy.deepcopy(cast("Resumable", self.data).get_state())
         while metrics is None:
             start = time.perf_counter()
             batch = self._batch()
@@ -454,6 +465,7 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
             batch.inputs, batch.targets, extras=batch.extras, ema=ema, weighed=weight is None
         )
         if weight is not None:
+            check_weight(weight)
             found = with_weight(found, jnp.float32(weight))
         if total is None:
             total = jax.tree.map(jnp.zeros_like, found)
@@ -473,6 +485,17 @@ def means(step: Step, batches: Iterable[Any], *, ema: bool = False) -> tuple[flo
 def _weight(step: Step, batch: Batch) -> float | None:
     """The weight of a batch beside others; None if the model's loss has one."""
     return batch.weight if step.weighs else batch.counts
+
+
+def _has_position(data: Any) -> bool:
+    """Tell whether data can say where they are; batches made of others only if those can."""
+    if not isinstance(data, Resumable):
+        return False
+    try:
+        data.get_state()
+    except ValueError:
+        return False
+    return True
 
 
 def _is_ready(array: Any) -> bool:

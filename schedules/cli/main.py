@@ -7,14 +7,12 @@ run as it was given.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from schedules.build import names
 from schedules.cli import commands, options
-from schedules.cli.text import complain
+from schedules.cli.text import complain, open_streams
 from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 from schedules.files.whole import shown
@@ -50,13 +48,11 @@ exit codes: 0 success; 1 illegal timetable, or no timetable within the limits;
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    open_streams()
     try:
         chosen = _parser().parse_args(arguments)
         code: int = chosen.run(chosen)
-        if sys.stdout is not None:
-            sys.stdout.flush()
     except BrokenPipeError:  # `... | head`: the reader has what it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (options.UsageError, ScheduleError, ImportError, OSError) as error:
         complain(_told(error))

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 
 
-def say(text: str) -> None:
-    """Print to standard output, whatever it can encode; to nobody, where a shell closed it."""
-    if sys.stdout is None:
-        return
+def say(text: str, *, end: str = "\n") -> None:
+    """Print to standard output, whatever it can encode.
+
+    Raises:
+      OSError: it cannot be written to.
+    """
     encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + end)
+        sys.stdout.flush()
+    except OSError as error:  # a broken pipe, a full disk: the end of Python would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def complain(text: str) -> None:
-    """Say on standard error why there is nothing to show; to nobody, where a shell closed it."""
-    if sys.stderr is not None:
+    """Say on standard error why there is nothing to show, if it can be written to."""
+    with contextlib.suppress(OSError):
         sys.stderr.write(f"python -m schedules: {text}\n")
+        sys.stderr.flush()
+
+
+def open_streams() -> None:
+    """Open the standard streams that a shell has closed, so that no file takes their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -44,6 +46,32 @@ def test_a_backend_that_does_not_start_is_told(capsys, monkeypatch):
     monkeypatch.setattr(env, "devices", fail)
     assert main(["env"]) == 1
     assert capsys.readouterr().out.endswith("none: Unable to initialize backend 'tpu'\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full"])
+def test_streams_that_are_closed_or_full(streams):
+    """Issue 52: tracebacks."""
+    for command in ("env --no-devices", PLAN):
+        done = subprocess.run(
+            f"{sys.executable} -m pipeline {command} {streams}",
+            shell=True,
+            cwd=HOME,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        full = streams == ">/dev/full"
+        assert done.returncode == (2 if full else 0)
+        assert done.stderr == (
+            "python -m pipeline: standard output: No space left on device; give one that can be "
+            "written\n"
+            if full
+            else ""
+        )
+
+
+PLAN = "plan --model llama-8b --devices 8 --chip v5p --batch 64 --seq 4096"
 
 
 def test_our_own_packages_are_found():

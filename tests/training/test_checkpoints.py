@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +29,8 @@ from flax import nnx
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
-from pipeline.training.checkpoints import CheckpointError, Checkpoints, manifest
+from pipeline.training.checkpoints import CheckpointError, Checkpoints, lock, manifest
+from pipeline.training.checkpoints import folder as checkpoints_folder
 from pipeline.training.checkpoints.folder import MARK
 from pipeline.training.checkpoints.together import everyone, from_first
 from tests.support.close import assert_close
@@ -115,6 +120,30 @@ class Counter:
 
     def set_state(self, state: bytes) -> None:
         self.count = int(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {0: 5, 1: {"at": 2**70}},
+        {"worker": {None: 1.5, True: 1, (1, "a"): []}},
+        random.Random(0).getstate(),
+        {"shardpipe type": "tuple", "items": [(1,), [2]]},
+        [],
+    ],
+)
+def test_a_state_of_the_data_keeps_its_types(state: Any, tmp_path: Path) -> None:
+    """Issue 52: keys became texts, and tuples lists."""
+    data, other = Counter(0), Counter(1)
+    data.get_state = lambda: state  # type: ignore[method-assign]
+    found: list[Any] = []
+    other.set_state = found.append  # type: ignore[method-assign]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, Small(0), data=data, plain={"own": state})
+        plain: dict[str, Any] = {"own": 0}
+        checkpoints.restore(Small(0), data=other, plain=plain)
+    assert repr(found) == repr([state])
+    assert repr(plain) == repr({"own": state})
 
 
 @pytest.mark.slow
@@ -268,7 +297,9 @@ def test_of_damaged_checkpoints_none_is_loaded(
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", ["a folder", "a link to itself", "empty", "not JSON", "no text"])
+@pytest.mark.parametrize(
+    "kind", ["a folder", "a link to itself", "a FIFO", "empty", "not JSON", "no text"]
+)
 def test_a_manifest_that_cannot_be_read_is_damage(kind: str, tmp_path: Path) -> None:
     """Issue 38: a manifest that is a folder was an OSError, and the good one before not taken."""
     model = {"stages": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}
@@ -281,10 +312,26 @@ def test_a_manifest_that_cannot_be_read_is_damage(kind: str, tmp_path: Path) -> 
         file.mkdir()
     elif kind == "a link to itself":
         file.symlink_to(file)
+    elif kind == "a FIFO":
+        os.mkfifo(file)
     else:
         file.write_bytes({"empty": b"", "not JSON": b"{", "no text": b"\xff\n\xfe\n"}[kind])
     with pytest.warns(UserWarning, match=f"step 2 is damaged: {file} .*; that of step 1 is taken"):
         assert Checkpoints(tmp_path).restore(model) == 1
+
+
+def test_a_damaged_one_that_is_mended_is_kept(copy: Path) -> None:
+    """Issue 52: it was still deleted as damaged."""
+    file = next((copy / "step_000000030").rglob("manifest.ocdbt"))
+    whole = file.read_bytes()
+    with Checkpoints(copy, keep=2) as checkpoints:
+        file.write_bytes(whole[:-1])
+        with pytest.warns(UserWarning, match="damaged"):
+            assert checkpoints.restore(Small(0)) == 20
+        file.write_bytes(whole)
+        assert checkpoints.restore(Small(0)) == 30
+        checkpoints.save(40, Small(40))
+    assert Checkpoints(copy).steps == [30, 40]
 
 
 def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
@@ -306,6 +353,76 @@ def test_a_damaged_one_is_named_and_not_kept(copy: Path) -> None:
         )
         checkpoints.save(25, Small(25))
     assert Checkpoints(copy).steps == [25]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_the_checkpoint_before_an_unreadable_file_is_taken(
+    number: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 52: restore raised OSError."""
+    digests = manifest.digests
+
+    def unreadable(folder: Path, names: list[str]) -> Any:
+        if folder.name == "step_000000030":
+            raise OSError(number, os.strerror(number), names[0])
+        return digests(folder, names)
+
+    monkeypatch.setattr(manifest, "digests", unreadable)
+    why = os.strerror(number)
+    match = rf"step 30 is damaged: {copy}/.* cannot be read \({why}\); that of step 20 is taken"
+    with pytest.warns(UserWarning, match=match):
+        assert Checkpoints(copy).restore(Small(0)) == 20
+
+
+def test_a_fifo_among_the_files_is_not_waited_for(copy: Path) -> None:
+    file = next((copy / "step_000000030").rglob("manifest.ocdbt"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.warns(UserWarning, match=f"step 30 is damaged: {file} is missing"):
+        assert Checkpoints(copy).restore(Small(0)) == 20
+
+
+def test_other_files_and_folders_stay(copy: Path) -> None:
+    """Issue 52: `.step_*` was removed at the start, and `step_7` ended the next save."""
+    others = ["step_7", ".step_notes", "step_000000007.bak", ".step_7.tmp", "step_000000008"]
+    for name in others:
+        (copy / name).mkdir()
+        (copy / name / "mine").touch()
+    (copy / "step_000000009").write_text("mine")
+    model = Small(0)
+    with Checkpoints(copy, keep=1) as checkpoints:
+        assert checkpoints.restore(model) == 30
+        with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+            checkpoints.restore(model, step=8)
+        checkpoints.save(40, model)
+        checkpoints.wait()
+        assert checkpoints.steps == [8, 40]
+    assert all((copy / name / "mine").exists() for name in others)
+    assert (copy / "step_000000009").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError])
+def test_data_that_refuse_their_state_leave_all_as_it_was(error: Any, tmp_path: Path) -> None:
+    """Issue 52: the weights were those of the checkpoint."""
+    model, other = Small(1), Small(2)
+    optimizer, of_other = optimizer_of(model), optimizer_of(other)
+    of_other.step.set_value(jnp.uint32(9))
+    plain, data = {"scale": 1}, Counter(3)
+    trees = {"ema": jax.tree.map(jnp.copy, nnx.state(other, nnx.Param))}
+    before = trees["ema"]
+
+    def refuse(state: bytes) -> None:
+        raise error(state)
+
+    with Checkpoints(tmp_path) as checkpoints:
+        shaped = {"ema": nnx.state(model, nnx.Param)}
+        checkpoints.save(1, model, optimizer, shaped=shaped, plain={"scale": 2}, data=data)
+        data.set_state = refuse  # type: ignore[method-assign]
+        with pytest.raises(error):
+            checkpoints.restore(other, of_other, shaped=trees, plain=plain, data=data)
+    np.testing.assert_array_equal(other.weight, Small(2).weight)
+    assert (int(of_other.step[...]), plain) == (9, {"scale": 1})
+    assert trees["ema"] is before
 
 
 # --- what cannot be written ---
@@ -594,6 +711,11 @@ def test_arguments_that_cannot_be_written(tmp_path: Path) -> None:
         ((1, model), {"metrics": {"loss": "low"}}, "metrics['loss']='low': must be a number"),
         (
             (1, model),
+            {"metrics": {"loss": 10**400}},
+            "metrics['loss']=an integer beyond float64: must be a number",
+        ),
+        (
+            (1, model),
             {"data": [1, 2]},
             (
                 "data is of type list, which has no get_state(); give the iterator, as grain's, "
@@ -665,6 +787,91 @@ def test_a_pipelines_checkpoint_says_what_to_give_for_another_model(tmp_path: Pa
 
 
 # --- one run in a folder ---
+
+
+@pytest.mark.parametrize("way", ["made", "made by another path", "saves the same step"])
+def test_a_save_under_way_outlives_other_checkpoints_of_its_folder(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 52: `Checkpoints(folder)`, made anew in one process, removed the files."""
+    folder, digests = tmp_path / "run", manifest.digests
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        return digests(*given)
+
+    monkeypatch.setattr(manifest, "digests", slow)
+    monkeypatch.setattr(checkpoints_folder, "CAN_WAIT_AT_EXIT", True)
+    (tmp_path / "link").symlink_to(folder)
+    first = Checkpoints(folder)
+    first.save(1, Small(1))
+    second = Checkpoints(tmp_path / "link" if way == "made by another path" else folder)
+    first.save(2, Small(2))
+    if way == "saves the same step":
+        second.save(2, Small(3))
+        second.wait()
+    first.wait()
+    model = Small(0)
+    assert second.restore(model) == 2
+    assert second.steps == [1, 2]
+    seed = 3 if way == "saves the same step" else 2
+    np.testing.assert_array_equal(model.weight, Small(seed).weight)
+
+
+@pytest.mark.parametrize("ends", ["while it saves", "after it", "by close"])
+def test_a_failed_save_is_told_if_nobody_waits(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 52: the error of a `Checkpoints` that was collected was lost."""
+
+    def full(*_: Any) -> None:
+        time.sleep(0.1)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(manifest, "write_manifest", full)
+    monkeypatch.setattr(checkpoints_folder, "CAN_WAIT_AT_EXIT", True)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, Small(1))
+    thread = checkpoints._thread
+    assert thread is not None
+    if ends == "by close":
+        with pytest.raises(CheckpointError, match="of step 1 could not be written"):
+            checkpoints.close()
+        assert checkpoints._lock is None
+    elif ends == "after it":
+        thread.join()
+    del checkpoints
+    thread.join()
+    gc.collect()
+    said = capfd.readouterr().err
+    assert ("the checkpoint of step 1 could not be written to" in said) == (ends != "by close")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+def test_a_forked_process_holds_no_lock(way: str, tmp_path: Path) -> None:
+    """Issue 52: a data worker of a killed run kept the folder's lock."""
+    held = lock.take(tmp_path)
+    assert held is not None
+    if way == "os.fork":
+        process = os.fork()
+        if not process:
+            time.sleep(60)
+            os._exit(0)
+    else:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        process = worker.pid
+    try:
+        held.file.close()  # as where the first process dies
+        del held
+        gc.collect()
+        assert lock.take(tmp_path) is not None
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
 
 HOLDER = """
 import sys, time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ FAULTS = [
     ),
     (
         {"optimizer": {"learning_rate": -0.1}},
-        "optimizer.learning_rate=-0.1: must be a finite number > 0",
+        "optimizer.learning_rate=-0.1: must be a finite number > 0 of float32",
     ),
     (
         {"optimizer": {"learning_rate": 0.1, "name": "adamww"}},
@@ -368,6 +369,73 @@ def test_a_file_or_a_flag_that_cannot_be_read(text, settings, fault, tmp_path):
     with pytest.raises(RunConfigError) as caught:
         Config.from_files([path], settings)
     assert caught.value.faults[0].startswith(fault.format(path=path))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fault"),
+    [
+        (
+            {"name": "adamw", "arguments": {"b1": 0.9, "weight_decay": "x"}},
+            ".weight_decay='x': adamw",
+        ),
+        ({"name": "sgd", "arguments": {"momentum": [0.9]}}, ".momentum=[0.9]: sgd"),
+        ({"name": "lion", "arguments": {"mu_dtype": "bf16"}}, ".mu_dtype='bf16': lion"),
+        ({"name": "lars", "arguments": {"eps": "a", "momentum": "b"}}, "={'eps': 'a', 'momentum'"),
+        ({"name": "sgd", "arguments": {"nesterov": "no"}}, ".nesterov='no': must be true or false"),
+        ({"name": "lbfgs"}, "={}: lbfgs fails with it: TypeError: "),
+    ],
+)
+def test_arguments_with_which_an_optimizer_fails(optimizer, fault):
+    """Issue 52: a traceback of JAX, after the run's folder was made."""
+    table = LEAST | {"optimizer": {"learning_rate": 0.1} | optimizer}
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict(table)
+    assert len(caught.value.faults) == 1
+    assert caught.value.faults[0].startswith(f"optimizer.arguments{fault}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"init_value": "x", "decay_steps": 10}, "={'init_value': 'x', 'decay_steps': 10}: cosine"),
+        ({"init_value": 1.0, "decay_steps": 10, "alpha": "x"}, ".alpha='x': cosine_decay_schedule"),
+    ],
+)
+def test_arguments_with_which_a_schedule_fails(arguments, fault):
+    schedule = {"name": "cosine_decay_schedule", "arguments": arguments}
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_dict(LEAST | {"optimizer": {"schedule": schedule}})
+    assert caught.value.faults[0].startswith(f"optimizer.schedule.arguments{fault}")
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("job", [("SHARDPIPE_PROCESSES", "2"), ("SLURM_STEP_NUM_TASKS", "4")])
+def test_a_run_is_one_process(job, command, tmp_path, monkeypatch, capsys):
+    """Issue 52: under `launch` each process trained alone, into one folder."""
+    monkeypatch.setenv(*job)
+    if job[1] == "2":
+        monkeypatch.setenv("SHARDPIPE_PROCESS", "1")
+        monkeypatch.setenv("SHARDPIPE_COORDINATOR", "127.0.0.1:1234")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--config", str(tmp_path / "run.toml")])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert f"python -m pipeline {command}: " in said
+    assert "SHARDPIPE_PROCESSES=1" in said
+    assert job[1] != "2" or "this is one of 2 processes of a job, and" in said
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+def test_a_pipe_is_not_waited_for(kind, tmp_path):
+    """Issue 52: the command waited for ever."""
+    path = tmp_path / "run.toml"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(RunConfigError) as caught:
+        Config.from_files([path])
+    assert caught.value.faults == (f"{path} cannot be read: Is a pipe or a device, no file",)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -79,14 +80,42 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(
             np.testing.assert_array_equal(own, survivor.numbers(other))
 
 
-def test_sigterm_saves_and_ends_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_asks_to_stop(name: str) -> None:
+    number = signal.Signals[name]
     with stop_on_signals() as stop:
         assert not stop()
         assert not stop.requested(1)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop()
-        assert stop.reason == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert stop.reason == name
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_of_a_closed_terminal_asks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "write", closed)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.reason == "SIGHUP"
+
+
+def test_a_sighup_that_is_ignored_stays_so() -> None:
+    """As under nohup (issue 52)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert run(Job([sys.executable, "-c", HANGS_UP], 1)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+HANGS_UP = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.3)"
 
 
 @pytest.fixture
@@ -246,6 +275,29 @@ def test_a_stuck_process_speaks_when_the_service_is_gone(
         time.sleep(0.6)
     err = capfd.readouterr().err
     assert err.startswith("process 0 of 2 is stuck: for 0 s in step 7\n  process 1: says nothing: ")
+    assert ended == [70]
+
+
+@pytest.mark.parametrize("kind", ["a new shape", "a new function"])
+def test_a_step_that_is_compiled_may_take_longer(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 52: only the first step might."""
+    ended: list[int] = []
+    compiled = jax.jit(lambda x: -x)
+    other = jax.jit(lambda x: +x)
+    with Watchdog(0.3, end=ended.append) as dog:
+        dog.beat(1)
+        compiled(np.ones(3))
+        dog.beat(2)
+        dog.beat(3)
+        compiled(np.ones(4)) if kind == "a new shape" else other(np.ones(3))
+        time.sleep(0.8)
+        assert not ended
+        dog.beat(4)
+        compiled(np.ones(3))
+        time.sleep(0.8)
+    assert "is stuck: for 0 s in step 4" in capfd.readouterr().err
     assert ended == [70]
 
 

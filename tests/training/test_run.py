@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -270,16 +274,122 @@ def test_a_model_of_another_kind(path, capsys):
     )
 
 
+SMALL = """
+model = {function = "tests.training.test_run:small"}
+data = {function = "tests.training.test_run:endless_vectors"}
+evaluation = {function = "tests.training.test_run:two_vectors", ema = true}
+parallel = {stage = 2, num_microbatches = 2}
+optimizer = {name = "adam", learning_rate = 1e-2, ema = 0.9}
+run = {steps = 2}
+"""
+
+
+def small() -> dict:
+    stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(k)) for k in range(2)]
+    return {"stages": stages, "loss_fn": lambda y, t: ((y - t) ** 2).mean()}
+
+
+class Alone(nnx.Module):
+    """A model without a pipeline, in bfloat16."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+
+    def loss(self, x, t):
+        return ((self.linear(x) - t) ** 2).mean()
+
+
+def alone() -> Alone:
+    return Alone()
+
+
+def vectors_of(seed: int) -> tuple:
+    return tuple(np.random.default_rng(seed).normal(size=(2, 8, 8)).astype(np.float32))
+
+
+def two_vectors() -> list:
+    return [vectors_of(n) for n in range(2)]
+
+
+def generated() -> Iterator[tuple]:
+    return map(vectors_of, itertools.count())
+
+
+def endless_vectors(since: Any = None) -> grain.IterDataset:
+    del since
+    source = grain.MapDataset.range(10**6).map(lambda n: vectors_of(int(n)))
+    return source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+
+@pytest.fixture
+def small_path(path: Path) -> Path:
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a pipeline", "a module"])
+def test_a_mean_of_bfloat16_weights_is_evaluated(kind, small_path, capsys):
+    """Issue 52: the float32 mean was refused as that of another model."""
+    text = SMALL.replace("microbatches = 2", 'microbatches = 2, param_dtype = "bfloat16"')
+    if kind == "a module":
+        lines = SMALL.replace(":small", ":alone").splitlines(keepends=True)
+        text = "".join(line for line in lines if "parallel" not in line)
+    small_path.write_text(text)
+    assert cli.main(["train", "--config", str(small_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("held-out loss ")
+    assert cli.main(["eval", "--config", str(small_path)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("setting", "fault"),
+    [
+        ("optimizer.name=sgd", "give the optimizer that was saved"),  # refused by restore
+        (
+            "parallel.num_microbatches=3",
+            "num_microbatches=3 cannot share",
+        ),  # refused by the first step
+        ("run.compiler_options={no_such = 1}", "no_such"),  # refused by the Step
+    ],
+)
+def test_the_configuration_of_a_run_is_one_that_ran(setting, fault, small_path, capsys):
+    """Issue 52: a refused --resume had overwritten config.json. TOML's dates are text in it."""
+    train = ["train", "--config", str(small_path)]
+    assert cli.main([*train, "--set", "data.arguments.since=1979-05-27"]) == 0
+    kept = (small_path.parent / "out/config.json").read_text()
+    assert json.loads(kept)["data"]["arguments"] == {"since": "1979-05-27"}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*train, "--resume", "--set", "run.steps=4", "--set", setting])
+    assert caught.value.code == 2
+    assert fault in capsys.readouterr().err
+    assert (small_path.parent / "out/config.json").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("number", "pad"), [(signal.SIGTERM, "false"), (getattr(signal, "SIGHUP", 1), "true")]
+)
+def test_a_run_that_cannot_go_on_says_so(number, pad, small_path, monkeypatch, capsys):
+    """Issue 52: the command that goes on was promised, and refused. SIGHUP ended it unsaved."""
+    small_path.write_text(SMALL.replace(':endless_vectors"', f':generated", pad = {pad}'))
+    stopped_after(1, monkeypatch, number)
+    assert cli.main(["train", "--config", str(small_path)]) == 128 + number
+    said = capsys.readouterr().err
+    assert f"a run that is stopped cannot go on: {run.NO_POSITION}\n" in said
+    name = signal.Signals(number).name
+    assert f"stopped by {name} after update 1 of 2; it cannot go on: {run.NO_POSITION}\n" in said
+    assert "--resume" not in said
+    assert cli.main(["eval", "--config", str(small_path)]) == 0
+
+
 @pytest.mark.slow
 def test_a_date_is_no_option_of_a_compiler(path, capsys):
-    """TOML has dates and JSON has none: the run's config.json holds them as text."""
     date = "--set=run.compiler_options.xla_cpu_enable_fast_math=1979-05-27"
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--config", str(path), date])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith("a value a bool, a number or a string\n")
-    run = json.loads((path.parent / "out/config.json").read_text())["run"]
-    assert run["compiler_options"] == {"xla_cpu_enable_fast_math": "1979-05-27"}
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

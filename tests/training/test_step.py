@@ -5,7 +5,9 @@ Letters: S ranks, K stages, M microbatches, D data shards, T of `tensor`.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import jax
@@ -270,6 +272,114 @@ class Counting(nnx.Module):
         return x * self.w
 
 
+class Advances(nnx.BatchStat):
+    """State that a stage's ``after_step`` writes."""
+
+
+def advance(stage: Any) -> None:
+    stage.advances[...] += 1
+    stage.seen[...], stage.calls[...] = stage.calls[...], jnp.zeros_like(stage.calls[...])
+
+
+class Advancing(Counting):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.advances = Advances(jnp.zeros((), jnp.int32))
+        self.seen = Advances(jnp.zeros((), jnp.int32))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class Around(nnx.Module):
+    """A model that has a pipeline and a loss of its own."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.pipe = pipe
+
+    def loss(self, x, t):
+        return 2 * self.pipe.loss(x, t)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_an_update_of_several_calls_moves_state_once(around):
+    """Issue 52: `after_step` ran in every call, and state between two updates was ahead."""
+    options = {"loss_fn": models.squares, "state": nnx.BatchStat, "after_step": advance}
+    pipe = Pipeline(models.build(Advancing, 2), M, mesh=make_mesh(stage=2), **options)
+    model = Around(pipe) if around else pipe
+    step = Step(model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param), accumulate=3)
+    x = models.rows(ROWS)
+    for update in range(2):
+        before = jax.tree.map(np.asarray, nnx.state(pipe, nnx.Not(nnx.RngKey)))
+        for _ in range(2):
+            assert step(x, x) is None
+            equal(nnx.state(pipe, nnx.Not(nnx.RngKey)), before)
+        step(x, x)
+        for stage in pipe.stages():
+            found = [int(one[...]) for one in (stage.advances, stage.seen, stage.calls)]
+            assert found == [update + 1, 3 * M, 0]
+    counts = nnx.state(pipe, nnx.RngCount)
+    assert {int(n) for x in jax.tree.leaves(counts) for n in x} == {2 * 3}
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_is_not_copied(way):
+    """Issue 52: the copy's first call raised an AttributeError of JAX."""
+    pipe = pipeline()
+    step = Step(pipe, make_optimizer(pipe, optax.sgd(0.1)), ema=0.5)
+    step(*batch(0))
+    with pytest.raises(TypeError, match="a Step cannot be copied or pickled") as caught:
+        way(step)
+    assert "copy.deepcopy((step.model, step.optimizer))" in str(caught.value)
+    if way is copy.deepcopy:  # as it says
+        other = Step(*copy.deepcopy((step.model, step.optimizer)), ema=0.5)
+        other.load(copy.deepcopy(step.shaped()), step.plain())
+        for n in (1, 2):
+            equal(step(*batch(n)), other(*batch(n)))
+        equal(step.ema, other.ema)
+
+
+def test_a_pipeline_without_jit_is_the_same():
+    """Issue 52: JAX said that an eager shard_map cannot return a ref."""
+
+    def run():
+        pipe = Pipeline(models.build(Block, 2), M, mesh=make_mesh(stage=2), loss_fn=models.squares)
+        x = models.rows(ROWS)
+        loss, grads = nnx.value_and_grad(lambda m: m.loss(x, x))(pipe)
+        return pipe.value_and_grad(x, x), (loss, grads), pipe(x)
+
+    compiled = run()
+    with jax.disable_jit():
+        assert_close(run(), compiled)
+
+
+@pytest.mark.slow
+def test_a_step_without_jit_is_the_same():
+    def run():
+        pipe = pipeline(Noisy)
+        step = Step(pipe, make_optimizer(pipe, optax.adam(1e-2)), ema=0.5, accumulate=2, clip=CLIP)
+        for n in range(4):
+            metrics = step(*batch(n))
+        return metrics.loss, step.eval_step(*batch(0), ema=True)
+
+    compiled = run()
+    with jax.disable_jit():
+        assert_close(run(), compiled, tolerance=1e-5)
+
+
+def test_a_call_that_raises_is_no_call_of_its_update():
+    """Issue 52: the update came one call early, or was lost."""
+    step = Step(pipeline(), make_optimizer(pipeline(), optax.sgd(0.1)), accumulate=2)
+    for pending in (0, 1):
+        with pytest.raises(ValueError, match="rows"):
+            step(models.rows(ROWS - 1), models.words(ROWS - 1, most=models.CLASSES))
+        assert step.pending == pending
+        metrics = step(*batch(0))
+    assert metrics is not None
+    assert step.pending == 0
+
+
 @pytest.mark.slow
 def test_a_call_that_is_not_finite_leaves_no_state():
     def run(rows, *, accumulate):
@@ -381,6 +491,42 @@ def test_what_is_not_finite_is_named():
 # --- states ---
 
 
+class Bytes(nnx.Module):
+    """A model whose metrics are large counts."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(()))
+
+    def loss(self, x, t):
+        metrics = {"bytes": jnp.int32(-1_500_000_000), "flag": x.sum() > 0, "mean": x.mean()}
+        return ((self.w * x - t) ** 2).mean(), metrics
+
+
+def test_counts_do_not_wrap():
+    """Issue 52: two batches of 1.5 billion were -1.3 billion."""
+    x = models.rows(ROWS) ** 2
+    model = Bytes()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = Step(model, optimizer, has_aux=True, accumulate=3)
+    found = means(step, [(x, x)] * 3)[1]
+    assert (found["bytes"], found["flag"]) == (-4_500_000_000, 3)
+    assert_close(found["mean"], x.mean())
+    for _ in range(2):
+        assert step(x, x) is None
+    aux = step(x, x).aux
+    assert aux["bytes"].dtype == aux["flag"].dtype == jnp.int32
+    assert (int(aux["bytes"]), int(aux["flag"])) == (-(2**31), 3)
+
+
+def test_a_loss_scale_that_does_not_change_is_no_state():
+    """Issue 52: a run that went on with another loss scale kept the one before."""
+    model = Bytes()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step, other = (Step(model, optimizer, loss_scale=scale, has_aux=True) for scale in (8.0, 64.0))
+    other.load(plain=step.plain())
+    assert other.plain()["scale"] == 64.0
+
+
 def test_a_state_goes_on():
     model = chain()
     rule = functools.partial(nnx.Optimizer, tx=optax.sgd(0.1), wrt=nnx.Param)
@@ -418,12 +564,23 @@ def test_arrays_are_given_away_unless_they_are_to_stay():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"clip": 0.0}, "clip=0.0: must be a finite number > 0, or None to clip nothing"),
-        ({"ema": 1.0}, "ema=1.0: must be a decay between 0 and 1, or None for no mean"),
+        (
+            {"clip": 0.0},
+            "clip=0.0: must be a finite number > 0 of float32, or None to clip nothing",
+        ),
+        (
+            {"clip": 1e39},
+            "clip=1e+39: must be a finite number > 0 of float32, or None to clip nothing",
+        ),
+        ({"ema": 1.0}, "ema=1.0: must be a decay between 0 and 1 in float32, or None for no mean"),
+        (
+            {"ema": 1 - 1e-9},
+            "ema=0.999999999: must be a decay between 0 and 1 in float32, or None for no mean",
+        ),
         ({"accumulate": 0}, "accumulate=0: must be a whole number >= 1"),
         (
             {"loss_scale": -1.0},
-            "loss_scale=-1.0: must be a finite number > 0, DynamicScale(), or None",
+            "loss_scale=-1.0: must be a finite number > 0 of float32, DynamicScale(), or None",
         ),
     ],
 )
@@ -440,6 +597,8 @@ def test_an_option_that_cannot_be(options, text):
         (-1, "weight=-1"),
         (float("nan"), "weight=nan"),
         (np.ones(2), "weight=array([1., 1.])"),
+        (1e-46, "weight=1e-46"),
+        (1e39, "weight=1e+39"),
         (jnp.ones(2), "weight=float32[2]"),
     ],
 )
@@ -449,7 +608,8 @@ def test_a_weight_that_cannot_be(weight, text):
     with pytest.raises(ValueError, match="weight") as caught:
         step(*batch(0), weight=weight)
     assert str(caught.value) == (
-        f"{text}: must be one finite number >= 0, what this call counts beside the others"
+        f"{text}: must be one finite number >= 0 of float32, what this call counts beside the "
+        f"others"
     )
 
 
@@ -486,8 +646,8 @@ def test_scales_that_cannot_be():
         (
             {"initial": 0.5},
             (
-                "DynamicScale(initial=0.5, least=1.0, most=16777216.0): give finite numbers with "
-                "0 < least <= initial <= most"
+                "DynamicScale(initial=0.5, least=1.0, most=16777216.0): give numbers of float32 "
+                "with 0 < least <= initial <= most"
             ),
         ),
         (

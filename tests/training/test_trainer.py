@@ -223,6 +223,87 @@ def test_a_run_goes_on_as_if_it_had_not_ended():
     equal(a, b)
 
 
+class Broken(Numbered):
+    """Batches of which some raise when they are first asked for."""
+
+    def __init__(self, *broken: int) -> None:
+        super().__init__()
+        self.broken = [*broken]
+
+    def __next__(self) -> Any:
+        if self.at + 1 in self.broken:
+            self.broken.remove(self.at + 1)
+            raise OSError("the data are gone for a moment")
+        return super().__next__()
+
+
+@pytest.mark.parametrize("again", ["another process", "the same trainer"])
+def test_data_that_raise_within_an_update_lose_and_repeat_nothing(again):
+    """Issue 52: dropout's counts were those of the update's first calls, the weights were not."""
+    whole = Trainer(make_step(Noisy, accumulate=3), Numbered(), steps=3)
+    whole.run()
+    kept, losses = Memory(), []
+    trainer = Trainer(make_step(Noisy, accumulate=3), Broken(5, 6), steps=3, checkpoints=kept)
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone for a moment"):
+            trainer.run()
+    assert [one[0] for one in kept.kept] == [1]
+    assert kept.kept[0][3] == {"at": 3}
+    losses += trainer.losses
+    if again == "another process":
+        trainer = Trainer(make_step(Noisy, accumulate=3), Numbered(), steps=3, checkpoints=kept)
+        assert trainer.resume() == 1
+        trainer.run()
+        losses += trainer.losses
+    else:
+        trainer.run()
+        losses = trainer.losses
+    assert_close(np.array(losses), np.array(whole.losses), tolerance=1e-6)
+
+
+def test_a_save_that_failed_is_tried_again():
+    """Issue 52: after the last save had failed, `save()` did nothing."""
+
+    class Full(Memory):
+        def wait(self) -> None:
+            if len(self.kept) == 1:
+                raise OSError("no space left")
+
+    kept = Full()
+    trainer = Trainer(make_step(), Numbered(), steps=2, checkpoints=kept)
+    with pytest.raises(OSError, match="no space"):
+        trainer.run()
+    trainer.save()
+    assert [one[0] for one in kept.kept] == [2, 2]
+
+
+def test_a_run_that_goes_back_evaluates_again():
+    """Issue 52: the evaluation of the same step before it went back counted."""
+    told, kept = Told(), Memory()
+    options = {"evaluation": [(models.rows(ROWS), labels(0))], "recorders": [told]}
+    trainer = Trainer(make_step(), Numbered(), steps=2, checkpoints=kept, **options)
+    trainer.save()
+    trainer.run()
+    kept.kept.pop()
+    assert trainer.resume() == 0
+    assert trainer.eval_loss is None
+    trainer.run()
+    assert [record["step"] for record in told.records if "eval_loss" in record] == [2, 2]
+
+
+def test_updates_that_are_told_of_do_not_end_the_next_run():
+    """Issue 52: after a run had ended for two bad updates, the first bad one ended the next."""
+    kept = Memory()
+    trainer = Trainer(make_step(), Numbered(bad=(2, 3, 6)), steps=6, checkpoints=kept, stop_after=2)
+    with pytest.raises(NotFiniteError, match="2 in a row"):
+        trainer.run()
+    assert kept.kept[-1][2]["step"]["in_a_row"] == 0
+    again = Trainer(make_step(), Numbered(), steps=6, checkpoints=kept, stop_after=2)
+    again.resume()
+    again.data.bad = (again.data.at + 1,)
+    assert again.run()
+
+
 @pytest.mark.slow
 def test_data_of_grain_goes_on():
     grain = pytest.importorskip("grain")

@@ -357,10 +357,14 @@ def test_auto_by_name_minds_the_max_activations(capsys):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
 def test_closed_streams(closed):
     root = Path(schedules.__file__).parents[1]
-    for command, code in (("table 1f1b -S 2 -M 2", 0), ("table 1f1b", 2)):
+    for command, code in (
+        ("table 1f1b -S 2 -M 2", 0),
+        ("draw 1f1b -S 2 -M 2", 0),
+        ("table 1f1b", 2),
+    ):
         done = subprocess.run(
             f"{sys.executable} -m schedules {command} {closed}",
             shell=True,
@@ -371,3 +375,21 @@ def test_closed_streams(closed):
         )
         assert done.returncode == code
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["draw", "table"])
+def test_a_full_standard_output_is_named(command):
+    """Issue 52: no word of standard output."""
+    done = subprocess.run(
+        f"{sys.executable} -m schedules {command} 1f1b -S 2 -M 2 >/dev/full",
+        shell=True,
+        cwd=Path(schedules.__file__).parents[1],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "python -m schedules: standard output: No space left on device; give a path that can be "
+        "read and written\n"
+    )

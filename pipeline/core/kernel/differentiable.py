@@ -198,7 +198,8 @@ def _as_one(run: Callable[..., Any]) -> Callable[..., Any]:
         if has_check(closed.effects):
             return run(*given)
         one = run if REFS_ARE_WHOLE else without_refs(run)
-        return jax.custom_batching.sequential_vmap(one)(*given)
+        with jax.disable_jit(False):
+            return jax.custom_batching.sequential_vmap(one)(*given)
 
     return call
 

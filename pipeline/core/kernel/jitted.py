@@ -39,7 +39,8 @@ class PerPlan:
         given: tuple[Any, ...] = scale, runs
         while given and given[-1] is None:
             given = given[:-1]
-        return self._of(plan, model, options)(weights, batch, *given)
+        with jax.disable_jit(False):  # refs and collectives have no meaning outside of a program
+            return self._of(plan, model, options)(weights, batch, *given)
 
     def trace(
         self, plan: Plan, model: Model, weights: Weights, batch: Batch, **options: Any

@@ -24,8 +24,8 @@ def advance_experts(module: nnx.Module) -> None:
     """Turn the counts of a step into loads, move biases, and begin to count again.
 
     The ``after_step=`` of a pipeline with `MixtureOfExperts` in its stages. A model without a
-    pipeline calls it after each update; so does a loop in which one update takes several calls of
-    a pipeline without ``after_step=``.
+    pipeline calls it after each update; so does a loop over `Pipeline.value_and_grad` in which one
+    update takes several calls, of a pipeline without ``after_step=``.
 
     Args:
       module: a stage, a `Pipeline`, or any module with such layers in it.

@@ -41,6 +41,7 @@ from pipeline.training.checkpoints.together import everyone
 
 Part = Literal["optimizer", "shaped", "plain", "data"]
 SEVERAL = "stages", "embed", "head"  # of a model that is given as a dictionary of modules
+TYPE = "shardpipe type"  # key of a dictionary in JSON that stands for another type
 OF_MODEL = "of_model"  # attribute of a part that `split` made
 
 
@@ -251,11 +252,17 @@ def _layout(model: Any) -> dict[str, Any] | None:
 
 
 def _json(what: str, value: Any) -> Any:
-    """A value as JSON, that of an array of one number being the number."""
+    """A value as JSON, that of an array of one number being the number.
+
+    A dictionary with other keys than texts is a list of pairs under its `TYPE`, and so is a tuple.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _json(f"{what}[{key!r}]", member) for key, member in value.items()}
+        if TYPE not in value and all(isinstance(key, str) for key in value):
+            return {key: _json(f"{what}[{key!r}]", member) for key, member in value.items()}
+        return {TYPE: "dict", "items": _json(what, [[*pair] for pair in value.items()])}
     if isinstance(value, list | tuple):
-        return [_json(f"{what}[{n}]", member) for n, member in enumerate(value)]
+        found = [_json(f"{what}[{n}]", member) for n, member in enumerate(value)]
+        return {TYPE: "tuple", "items": found} if isinstance(value, tuple) else found
     if hasattr(value, "dtype") and hasattr(value, "item") and value.size == 1:
         value = value.item()
     if value is None or isinstance(value, str | bool | int):
@@ -270,11 +277,24 @@ def _json(what: str, value: Any) -> Any:
     )
 
 
+def of_json(value: Any) -> Any:
+    """The value that `_json` has made JSON of."""
+    if isinstance(value, list):
+        return [of_json(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    if TYPE not in value:
+        return {key: of_json(member) for key, member in value.items()}
+    items = of_json(value["items"])
+    return tuple(items) if value[TYPE] == "tuple" else dict(items)
+
+
 def _number(name: str, value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"metrics[{name!r}]={value!r}: must be a number") from None
+    except (TypeError, ValueError, OverflowError):
+        shown = f"{value!r:.60}" if not isinstance(value, int) else "an integer beyond float64"
+        raise ValueError(f"metrics[{name!r}]={shown}: must be a number") from None
     return number if math.isfinite(number) else None
 
 
@@ -309,7 +329,7 @@ def own_position(folder: pathlib.Path, positions: list[Any]) -> Any:
             f"ignore=('data',) to start at the beginning"
         )
     found = positions[index]
-    return base64.b64decode(found["bytes"]) if "bytes" in found else found["json"]
+    return base64.b64decode(found["bytes"]) if "bytes" in found else of_json(found["json"])
 
 
 def set_position(data: Any, position: Any) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import re
 import shutil
 import sys
 import threading
@@ -37,6 +39,7 @@ from schedules.core.capacity import bytes_text
 
 MARK = "shardpipe-checkpoints.json"  # in every folder of checkpoints, so that no other is taken
 ARRAYS = "arrays"
+STEP = "step_([0-9]{9}|[1-9][0-9]{9,})"
 
 
 class CheckpointError(RuntimeError):
@@ -60,6 +63,8 @@ class Checkpoints:
       ImportError: Orbax is not installed.
     """
 
+    _asked = itertools.count(1)  # topics of the processes' messages, used once each
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -78,14 +83,15 @@ class Checkpoints:
         self._orbax = Orbax()
         self._folder, self._keep, self._best, self._read_only = Path(folder), keep, best, read_only
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: CheckpointError | None = None
+        self._untold: list[str] = []  # the failure's text; its traceback refers to this object
+        weakref.finalize(self, _tell, self._untold)
         self._damaged: set[int] = set()  # steps of those that were found to be
         self._asked_at_exit = self._is_entered = False
-        self._asked = 0  # how often processes have asked each other
         _check_folder(self._folder, read_only=read_only)
         self._folder = self._folder.absolute()
         self._lock: lock.Lock | None = None
-        if not read_only and jax.process_index() == 0:
+        if not read_only:
             self._claim()
             self._tidy()
 
@@ -100,7 +106,7 @@ class Checkpoints:
         return sorted(
             int(path.name[5:])
             for path in self._folder.glob("step_*")
-            if path.name[5:].isdecimal() and path.is_dir()
+            if re.fullmatch(STEP, path.name) and path.is_dir()
         )
 
     def save(
@@ -143,8 +149,7 @@ class Checkpoints:
                 f"without read_only to save"
             )
         self.wait()
-        if self._lock is None and jax.process_index() == 0:
-            self._claim()
+        self._claim()
         state = Contents(model, optimizer, shaped)
         said = contents.describe(step, state, plain, data, metrics, self._topic("data"))
         self._check_room(step, sum(leaf.size for leaf in state.leaves.values()))
@@ -163,6 +168,8 @@ class Checkpoints:
         given = step, response, said, topic
         self._thread = threading.Thread(target=self._finish, args=given, name=_name(step))
         self._thread.start()
+        if self._lock is not None:
+            self._lock.saving = self._thread
         if not (CAN_WAIT_AT_EXIT or self._is_entered):
             self.wait()
 
@@ -172,11 +179,12 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written; those before are as they were.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
+            self._untold.clear()
             raise failure
 
     def close(self) -> None:
@@ -184,8 +192,10 @@ class Checkpoints:
 
         Saving may go on after it.
         """
-        self.wait()
-        self._lock = None
+        try:
+            self.wait()
+        finally:
+            self._lock = None
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -213,8 +223,8 @@ class Checkpoints:
         """Have a model, and what else is given, be as they were when they were saved.
 
         Everything the checkpoint holds has its place in what is given, and the other way round. All
-        of it is compared, and every file with its digest, before the first array is changed. A
-        damaged checkpoint is warned of, and the one before it taken.
+        of it is compared, every file is compared with its digest, and ``data`` is set, before the
+        first array is changed. A damaged checkpoint is warned of, and the one before it taken.
 
         Args:
           model: as for `save`: any pipeline of the same layers, or the model without one.
@@ -244,13 +254,13 @@ class Checkpoints:
         given = {"plain": plain, "data": data}
         contents.check_same(folder, said, state, given, ignore)
         position = None if data is None else contents.own_position(folder, said["data"])
+        if data is not None:  # it may refuse its state: then nothing is changed
+            contents.set_position(data, position)
         self._orbax.load(folder / ARRAYS, state.leaves, model)
         if shaped is not None and trees is not None:
             shaped.update(trees)
         if plain is not None:
-            plain.update(said["plain"])
-        if data is not None:
-            contents.set_position(data, position)
+            plain.update(contents.of_json(said["plain"]))
         return int(said["step"])
 
     # --- writing ---
@@ -276,6 +286,7 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001  # of Orbax, TensorStore, the disk, others
             self._failure = self._failed(step, error)
             self._failure.__cause__ = error
+            self._untold.append(str(self._failure))
 
     def _complete(self, step: int, response: Any, said: dict[str, Any], topic: str) -> None:
         """Have arrays, manifest and name on the disk, then drop what is too old."""
@@ -308,7 +319,7 @@ class Checkpoints:
         manifest.sync_tree(temporary)
         manifest.write_manifest(temporary, said)
         final, aside = self._folder / _name(step), self._folder / f".{_name(step)}.old"
-        if final.exists():  # an abandoned one of this step, which `_tidy` brings back
+        if final.is_dir():  # an abandoned one of this step, which `_tidy` brings back
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
         temporary.rename(final)
@@ -318,13 +329,13 @@ class Checkpoints:
         self._drop()
 
     def _drop(self) -> None:
-        """Delete all but the newest, the best, and what another release wrote."""
+        """Delete all but the newest, the best, and folders without a manifest of this release."""
         known = self._read()
         good = {step: one for step, one in known.items() if step not in self._damaged}
         order = sorted(good, key=lambda step: good[step]["serial"])
         kept = {*order[-self._keep :], *self._best_of(good)}
         for step in self.steps:
-            if step not in kept and (step in known or step in self._damaged):
+            if step in known and step not in kept:
                 gone = self._folder / f".{_name(step)}.gone"
                 (self._folder / _name(step)).rename(gone)  # so that none is ever half there
                 shutil.rmtree(gone, ignore_errors=True)
@@ -361,11 +372,13 @@ class Checkpoints:
         return f"those of steps {steps} are there" if steps else "none is there"
 
     def _claim(self) -> None:
-        """Be the one process that writes to the folder.
+        """Make process 0 the only writer of the folder, once its other saves are on the disk.
 
         Raises:
-          CheckpointError: another is.
+          CheckpointError: another run writes to the folder.
         """
+        if jax.process_index():
+            return
         self._lock = lock.take(self._folder)
         if self._lock is None:
             raise CheckpointError(
@@ -373,10 +386,16 @@ class Checkpoints:
                 f"would delete each other's checkpoints: name another folder, or wait until that "
                 f"run has ended; Checkpoints(folder, read_only=True) reads beside it"
             )
+        if self._lock.saving is not None:
+            self._lock.saving.join()
 
     def _tidy(self) -> None:
-        """Remove what a run left half done that was killed."""
+        """Remove the incomplete folders of a run that was killed; other folders stay."""
+        if self._lock is None:
+            return
         for path in sorted(self._folder.glob(".step_*")):
+            if not re.fullmatch(rf"\.{STEP}\.(tmp|old|gone)", path.name):
+                continue
             final = self._folder / path.name[1:].rpartition(".")[0]
             if path.suffix == ".old" and not final.exists():
                 path.rename(final)
@@ -425,6 +444,7 @@ class Checkpoints:
                 text = str(error)
             text = "; ".join(filter(None, everyone(f"{topic}/{one}", text)))
             if not text:
+                self._damaged.discard(one)
                 self._warn({step: text for step, text in why.items() if step > one}, one)
                 return folder, known[one]
             why[one] = text
@@ -448,8 +468,7 @@ class Checkpoints:
             )
 
     def _topic(self, name: str) -> str:
-        self._asked += 1
-        return f"checkpoints/{self._asked}/{name}"
+        return f"checkpoints/{next(self._asked)}/{name}"
 
 
 def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
@@ -459,7 +478,13 @@ def _end(checkpoints: weakref.ref[Checkpoints]) -> None:
         if found is not None:
             found.wait()
     except CheckpointError as error:  # nobody is left to catch it
-        sys.stderr.write(f"{error}\n")
+        _tell([str(error)])
+
+
+def _tell(failures: list[str]) -> None:
+    """Write failures of saves that nobody waited for to standard error."""
+    for text in failures:
+        sys.stderr.write(f"{text}\n")
 
 
 def _name(step: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from pathlib import Path
 from typing import IO
@@ -16,14 +18,18 @@ _held: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
 class Lock:
-    """A folder's, as long as somebody in this process has the object.
+    """The lock of a folder, kept as long as an object in this process refers to it.
 
     Args:
-      file: locked.
+      file: the locked file.
+
+    Attributes:
+      saving: the thread of this process that wrote to the folder last.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+        self.file = file
+        self.saving: threading.Thread | None = None
         weakref.finalize(self, file.close)
 
 
@@ -33,6 +39,7 @@ def take(folder: Path) -> Lock | None:
     Raises:
       OSError: the folder cannot be written to.
     """
+    folder = folder.resolve()
     found = _held.get(folder)
     if found is not None:
         return found
@@ -47,3 +54,14 @@ def take(folder: Path) -> Lock | None:
             pass
     _held[folder] = made = Lock(file)
     return made
+
+
+def _close_in_child() -> None:
+    """Close the locked files that a forked process inherits, which would keep the locks."""
+    for found in _held.values():
+        found.file.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import read_bytes
+
 NAME = "manifest.json"
 FORMAT = 1
 Files = dict[str, list[Any]]  # path in the checkpoint -> [bytes, digest]
@@ -84,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        text, digest = path.read_bytes().rstrip(b"\n").rsplit(b"\n", 1)
+        text, digest = read_bytes(path).rstrip(b"\n").rsplit(b"\n", 1)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
@@ -112,14 +114,17 @@ def check_files(folder: Path, wanted: Files, *, part: int = 0, parts: int = 1) -
       parts: how many.
 
     Raises:
-      DamagedError: which file is missing, or differs.
+      DamagedError: which file is missing, cannot be read, or differs.
     """
     for name in sorted(wanted)[part::parts]:
         size, digest = wanted[name]
         path = folder / name
-        if not path.is_file():
-            raise DamagedError(f"{path} is missing")
-        if path.stat().st_size != size:
-            raise DamagedError(f"{path} has {path.stat().st_size:,} bytes of {size:,}")
-        if digests(folder, [name])[name][1] != digest:
-            raise DamagedError(f"{path} has other bytes than were written")
+        try:
+            if not path.is_file():
+                raise DamagedError(f"{path} is missing")
+            if path.stat().st_size != size:
+                raise DamagedError(f"{path} has {path.stat().st_size:,} bytes of {size:,}")
+            if digests(folder, [name])[name][1] != digest:
+                raise DamagedError(f"{path} has other bytes than were written")
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read ({error.strerror or error})") from error

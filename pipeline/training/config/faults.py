@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipeline.base.arguments import hint_at
 from pipeline.decoders.config import as_float
 from pipeline.planner.chips import CHIPS
-from pipeline.training.config.functions import rates, rules, wrong_arguments
+from pipeline.training.config.functions import (
+    rate_with,
+    rates,
+    rules,
+    update_with,
+    wrong_arguments,
+    wrong_values,
+)
 from pipeline.training.config.tables import PipelineOptions, RunTables
+from pipeline.training.step import MOST, TINY
 from schedules import Costs, ScheduleError
 from schedules.files.costs import NAMES
 
@@ -45,12 +56,12 @@ def _sizes(config: RunTables) -> list[str]:
         "run.stuck_after": run.stuck_after,
     }
     faults += [
-        f"{name}={value}: must be a finite number > 0"
+        f"{name}={value}: must be a finite number > 0 of float32"
         for name, value in positive.items()
-        if value is not None and not 0 < value < float("inf")
+        if value is not None and not TINY <= value <= MOST
     ]
-    if optimizer.ema is not None and not 0 < optimizer.ema < 1:
-        faults.append(f"optimizer.ema={optimizer.ema}: must be a decay between 0 and 1")
+    if (ema := optimizer.ema) is not None and not (ema >= TINY and float(np.float32(ema)) < 1):
+        faults.append(f"optimizer.ema={ema}: must be a decay between 0 and 1 in float32")
     if run.chip is not None and run.chip not in CHIPS:
         faults.append(f"run.chip={run.chip!r}: there is no such chip{hint_at(run.chip, CHIPS)}")
     if Path(run.folder).exists() and not Path(run.folder).is_dir():
@@ -116,8 +127,11 @@ def _of_optimizer(config: RunTables) -> list[str]:
         near = hint_at(own.name, rules())
         faults.append(f"optimizer.name={own.name!r}: optax has no such function{near}")
     else:
-        given = {"learning_rate": 0.0} | own.arguments
-        faults += wrong_arguments("optimizer.arguments", rules()[own.name], given)
+        where, given = "optimizer.arguments", {"learning_rate": 0.0} | own.arguments
+        rule = rules()[own.name]
+        use = functools.partial(update_with, rule)
+        wrong = wrong_arguments(where, rule, given)
+        faults += wrong or wrong_values(where, rule, use, own.arguments)
         if "learning_rate" in own.arguments:
             faults.append(
                 "optimizer.arguments.learning_rate: give it as optimizer.learning_rate, or as "
@@ -134,8 +148,10 @@ def _of_optimizer(config: RunTables) -> list[str]:
             near = hint_at(name, rates())
             faults.append(f"optimizer.schedule.name={name!r}: optax has no such schedule{near}")
         else:
-            known = rates()[own.schedule.name]
-            faults += wrong_arguments("optimizer.schedule.arguments", known, own.schedule.arguments)
+            where, rate = "optimizer.schedule.arguments", rates()[own.schedule.name]
+            use = functools.partial(rate_with, rate)
+            wrong = wrong_arguments(where, rate, own.schedule.arguments)
+            faults += wrong or wrong_values(where, rate, use, own.schedule.arguments)
     computed = None if config.parallel is None else config.parallel.compute_dtype
     if own.loss_scale is not None and config.parallel is not None and computed != "float16":
         faults.append(

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from pipeline.base.arguments import hint_at
@@ -54,6 +56,60 @@ def rates() -> Mapping[str, Callable[..., Any]]:
     """Schedules of optax by name."""
     schedules = vars(optax.schedules).items()
     return {n: v for n, v in schedules if inspect.isfunction(v) and n.endswith("schedule")}
+
+
+def update_with(rule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Make an optimizer of optax, and an update of two by two weights."""
+    tx = optax.with_extra_args_support(rule(learning_rate=0.1, **arguments))
+    weights = {"weight": jnp.zeros((2, 2))}
+    return tx.update(weights, tx.init(weights), weights)
+
+
+def rate_with(schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Make a schedule of optax, and its rate at step 0."""
+    return schedule(**arguments)(jnp.int32(0))
+
+
+def wrong_values(
+    where: str,
+    function: Callable[..., Any],
+    use: Callable[[Mapping[str, Any]], Any],
+    given: Mapping[str, Any],
+) -> list[str]:
+    """List the faults of arguments with which a function of optax fails; no device computes.
+
+    Args:
+      where: the key of the arguments.
+      function: of optax.
+      use: traced with the arguments.
+      given: the arguments, which have the right names.
+    """
+    known = inspect.signature(function).parameters
+    flags = [n for n in given if n in known and isinstance(known[n].default, bool)]
+    faults = [
+        f"{where}.{name}={given[name]!r}: must be true or false"
+        for name in flags
+        if not isinstance(given[name], bool)
+    ]
+    if faults:
+        return faults
+
+    def error_of(arguments: Mapping[str, Any]) -> Exception | None:
+        try:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                jax.eval_shape(lambda: use(arguments))
+        except Exception as error:  # noqa: BLE001  # whatever optax and JAX raise
+            return error
+        return None
+
+    error = error_of(given)
+    if error is None:
+        return []
+    rest = {key: {n: v for n, v in given.items() if n != key} for key in given}
+    key = next((key for key in given if error_of(rest[key]) is None), None)
+    blamed = f"{where}={dict(given)!r}" if key is None else f"{where}.{key}={given[key]!r}"
+    said = str(error).partition("\n")[0][:200]
+    return [f"{blamed}: {function.__name__} fails with it: {type(error).__name__}: {said}"]
 
 
 def wrong_arguments(

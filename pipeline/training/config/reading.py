@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -138,7 +139,8 @@ def _fitting(kind: Any, value: Any) -> Any:
         value = tuple(_first_fitting(get_args(kind)[0], item) for item in items)
         is_fitting = None not in value
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        is_fitting, value = True, float(value)
+        is_fitting = abs(value) <= sys.float_info.max
+        value = float(value) if is_fitting else value
     return value if is_fitting else None
 
 
