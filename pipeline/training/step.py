@@ -529,7 +529,7 @@ class Step:
         model, optimizer = self._merged(leaves)
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Pipeline) and module.plan.after_step is not None:
-                module.plan = dataclasses.replace(module.plan, after_step=None)
+                module.plan = dataclasses.replace(module.plan, after_step=_later)
         found = self._weighed(model, carry, batch, weight)
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
         pairs = enumerate(zip(left, leaves, strict=True))
@@ -660,6 +660,10 @@ def mean_weighed(sums: Tree) -> Tree:
         return _over(t.mean, t.weight) if isinstance(t, Weighed) else t
 
     return jax.tree.map(mean, sums, is_leaf=_is_weighed)
+
+
+def _later(stage: nnx.Module) -> None:
+    """The ``after_step`` of a call that does not end its update: none."""
 
 
 def _nothing_of(x: Any) -> jax.Array:
