@@ -114,6 +114,9 @@ SLOW = covering(GRID, FAST)
 )
 def test_loss_and_gradients(mesh, schedule, way, remat):
     pipe, batch = pipe_of(mesh, schedule, way, remat=remat)
+    # With a change of one unit in the last place of every weight, the plain model's gradients of
+    # eight stages differ by up to 1.5e-5, and by less of four (issue 52).
+    tolerance = 3e-5 if pipe.plan.schedule.num_stages > 4 else 1e-5
     loss, grads = pipe.value_and_grad(batch.inputs, batch.targets, extras=batch.extras)
     value, plain = wanted(pipe.plan.schedule.num_stages)
     assert_close(loss, value)
@@ -121,4 +124,4 @@ def test_loss_and_gradients(mesh, schedule, way, remat):
     for part in ("stages", "embed", "head"):
         pairs = zip(jax.tree.leaves(layers[part]), jax.tree.leaves(plain[part]), strict=True)
         for a, b in pairs:
-            assert_close(a, b)
+            assert_close(a, b, tolerance=tolerance)
