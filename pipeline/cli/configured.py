@@ -35,6 +35,7 @@ def add(sub: Any, name: str) -> Parser:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key, as TOML; repeat")
     if name == "train":
         add("--resume", action="store_true", help="go on from the newest checkpoint")
+        add("--measure", action="store_true", help="at the end, print where a step's time goes")
     if name == "generate":
         add("--prompt", required=True, metavar="TEXT", help="how the text begins")
         add("--length", type=whole(1), default=100, metavar="N", help="tokens that follow (100)")
@@ -66,7 +67,7 @@ def run(parser: Parser, options: argparse.Namespace) -> int:
             given += [f"--set {shlex.quote(text)}" for text in options.set]
             python = shlex.quote(sys.executable or "python")
             how = f"{python} -m pipeline train {' '.join(given)} --resume"
-            return runs.train(config, resume=options.resume, how=how)
+            return runs.train(config, resume=options.resume, how=how, measure=options.measure)
         if options.command == "eval":
             say(f"held-out loss {runs.evaluate(config):.4f}")
             return 0

@@ -21,7 +21,7 @@ from pipeline.cli.options import say
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
 from pipeline.planner.chips import CHIPS
-from pipeline.training.batches import masked, padded
+from pipeline.training.batches import as_batch, masked, padded
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.config import Config, PipelineOptions, RunConfigError, load
 from pipeline.training.faults import stop_on_signals
@@ -127,19 +127,22 @@ def make_trainer(
     )
 
 
-def train(config: Config, *, resume: bool, how: str) -> int:
+def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> int:
     """Train to the end, or until a signal; returns the exit code.
 
     Args:
       config: of the run.
       resume: whether it goes on from the newest checkpoint.
       how: the command that resumes it, to be said where it is stopped.
+      measure: whether it prints `Pipeline.measure` of its first batch at its end.
 
     Raises:
       ValueError: what cannot run as given.
       OSError: a folder that cannot be written.
     """
     config.check_functions()
+    if measure and config.parallel is None:
+        raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
     folder = Path(config.run.folder)
     checkpoints = Checkpoints(folder / "checkpoints", config.run.keep, config.run.best)
     if checkpoints.steps and not resume:
@@ -182,6 +185,10 @@ def train(config: Config, *, resume: bool, how: str) -> int:
         return EXITS.get(stop.reason, EXITS["SIGTERM"])
     if trainer.eval_loss is not None:
         say(f"held-out loss {trainer.eval_loss:.4f}")
+    if measure:
+        model: Any = trainer.step.model
+        batch = as_batch(next(iter(_data(config, model, config.data.call()))))
+        say(str(model.measure(batch.inputs, batch.targets, extras=batch.extras)))
     return 0
 
 

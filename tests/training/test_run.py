@@ -402,3 +402,12 @@ def test_there_is_nothing_to_read(path, command, capsys):
         f"python -m pipeline {command}: the configuration has 1 fault\n- run.folder='out': there "
         f"is no out/checkpoints; train first\n"
     )
+
+
+def test_a_run_prints_where_the_time_of_a_step_goes(small_path, capsys):
+    """Issue 52: `train --measure` ends with the table of `Pipeline.measure`."""
+    assert cli.main(["train", "--config", str(small_path), "--measure"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert [name for name in names if name != "note:"] == [
+        *("step", "ideal", "efficiency", "bubble", "rest")
+    ]
