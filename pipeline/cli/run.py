@@ -140,16 +140,7 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
       ValueError: what cannot run as given.
       OSError: a folder that cannot be written.
     """
-    config.check_functions()
-    if measure and config.parallel is None:
-        raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
-    folder = Path(config.run.folder)
-    checkpoints = Checkpoints(folder / "checkpoints", config.run.keep, config.run.best)
-    if checkpoints.steps and not resume:
-        raise RunConfigError(
-            f"run.folder={str(folder)!r} holds a run of {checkpoints.steps[-1]} updates: go on "
-            f"with --resume, or name another folder"
-        )
+    folder, checkpoints = _open(config, resume=resume, measure=measure)
     text = json.dumps(config.to_dict(), indent=1, default=str)
 
     def keep(trainer: Trainer, _: Any) -> None:
@@ -186,10 +177,33 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
     if trainer.eval_loss is not None:
         say(f"held-out loss {trainer.eval_loss:.4f}")
     if measure:
-        model: Any = trainer.step.model
-        batch = as_batch(next(iter(_data(config, model, config.data.call()))))
-        say(str(model.measure(batch.inputs, batch.targets, extras=batch.extras)))
+        say(_measured(config, trainer.step.model))
     return 0
+
+
+def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpoints]:
+    """The folder of a run, and its checkpoints.
+
+    Raises:
+      ValueError: functions that fail, --measure without a pipeline, or a run that is there.
+    """
+    config.check_functions()
+    if measure and config.parallel is None:
+        raise RunConfigError("--measure is for pipelines, and the configuration has no [parallel]")
+    folder = Path(config.run.folder)
+    checkpoints = Checkpoints(folder / "checkpoints", config.run.keep, config.run.best)
+    if checkpoints.steps and not resume:
+        raise RunConfigError(
+            f"run.folder={str(folder)!r} holds a run of {checkpoints.steps[-1]} updates: go on "
+            f"with --resume, or name another folder"
+        )
+    return folder, checkpoints
+
+
+def _measured(config: Config, model: Any) -> str:
+    """The table of `Pipeline.measure` for the first batch of the data."""
+    batch = as_batch(next(iter(_data(config, model, config.data.call()))))
+    return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
 
 
 def evaluate(config: Config) -> float:

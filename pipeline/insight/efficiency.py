@@ -1,4 +1,4 @@
-"""How efficient a step is on the devices that are there: `Pipeline.measure`.
+"""The efficiency of a step on the devices that are there: `Pipeline.measure`.
 
 The training step is compiled a second time with the entries of its table that run as an operand, so
 that one program runs all actions of one rank alone, one kind of action of one stage, or none. The
@@ -7,6 +7,7 @@ actions take what a run takes longer than the run of none. Letters: K stages.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -113,8 +114,8 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
             return runtime.train(plan, *operands)
 
     parts = {rank: _entries(plan, rank) for rank in range(plan.schedule.num_ranks)}
-    timed: list[Callable[[], Any]] = [step, lambda: partial(none)]
-    timed += [lambda runs=runs: partial(runs) for runs in parts.values()]
+    timed: list[Callable[[], Any]] = [step, functools.partial(partial, none)]
+    timed += [functools.partial(partial, runs) for runs in parts.values()]
     busy, start = _busy_elsewhere(), time.perf_counter()
     whole, idle, *of_ranks = _in_turn(timed, steps)
     others = (_busy_elsewhere() - busy) / (time.perf_counter() - start)
@@ -180,13 +181,13 @@ def _costs(plan: Plan, partial: Callable[[Any], Any], none: Runs) -> Costs:
             if entries.any():
                 keys.append((kind, k))
                 runs.append(entries)
-    idle, *times = _in_turn([lambda own=own: partial(own) for own in runs], OF_ACTIONS)
+    idle, *times = _in_turn([functools.partial(partial, own) for own in runs], OF_ACTIONS)
     found = {kind: [0.0] * schedule.num_stages for kind in "FBIW"}
     for (kind, k), own in zip(keys, times, strict=True):
         each = statistics.median(own) - statistics.median(idle)
         found[kind][k] = max(each, 0.0) / schedule.num_microbatches
-    halves = {"i": found["I"], "w": found["W"]} if "I" in kinds else {}
-    whole = {"b": found["B"]} if "B" in kinds else {}
+    halves: dict[str, Any] = {"i": found["I"], "w": found["W"]} if "I" in kinds else {}
+    whole: dict[str, Any] = {"b": found["B"]} if "B" in kinds else {}
     return Costs(f=found["F"], **halves, **whole)
 
 

@@ -408,6 +408,5 @@ def test_a_run_prints_where_the_time_of_a_step_goes(small_path, capsys):
     """Issue 52: `train --measure` ends with the table of `Pipeline.measure`."""
     assert cli.main(["train", "--config", str(small_path), "--measure"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert [name for name in names if name != "note:"] == [
-        *("step", "ideal", "efficiency", "bubble", "rest")
-    ]
+    names = [name for name in names if name not in ("held-out", "note:")]
+    assert names == ["step", "ideal", "efficiency", "bubble", "rest"]
