@@ -2,6 +2,7 @@
 
     python -m tests.fuzz 0 200          # seeds 0 to 199: what fails, then a count
     python -m tests.fuzz show 17        # the program and the plan of one
+    python -m tests.fuzz options 0 150  # a decoder under random combinations of options
 
 The plain loss and gradients are the mean over microbatches, by one jit on one device. What differs
 from them is held against how much they move themselves: under noise of 1e-7, about a rounding, and
@@ -25,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":  # before jax is imported
     from tests.quick import fastest
 
-    devices = "--xla_force_host_platform_device_count=4"
+    devices = "--xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), devices, *fastest()])
     os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -35,6 +36,7 @@ import numpy as np
 from flax import nnx
 
 from pipeline import Pipeline
+from tests.support import combinations
 from tests.support.stage_programs import write
 
 MICROBATCHES, ROWS, WIDTH = 4, 2, 4
@@ -257,8 +259,8 @@ def _late(*_: Any) -> None:
     raise TimeoutError
 
 
-def main(start: int, stop: int) -> None:
-    """Check seeds; a line for each that fails, and a count."""
+def main(start: int, stop: int, draw: Any = draw, check: Any = check) -> None:
+    """Check the cases of seeds; a line for each that fails, and a count."""
     signal.signal(signal.SIGALRM, _late)
     counted: collections.Counter[str] = collections.Counter()
     began = time.time()
@@ -289,5 +291,8 @@ def main(start: int, stop: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "show":
         print(write(int(sys.argv[2])), draw(int(sys.argv[2])), sep="\n")
+    elif sys.argv[1] == "options":
+        of_options = combinations.draw, combinations.check
+        main(int(sys.argv[2]), int(sys.argv[3]), *of_options)
     else:
         main(int(sys.argv[1]), int(sys.argv[2]))
