@@ -122,6 +122,8 @@ def measure(points: Sequence[Point], rounds: int, *, waits: bool = False) -> lis
         mesh, loss_fn = make_mesh(stage=point.ranks), step.mean_square
         options = {"schedule": point.family, "mesh": mesh, "loss_fn": loss_fn, "remat": None}
         taken = Pipeline(stages, point.microbatches, **options).measure(*batch, steps=rounds)
+        for note in taken.notes:
+            print(f"{point.name}, M={point.microbatches}: {note}", file=sys.stderr)
         noise = max(NOISE, _spread(taken.steps), _spread(taken.works))
         found.append(replace(point, measured=taken.efficiency, noise=noise, waits=waits))
     return found
@@ -339,7 +341,7 @@ def main() -> None:
     ]
     if not points:
         sys.exit("no family can have such sizes; see python -m schedules compare")
-    cores, others = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
     points = with_steps(points, cores, options)
     try:
         see_that_they_make_sense(points)
@@ -351,8 +353,6 @@ def main() -> None:
         f"{1e3 * FORWARD:.0f} ms a rank for F, I and W; remat=None, medians of {options.rounds} "
         f"steps"
     )
-    if any(one.measured is not None for one in points) and others > cores / 2:
-        said += f"\nOthers were at work (load {others:.1f} on {cores} cores): measure again."
     if options.plot:
         plot(points, options.plot, title=said)
     show(options, said, where, ("points", list(map(asdict, points))), tables(points))

@@ -477,8 +477,8 @@ class Pipeline(nnx.Module):
 
         Steps, without an optimizer, are timed in turn with the actions of each rank alone. The
         result has ``step`` and ``ideal`` in seconds, ``efficiency`` = ideal / step, ``bubble`` and
-        ``rest``; ``print`` shows each with its definition and spread. There are numbers on a busy
-        machine too, with a note that they are so. Weights and state stay as they are.
+        ``rest``; ``print`` shows each with its definition and spread. On a busy machine it still
+        returns numbers, and adds a note. Weights and state stay as they are.
 
         Args:
           inputs: as of `value_and_grad`, arrays.

@@ -1,18 +1,19 @@
 """Padding in a batch, and the mesh axes that split it, for layers that form a statistic.
 
-Letters: b rows of a microbatch on one rank, t positions of a slice there, n = tokens of a call, M
+Letters: b rows of a microbatch on one rank, t positions of a slice there, n tokens of a call, M
 microbatches, N slices. A mask is [b] where rows are padding, [b, t] where positions are.
 
 A pipeline gives each call of a stage, of embed and of the head its `BatchPart`. A layer that
-averages over tokens takes its divisors from it, so that the mean over all calls of a step is that
-over the tokens that are data, on every mesh and with any number of microbatches and slices.
+averages over tokens takes its divisors from it, so that the mean of its values over all calls of a
+step equals the mean over all real tokens, on every mesh and with any number of microbatches and
+slices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from collectives.tensor import group_size, is_manual
-from pipeline.base.tree import Tree, is_array
+from pipeline.base.tree import Tree
 
-SEGMENTS = ("segment_ids", "segments")  # extras in which 0 marks a position that is padding
+Shape = tuple[int, ...]  # of a layer's input, without its last dim
 
 
 class Padded(NamedTuple):
@@ -59,12 +60,11 @@ class DataStatistic(nnx.Variable[Any]):
     declaration = ""  # the options of a pipeline that declare it
 
 
-def find_mask(targets: Tree, extras: Mapping[str, Tree] | None) -> jax.Array | None:
+def find_mask(targets: Tree) -> jax.Array | None:
     """Find the rows, [b], or positions, [b, t], that are data; None if a batch has no padding.
 
     Args:
       targets: of a microbatch; a `Padded` or `PaddedWords` in them says what was added.
-      extras: of a microbatch, by name, with the segments of packed rows.
     """
     masks: list[jax.Array] = []
 
@@ -76,13 +76,9 @@ def find_mask(targets: Tree, extras: Mapping[str, Tree] | None) -> jax.Array | N
             masks.append(jnp.asarray(node.weights) > 0)
 
     jax.tree.map(look, targets, is_leaf=_marks)
-    for name in SEGMENTS:
-        ids: Any = (extras or {}).get(name)
-        if is_array(ids) and ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer):
-            masks.append(ids > 0)
     if not masks:
         return None
-    if len({mask.shape for mask in masks if mask.ndim > 1}) > 1:  # of unlike sequences: by rows
+    if len({mask.shape for mask in masks if mask.ndim > 1}) > 1:  # only which rows have data
         masks = [mask if mask.ndim == 1 else mask.any(1) for mask in masks]
     most = max(mask.ndim for mask in masks)
     found = masks[0].reshape(*masks[0].shape, *[1] * (most - masks[0].ndim))
@@ -103,14 +99,13 @@ class BatchPart:
       rows: mesh axes that split the rows of a batch.
       positions: mesh axes that split the positions of its sequences.
       num_slices: N.
-      slice_share: N times the part of a sequence's positions that the slice has; 1 without lengths.
+      slice_share: N·(positions of the slice) / (positions of the sequence); 1 if slices are equal.
       mask: [b] or [b, t] bool, True for data; None if all is data.
-      sequences: [b] entries of the mask that are data in each whole sequence, of all its slices and
-        ranks; where the mask is [b], 1 for data.
-      microbatch: entries of all sequences of the microbatch, of all ranks; microbatch_rows: how
-        many of these sequences have data.
-      mean_entries: entries of the mask that are data, per call of the step; mean_rows: sequences
-        that have data, each counted once, per call of the step.
+      sequences: [b] real positions of each whole sequence, summed over slices and ranks; 1 or 0 if
+        the mask is [b].
+      microbatch: the sum of `sequences` over the rows of the microbatch on all ranks.
+      mean_entries: entries of the mask that are True, per call of the step.
+      mean_rows: sequences that have data, each counted once, per call of the step.
     """
 
     rows: tuple[str, ...] = field(default=(), metadata={"static": True})
@@ -120,55 +115,53 @@ class BatchPart:
     mask: Any = None
     sequences: Any = None
     microbatch: Any = None
-    microbatch_rows: Any = None
     mean_entries: Any = None
     mean_rows: Any = None
 
-    def is_data(self, n: int) -> jax.Array | None:
-        """[n] bool, which tokens of a layer's input are data; None if all are.
+    def is_data(self, shape: Shape) -> jax.Array | None:
+        """[n] bool, True for tokens that are data; None if all are.
 
         Args:
-          n: tokens, in the order of rows, then positions.
+          shape: (b, t, ...) or, of rows and positions in one dim, (b·t,).
 
         Raises:
-          ValueError: n is no multiple of the rows.
+          ValueError: another shape, in which padding cannot be found.
         """
         if self.mask is None:
             return None
-        entries, _ = self._entries(n)
-        return jnp.repeat(entries, n // entries.size)
+        entries = self.mask.reshape(-1)
+        return jnp.repeat(entries, self._tokens_of_entry(shape))
 
-    def divide(self, total: jax.Array, n: int) -> jax.Array:
-        """Divide a sum over the n tokens of a call; the mean over calls is that over data."""
+    def divide(self, total: jax.Array, shape: Shape) -> jax.Array:
+        """Divide a call's sum over tokens; the mean over all calls is that over all real tokens."""
         if self.mask is None:
-            return total / n
-        entries, mean = self._entries(n)
-        return total / jnp.maximum(mean * (self.slice_share * (n // entries.size)), _LEAST)
+            return total / math.prod(shape)
+        tokens = self.slice_share * self._tokens_of_entry(shape)
+        return total / jnp.maximum(self.mean_entries * tokens, _LEAST)
 
     def divide_rows(self, totals: jax.Array) -> jax.Array:
-        """Add up [b] values of whole sequences, and divide; the mean over calls is that over data.
+        """Sum [b] values, one a sequence, and divide; the mean over calls is that over sequences.
 
         A sequence's value is the sum of the values that its slices and the ranks of position axes
-        have.
+        have. Sequences without data do not count.
         """
         if self.mask is None:
-            return totals.mean() * (_size(self.positions) * self._wholes)
+            return totals.mean() * (_size(self.positions) * self._slices_per_sequence)
         return totals.sum() / jnp.maximum(self.mean_rows * self.slice_share, _LEAST)
 
-    def tokens_of_microbatch(self, n: int) -> Any:
-        """Tokens of the whole microbatch that are data, on all ranks and in all slices."""
+    def tokens_of_microbatch(self, shape: Shape) -> Any:
+        """Real tokens of the whole microbatch, on all ranks and in all slices, at least 1."""
         if self.mask is None:
-            return n * self._wholes * _size(self.rows + self.positions)
-        tokens = self._tokens_of_entry(n)
-        total = self.microbatch_rows if self._is_by_row(n) else self.microbatch
-        return jnp.maximum(total * tokens, 1)
+            whole = self._slices_per_sequence * _size(self.rows + self.positions)
+            return math.prod(shape) * whole
+        return jnp.maximum(self.microbatch * self._tokens_of_position(shape), 1)
 
-    def tokens_of_sequences(self, n: int, b: int) -> Any:
-        """Tokens of each whole sequence that are data, [b] or a number, at least 1."""
+    def tokens_of_sequences(self, shape: Shape) -> Any:
+        """Real tokens of each whole sequence, [b] or a number, at least 1."""
         if self.mask is None:
-            return n // b * self._wholes * _size(self.positions)
-        entries = self.sequences > 0 if self._is_by_row(n) else self.sequences
-        return jnp.maximum(entries.astype(jnp.float32) * self._tokens_of_entry(n), 1)
+            whole = self._slices_per_sequence * _size(self.positions)
+            return math.prod(shape[1:]) * whole
+        return jnp.maximum(self.sequences * self._tokens_of_position(shape), 1)
 
     def over(self, value: Any, axes: tuple[str, ...]) -> Any:
         """Sum a value over those of some axes that are manual."""
@@ -176,31 +169,27 @@ class BatchPart:
         return jax.lax.psum(value, manual) if manual else value
 
     @property
-    def _wholes(self) -> float:
-        """Positions of a sequence over those of this slice, on a rank."""
+    def _slices_per_sequence(self) -> float:
         return self.num_slices / self.slice_share
 
-    def _is_by_row(self, n: int) -> bool:
-        return self.mask.ndim == 1 or n % self.mask.size != 0
+    def _tokens_of_entry(self, shape: Shape) -> int:
+        """Tokens of the layer for each entry of the mask."""
+        known = self.mask.shape
+        if shape[: len(known)] == known or shape == (math.prod(known),):
+            return math.prod(shape) // math.prod(known)
+        raise ValueError(
+            f"the batch has padding, {list(known)} {'rows' if len(known) == 1 else 'positions'} of "
+            f"a microbatch, and a layer that leaves it out was given tokens {list(shape)}: give it "
+            f"the rows{'' if len(known) == 1 else ' and positions'} of the microbatch as its "
+            f"leading axes, in one piece and not under jax.vmap; or give batches without padding"
+        )
 
-    def _entries(self, n: int) -> tuple[jax.Array, Any]:
-        """[b] or [b t] whether runs of tokens are data, and how many are so per call of a step."""
-        if not self._is_by_row(n):
-            return self.mask.reshape(-1), self.mean_entries
-        if n % self.mask.shape[0]:
-            raise ValueError(
-                f"the batch has rows that are padding, and a layer that leaves them out was given "
-                f"{n} tokens of {self.mask.shape[0]} rows: give it the rows of the microbatch as "
-                f"its leading axis, not under jax.vmap"
-            )
-        mean = self.mean_rows * (_size(self.positions) * self.num_slices)
-        return self.sequences > 0, mean
-
-    def _tokens_of_entry(self, n: int) -> float:
-        """Tokens of the layer for each entry of `sequences`."""
-        if not self._is_by_row(n):
-            return n // self.mask.size
-        return n // self.mask.shape[0] * self._wholes * _size(self.positions)
+    def _tokens_of_position(self, shape: Shape) -> float:
+        """Tokens of the layer for each unit of `sequences`."""
+        tokens = self._tokens_of_entry(shape)
+        if self.mask.ndim > 1:
+            return tokens
+        return tokens * self._slices_per_sequence * _size(self.positions)
 
 
 def _size(axes: tuple[str, ...]) -> int:
@@ -213,17 +202,17 @@ jax.tree_util.register_dataclass(BatchPart)
 
 @dataclass(eq=False)
 class Asking:
-    """A call that is traced: its part of the batch, and what became of it.
+    """Record of a traced call: its `BatchPart`, and whether layers read the mask.
 
     Attributes:
       part: None after the trace.
-      heeded: whether a layer that runs now leaves padding out, or one has asked for the mask.
-      asked: whether a layer has asked for the mask.
+      excludes_padding: whether the running layer leaves padding out, or one has read the mask.
+      read_mask: whether a layer has read the mask.
     """
 
     part: BatchPart | None
-    heeded: bool = False
-    asked: bool = False
+    excludes_padding: bool = False
+    read_mask: bool = False
 
 
 _CONTEXT: Any = jax.make_user_context(None)
@@ -247,37 +236,38 @@ def batch_part() -> BatchPart | None:
 
 
 @contextlib.contextmanager
-def heeding() -> Iterator[None]:
-    """Mark what runs in it as a layer that leaves padding out of its losses."""
+def excluding_padding() -> Iterator[None]:
+    """Mark the code in this context as a layer that excludes padding."""
     asking: Asking | None = _CONTEXT.value
     if asking is None:
         yield
         return
-    before, asking.heeded = asking.heeded, True
+    before, asking.excludes_padding = asking.excludes_padding, True
     try:
         yield
     finally:
-        asking.heeded = before
+        asking.excludes_padding = before
 
 
 def counts_padding() -> bool:
-    """True if the batch has padding that the layer which now runs knows nothing of."""
+    """True if the batch has padding and the running layer has not asked for the mask."""
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None or asking.part.mask is None:
         return False
-    return not asking.heeded
+    return not asking.excludes_padding
 
 
 def data_mask() -> jax.Array | None:
     """Find the rows, [b], or positions, [b, t], of this call that are data; None if all are.
 
-    For layers of one's own that form a statistic over rows or positions. It is known of batches
-    that `pipeline.training` padded, packed or bucketed, and where extras have ``segment_ids``. With
-    slices of sequences it is that of the slice, on a mesh that of the rank.
+    For layers of one's own that form a statistic over rows or positions. Batches that
+    `pipeline.training` padded, packed or bucketed have a mask. It covers the positions of the
+    current slice and rank only. A pipeline then takes the whole stage to leave padding out, and
+    warns of none of its layers.
     """
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None:
         return None
-    asking.heeded = asking.asked = True
+    asking.excludes_padding = asking.read_mask = True
     mask: jax.Array | None = asking.part.mask
     return mask

@@ -1,8 +1,8 @@
 """The efficiency of a step on the devices that are there: `Pipeline.measure`.
 
-The training step is compiled a second time with the entries of its table that run as an operand, so
-that one program runs all actions of one rank alone, one kind of action of one stage, or none. The
-actions take what a run takes longer than the run of none. Letters: K stages.
+The step is compiled once more; which table entries run is an argument. So one program can run all
+actions of one rank, one kind of action of one stage, or nothing. The time of an action is its run
+minus the run of nothing. Letters: K stages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from pipeline.insight.calibrate.one_rank import Runs, partial_step
 from schedules import Costs, simulate
 
 OF_ACTIONS = 3  # runs of each kind of action of each stage
-QUIET = 0.1  # the middle half of the steps over their median, on a machine without other work
+STEADY = 0.1  # the largest interquartile range / median without a note
+OTHERS = 0.1  # the most cores that other programs may keep busy without a note
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Efficiency:
             (
                 "bubble",
                 f"{self.bubble:.1%}",
-                f"of the step that rank waits, by the {self.clock} clock at the measured durations",
+                f"of the step that rank waits, by its measured durations ({self.clock} clock)",
             ),
             (
                 "rest",
@@ -102,8 +103,13 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
       steps: how many are timed.
 
     Raises:
-      ValueError: steps that are no count.
+      ValueError: steps that are no count, or a batch that is traced.
     """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
+        raise ValueError(
+            "measure() runs steps on the devices and times them, and its batch or its weights are "
+            "traced: call it outside of jax.jit and other transformations"
+        )
     if not is_whole(steps, 1, numpy=True):
         raise ValueError(f"steps={steps!r}: must be an integer >= 1, how many steps are timed")
     partial, program = partial_step(plan, operands), plan.training
@@ -124,12 +130,14 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         shares = [float(runs.sum()) / program.op[..., 0].size for runs in parts.values()]
         works = [[time * share for time in whole] for share in shares]
     rank = max(parts, key=lambda rank: statistics.median(works[rank]))
-    costs = _costs(plan, partial, none)
+    costs = plan.durations if plan.is_masked else _costs(plan, partial, none)
     report = simulate(plan.schedule, **{**plan.clock, "costs": costs})
     taken, ideal = statistics.median(whole), statistics.median(works[rank])
     share = report.work[rank] / report.makespan if report.makespan else 1.0
     efficiency = ideal / taken
     bubble = efficiency * (1 / share - 1) if share else 0.0
+    if plan.is_masked:
+        bubble = 1 - efficiency
     return Efficiency(
         step=taken,
         ideal=ideal,
@@ -141,7 +149,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         rank=rank,
         clock=report.clock,
         costs=costs,
-        notes=tuple(_notes(plan, whole, others)),
+        notes=tuple(_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
     )
 
 
@@ -201,21 +209,24 @@ def _busy_elsewhere() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
-def _notes(plan: Plan, steps: Sequence[float], others: float) -> list[str]:
+def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> list[str]:
     """Circumstances that spoil the numbers.
 
     Args:
       plan: the options of the pipeline.
-      steps: seconds of each.
+      timed: seconds of each measurement, by name.
       others: cores that other programs kept busy meanwhile.
     """
     notes = []
-    low, middle, high = _quartiles(steps)
-    if others > QUIET or high - low > QUIET * middle:
-        notes.append(
-            f"{len(steps)} steps differ by {(high - low) / middle:.0%}, and other programs kept "
-            f"{max(others, 0.0):.1f} cores busy: repeat it on a quiet machine"
-        )
+    if others > OTHERS:
+        notes.append(f"other programs kept {others:.1f} cores busy: repeat it on a quiet machine")
+    for name, times in timed.items():
+        low, middle, high = _quartiles(times)
+        if high - low > STEADY * middle:
+            notes.append(
+                f"the middle half of the times of {name} spans {high - low:.2g} s around "
+                f"{middle:.2g} s: take more steps=, or longer ones"
+            )
     devices, cores = plan.mesh.devices.flat, os.cpu_count() or 1
     if devices[0].platform == "cpu" and plan.mesh.size > cores:
         notes.append(
@@ -223,7 +234,7 @@ def _notes(plan: Plan, steps: Sequence[float], others: float) -> list[str]:
             f"counts as rest"
         )
     if plan.is_masked:
-        notes.append("ideal is counted, not timed: with masked bubbles ranks never idle")
+        notes.append("masked bubbles are computed: ideal and bubble are counted, not timed")
     return notes
 
 

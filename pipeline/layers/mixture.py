@@ -21,7 +21,7 @@ from pipeline.base.added import add_loss
 from pipeline.base.agreed.positions import reads_all_ranks
 from pipeline.base.agreed.slices import WHOLE_SEQUENCE, SequenceSlice
 from pipeline.base.arguments import is_number, is_whole
-from pipeline.base.rows import BatchPart, batch_part, heeding
+from pipeline.base.rows import BatchPart, batch_part, excluding_padding
 from pipeline.layers.experts.dispatch import (
     DISPATCHES,
     Dispatch,
@@ -89,8 +89,8 @@ class MixtureOfExperts(nnx.Module):
       z_weight: of the z-loss.
       counts: whether it counts how often experts are chosen, as state; with ``bias_rate`` and
         ``balance="batch"`` always.
-      row_axes: mesh axes that split rows, and ``context`` that splits positions, in a `shard_map`
-        of one's own. A pipeline says itself which axes these are (``batch=``).
+      row_axes: mesh axes that split rows, and ``context``, which splits positions, in a `shard_map`
+        of one's own. In a pipeline ``batch=`` says which axes these are.
       init: of the fused weight; init_out: of the one down; init_router: of the router.
       dtype: of the parameters.
 
@@ -188,9 +188,9 @@ class MixtureOfExperts(nnx.Module):
         if part.num_slices > 1 and self._balances_sequences:
             raise ValueError(
                 f"balance={self.balance!r} in a stage that runs on slices of sequences (slices=): "
-                f"the load is that of all slices, so let call_slice(x, earlier, part) of the stage "
-                f"call that of MixtureOfExperts and return its carry; or take balance='batch', or "
-                f"leave slices out"
+                f"this loss needs the counts of all slices: in the stage's call_slice(x, earlier, "
+                f"part), call experts.call_slice(x, earlier, part) and return its carry; or take "
+                f"balance='batch', or leave slices out"
             )
         return self._run(x, part, None)[0]
 
@@ -215,7 +215,7 @@ class MixtureOfExperts(nnx.Module):
         return bool(self.balance_weight) and self.balance != "batch" and not self.deterministic
 
     def _part(self, part: SequenceSlice) -> BatchPart:
-        """The part of the batch that a call has; without a pipeline, as ``row_axes`` say."""
+        """Return the call's `BatchPart`; outside a pipeline, one made from ``row_axes``."""
         if (known := batch_part()) is not None:
             return known
         rows = tuple(axis for axis in self.row_axes if axis != CONTEXT)
@@ -224,9 +224,9 @@ class MixtureOfExperts(nnx.Module):
 
     def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
         self._check(x)
-        with reads_all_ranks(), heeding():  # it gives tokens to experts one by one
-            tokens, own = x.reshape(-1, x.shape[-1]), ()
-            is_data = part.is_data(tokens.shape[0])
+        with reads_all_ranks(), excluding_padding():  # it gives tokens to experts one by one
+            tokens, carry = x.reshape(-1, x.shape[-1]), ()
+            is_data = part.is_data(x.shape[:-1])
             logits = self.logits(tokens)
             bias = None if self.bias is None else self.bias[...]
             routing = route(logits, self.router, bias=bias)
@@ -235,19 +235,19 @@ class MixtureOfExperts(nnx.Module):
                 y = y + self._shared(tokens)
             y = y.reshape(x.shape)
             if self.deterministic:
-                return y, own
+                return y, carry
             if self.balance_weight:
-                value, own = self._balance_loss(y, routing, part, earlier)
+                value, carry = self._balance_loss(y, routing, part, earlier)
                 y = add_loss(y, self.balance_weight * value)
             if self.z_weight:
                 squares = squared_normalisers(logits)
                 if is_data is not None:
                     squares = jnp.where(is_data, squares, 0)
-                y = add_loss(y, self.z_weight * part.divide(squares.sum(), tokens.shape[0]))
+                y = add_loss(y, self.z_weight * part.divide(squares.sum(), x.shape[:-1]))
             if self.is_counting:
                 self.counts[...] += counts_of(routing.chosen, self.router.num_experts, is_data)
                 self.drops[...] += dropped
-        return y, own
+        return y, carry
 
     def logits(self, tokens: jax.Array) -> jax.Array:
         """`[n, e]` float32 of the router."""
@@ -301,10 +301,13 @@ class MixtureOfExperts(nnx.Module):
         e, n = self.router.num_experts, tokens.shape[0]
 
         def run(x: jax.Array, routing: Routing, is_data: jax.Array | None) -> Any:
-            given = x, routing, self.experts, e, self.axis
-            if self.dispatch == "capacity":
-                return dispatch_by_capacity(*given, factor=self.capacity_factor, is_data=is_data)
-            return (dispatch_by_gather if self.dispatch == "gather" else dispatch_by_ragged)(*given)
+            of_capacity: dict[str, Any] = {"factor": self.capacity_factor, "is_data": is_data}
+            by_name: dict[str, Callable[..., Any]] = {
+                "gather": dispatch_by_gather,
+                "capacity": functools.partial(dispatch_by_capacity, **of_capacity),
+                "ragged": dispatch_by_ragged,
+            }
+            return by_name[self.dispatch](x, routing, self.experts, e, self.axis)
 
         if self.chunk is None or self.chunk >= n:
             return run(tokens, routing, is_data)
@@ -334,21 +337,20 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """The balance loss of a call, and the carry of its slice.
 
-        Means over tokens are divided sums, so that padding and slices change nothing
-        (`pipeline.base.rows`).
+        Each mean is a sum over a divisor from `BatchPart`, so padding and slices do not change it.
         """
-        (n, e), k = routing.shares.shape, self.router.top_k
-        is_data = part.is_data(n)
+        (n, e), k, shape = routing.shares.shape, self.router.top_k, y.shape[:-1]
+        is_data = part.is_data(shape)
         shares = routing.shares
         if is_data is not None:
             shares = jnp.where(is_data[:, None], shares, 0)
         if self.balance == "batch":
             load = jax.lax.stop_gradient(self.load[...])
-            return part.divide(e * jnp.sum(load * shares.sum(0)), n), ()
+            return part.divide(e * jnp.sum(load * shares.sum(0)), shape), ()
         if self.balance == "microbatch":
             counts = part.over(counts_of(routing.chosen, e, is_data), part.rows + part.positions)
-            total, own = joint_balance(counts.astype(jnp.float32), shares.sum(0), earlier)
-            return part.divide(total, n) / (k * part.tokens_of_microbatch(n)), own
+            total, carry = joint_balance(counts.astype(jnp.float32), shares.sum(0), earlier)
+            return part.divide(total, shape) / (k * part.tokens_of_microbatch(shape)), carry
         if y.ndim < 3:
             raise ValueError(
                 f"balance='sequence' with an input of shape {list(y.shape)}: it is [b, t, d], "
@@ -361,9 +363,9 @@ class MixtureOfExperts(nnx.Module):
 
         counts = counts_of(cut(routing.chosen), e, None if is_data is None else cut(is_data))
         counts = part.over(counts, part.positions).astype(jnp.float32)
-        totals, own = joint_balance(counts, cut(shares).sum(1), earlier)
-        tokens = part.tokens_of_sequences(n, b)
-        return part.divide_rows(totals / (k * tokens * tokens)), own
+        totals, carry = joint_balance(counts, cut(shares).sum(1), earlier)
+        tokens = part.tokens_of_sequences((b, y.shape[-2]))
+        return part.divide_rows(totals / (k * tokens * tokens)), carry
 
     def _check(self, x: jax.Array) -> None:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -450,7 +452,8 @@ def check_axes(axis: Any, row_axes: Any) -> None:
     """
     if axis is not None and not isinstance(axis, str):
         raise ValueError(f"axis={axis!r} must be the name of a mesh axis, or None for one rank")
-    if isinstance(row_axes, str) or not all(isinstance(name, str) for name in row_axes):
+    is_several = isinstance(row_axes, tuple | list)
+    if not is_several or not all(isinstance(name, str) for name in row_axes):
         raise ValueError(
             f"row_axes={row_axes!r} must be a tuple of names of mesh axes, such as ('data',)"
         )

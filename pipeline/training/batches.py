@@ -328,7 +328,7 @@ class packed(_Made):  # noqa: N801
                 segments[at], positions[at] = segment, np.arange(len(tokens) - 1)
         weights = loss_weights(segments)
         extras = {"segment_ids": segments, "positions": positions}
-        return Batch(inputs, (words, weights), extras, float(weights.sum()))
+        return Batch(inputs, PaddedWords(words, weights), extras, float(weights.sum()))
 
     def _held(self) -> list[int] | None:
         return None if self._next is None else self._next.tolist()

@@ -437,7 +437,8 @@ def test_a_balance_loss_without_a_carry_is_refused_in_slices():
 
     pipe = pipe_of(functools.partial(Hidden, balance_weight=0.3))
     assert message(pipe.value_and_grad, X, X) == (
-        "balance='microbatch' in a stage that runs on slices of sequences (slices=): the load is "
-        "that of all slices, so let call_slice(x, earlier, part) of the stage call that of "
-        "MixtureOfExperts and return its carry; or take balance='batch', or leave slices out"
+        "balance='microbatch' in a stage that runs on slices of sequences (slices=): this loss "
+        "needs the counts of all slices: in the stage's call_slice(x, earlier, part), call "
+        "experts.call_slice(x, earlier, part) and return its carry; or take balance='batch', or "
+        "leave slices out"
     )

@@ -216,8 +216,8 @@ def test_a_loss_that_is_no_sum_over_positions_is_warned_of(function, primitive):
     (text,) = told(pipe, X, (TARGETS, COUNTS))
     assert text.startswith(f"loss_fn mixes positions ({primitive} takes a sum over positions, ")
     assert text.endswith(
-        f"{MIXES}: add up the sum over all ranks before, jax.lax.psum(x, {AXIS!r}), or return "
-        f"(sum, weight), of which both are sums over positions"
+        f"{MIXES}: add up over all ranks first, jax.lax.psum(x, {AXIS!r}), the sum and its divisor "
+        f"alike, or return (sum, weight), of which both are sums over positions"
     )
 
 
@@ -253,9 +253,10 @@ def test_a_loss_whose_size_grows_with_positions_is_warned_of(loss_fn):
     """The step takes the mean of the ranks' parts, of a sum over a sequence too (issue 52)."""
     (text,) = told(pipe_of(functools.partial(Layer, mix=jnp.sin), loss_fn=loss_fn))
     assert text == (
-        f"loss_fn sums over positions and divides by what does not grow as they do, and {SPLIT}, "
-        f"of whose losses the step takes the mean: the result is not that of whole sequences: "
-        f"return (sum, weight), of which both are sums over positions, or a mean over them"
+        f"loss_fn divides a sum over positions by a number that does not grow as they do, and "
+        f"{SPLIT}: the step takes the mean of the ranks' losses, which is not the loss of whole "
+        f"sequences: return (sum, weight), of which both are sums over positions, or a mean over "
+        f"them"
     )
 
 

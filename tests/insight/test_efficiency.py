@@ -98,15 +98,25 @@ def test_every_action_is_timed_in_the_rank_and_the_kind_that_it_has():
 def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):
     pipe = Pipeline(models.build(Hostile, 4), 4, loss_fn=models.squares, mesh=make_mesh(stage=4))
     monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 2)
-    busy = "and other programs kept {} cores busy: repeat it on a quiet machine"
-    assert efficiency._notes(pipe.plan, [1.0, 1.0, 1.4, 1.5], 0.0) == [
-        f"4 steps differ by 35%, {busy.format('0.0')}",
+    notes = efficiency._notes(pipe.plan, {"ideal": [1.0, 1.0, 1.4, 1.5]}, 1.26)
+    spans = "the middle half of the times of ideal spans 0.42 s around 1.2 s"
+    assert notes == [
+        "other programs kept 1.3 cores busy: repeat it on a quiet machine",
+        f"{spans}: take more steps=, or longer ones",
         "4 virtual devices share 2 cores: ranks wait for a core, which counts as rest",
     ]
-    one = efficiency._notes(pipe.plan, [1.0, 1.0], 1.26)[0]
-    assert one == f"2 steps differ by 0%, {busy.format('1.3')}"
     monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 4)
-    assert efficiency._notes(pipe.plan, [1.0, 1.01], 0.01) == []
+    assert efficiency._notes(pipe.plan, {"step": [1.0, 1.01]}, 0.01) == []
+
+
+def test_a_step_that_is_traced_is_not_measured():
+    pipe = Pipeline(models.build(Hostile, 2), 4, loss_fn=models.squares)
+    with pytest.raises(ValueError) as caught:
+        jax.jit(lambda x: pipe.measure(x, T).step)(X)
+    assert str(caught.value) == (
+        "measure() runs steps on the devices and times them, and its batch or its weights are "
+        "traced: call it outside of jax.jit and other transformations"
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 2.5, "10", True])

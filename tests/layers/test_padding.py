@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import CrossEntropy, Pipeline, add_loss, decoders
 from pipeline.layers import ExpertState, MixtureOfExperts, advance_experts, data_mask
+from pipeline.layers.experts import dispatch_by_capacity, route
 from pipeline.training.batches import bucketed, masked, packed, padded
 from tests.support.close import assert_close
 
@@ -115,6 +116,79 @@ def test_empty_positions_reach_no_router(make, how, experts):
     jax.tree.map(assert_close, decoder(next(make(16)), 16, experts, **how), wanted)
 
 
+class Arranged(nnx.Module):
+    """A mixture whose input is arranged otherwise than the microbatch."""
+
+    def __init__(self, rngs: nnx.Rngs, arrange: Any) -> None:
+        self.experts = MixtureOfExperts(D, 12, 4, 2, rngs, z_weight=0.1)
+        self.arrange = arrange
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.arrange(self.experts, x)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "shape"),
+    [
+        (lambda m, x: m(x.swapaxes(0, 1)).swapaxes(0, 1), [5, 8]),
+        (lambda m, x: jnp.concatenate([m(x[:4]), m(x[4:])]), [4, 5]),
+        (lambda m, x: jax.vmap(m)(x), [5]),
+    ],
+)
+def test_padding_that_a_layer_cannot_find_is_refused(arrange, shape):
+    """A number of tokens does not say which of them are padding."""
+    (given,) = padded([(X, T)], multiple=8)
+    stages = [Arranged(nnx.Rngs(k), arrange) for k in range(2)]
+    pipe = Pipeline(stages, 1, loss_fn=masked(squares))
+    with pytest.raises(ValueError) as caught:
+        pipe.loss(given.inputs, given.targets)
+    assert str(caught.value).partition("\n")[0] == (
+        f"the batch has padding, [8] rows of a microbatch, and a layer that leaves it out was "
+        f"given tokens {shape}: give it the rows of the microbatch as its leading axes, in one "
+        f"piece and not under jax.vmap; or give batches without padding"
+    )
+
+
+def test_tokens_of_rows_and_positions_in_one_dim_are_found():
+    batch, results = next(packed([DOCUMENT], rows=2, length=16)), []
+    flat: Any = lambda m, x: m(x.reshape(-1, D)).reshape(x.shape)  # noqa: E731
+    for arrange in (lambda m, x: m(x)), flat:
+        stages = [Arranged(nnx.Rngs(k), arrange) for k in range(2)]
+        embed = nnx.Embed(32, D, rngs=nnx.Rngs(3))
+        head = nnx.Linear(D, 32, rngs=nnx.Rngs(4))
+        pipe = Pipeline(stages, 1, embed=embed, head=head, loss_fn=CrossEntropy())
+        results.append(pipe.loss(batch.inputs, batch.targets))
+    assert_close(*results)
+
+
+def test_segment_ids_of_another_meaning_mark_no_padding():
+    """0 is BERT's first sentence (issue 52): padding is marked in targets alone."""
+
+    class Sentences(MixtureOfExperts):
+        def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+            del segment_ids
+            return super().__call__(x)
+
+    stages = [Sentences(D, 12, 4, 2, nnx.Rngs(k), bias_rate=0.1) for k in range(2)]
+    pipe = Pipeline(stages, 1, loss_fn=squares, state=ExpertState, after_step=NEVER)
+    pipe.value_and_grad(X, T, extras={"segment_ids": np.zeros(X.shape[:2], np.int32)})
+    assert int(pipe.stages()[0].counts[...].sum()) == X.shape[0] * X.shape[1] * 2
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_capacity_is_that_of_the_real_tokens_to_the_last_place(factor):
+    x = jax.random.normal(jax.random.key(0), (400, D))
+    moe = MixtureOfExperts(D, 12, 8, 2, nnx.Rngs(0))
+    found = []
+    for count in 300, 400:
+        routing = route(moe.logits(x[:count]), moe.router)
+        mask = jnp.arange(count) < 300
+        options = {"factor": factor, "is_data": mask if count > 300 else None}
+        found.append(dispatch_by_capacity(x[:count], routing, moe.experts, 8, None, **options))
+    assert_close(found[1][0][:300], found[0][0])
+    assert int(found[0][1]) == int(found[1][1]) > 0
+
+
 def test_a_batch_of_padding_alone_adds_nothing():
     batch = next(packed([DOCUMENT], rows=1, length=8))
     empty = jax.tree.map(np.zeros_like, batch[:3])
@@ -154,8 +228,9 @@ class Normed(nnx.Module):
 
 
 REMEDY = (
-    "the batch has padding (pipeline.training.batches), which it counts: leave out what "
-    "pipeline.layers.data_mask() says is no data, or give batches without padding"
+    "the batch has padding (pipeline.training.batches), which it may count: leave out what "
+    "pipeline.layers.data_mask() says is no data (a stage that calls it is not warned of), or give "
+    "batches without padding"
 )
 
 
@@ -179,6 +254,13 @@ def test_a_foreign_loss_over_padding_is_warned_of_by_name():
 def test_foreign_state_over_padding_is_warned_of_by_name():
     text = f"stages[0] writes norm.mean, norm.var (BatchStat), and {REMEDY}"
     assert said(Normed, state=nnx.BatchStat)[1] == [text]
+
+
+def test_foreign_state_in_embed_and_head_is_warned_of_by_name():
+    ends = {"embed": Normed(nnx.Rngs(5)), "head": Normed(nnx.Rngs(6))}
+    make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
+    (text,) = said(make, state=nnx.BatchStat, **ends)[1]
+    assert text.startswith("embed or head writes embed.norm.mean, embed.norm.var, head.norm.mean, ")
 
 
 def test_a_foreign_layer_that_asks_for_the_mask_is_right_and_passed_over():
@@ -215,9 +297,9 @@ def test_words_that_a_loss_ignores_are_data():
 def test_experts_that_nobody_advances_are_warned_of(options, name):
     make = lambda rngs: MixtureOfExperts(D, 12, 4, 2, rngs, **options)  # noqa: E731
     text = (
-        f"stages[0].{name} changes after a step only, and the pipeline has no after_step=: give it "
-        f"after_step=pipeline.layers.advance_experts; or, where your loop calls that itself, a "
-        f"function of a stage that does nothing"
+        f"{name} of stages[0] changes after a step only, and the pipeline has no after_step=: give "
+        f"it after_step=pipeline.layers.advance_experts; if your loop calls that itself, give it "
+        f"after_step=lambda stage: None"
     )
     assert said(make, state=ExpertState)[1] == [text]
     assert said(make, state=ExpertState, after_step=advance_experts)[1] == []

@@ -1,7 +1,7 @@
 """Random combinations of options of a decoder's pipeline, against the plain decoder.
 
-Experts, context axes, slices, offload, windows, ZeRO and FSDP, state, accumulation and padding: each
-is drawn. The plain model runs on one device, on the rows and positions that are data. A refusal of a
+Experts, context axes, slices, offload, windows, ZeRO and FSDP, state, accumulation and padding are
+drawn. The plain model runs on one device, on the rows and positions that are data. A refusal of a
 combination names an option.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -107,7 +106,11 @@ def decoder(case: Combination, context: Context) -> Any:
     if case.experts is not None:
         experts = ExpertsConfig(4, 2, 12, tuple(range(layers)), **case.experts)
     config = DecoderConfig(
-        **{"vocabulary": WORDS, "width": 16, "layers": layers, "heads": 4, "kv_heads": 2},
+        vocabulary=WORDS,
+        width=16,
+        layers=layers,
+        heads=4,
+        kv_heads=2,
         head_dim=4,
         hidden=24,
         experts=experts,
@@ -145,7 +148,7 @@ def plain(case: Combination) -> list[Any]:
 
 
 def piped(case: Combination) -> list[Any]:
-    """The same through the pipeline."""
+    """Loss, gradients and counts through the pipeline, in the order of `plain`."""
     way = Context("context", case.way) if case.context > 1 else Context()
     stages, embed, head = decoder(case, way)
     sizes = {"data": case.data, "context": case.context, "expert": case.expert}

@@ -163,10 +163,10 @@ class _SplitSearch:
         if (key := ("split scale", axis)) not in self._warned:
             self._warned.add(key)
             warnings.warn(
-                f"loss_fn sums over positions and divides by what does not grow as they do, and "
-                f"batch= splits them over {self._ranks} ranks of {axis!r}, of whose losses the "
-                f"step takes the mean: the result is not that of whole sequences: return (sum, "
-                f"weight), of which both are sums over positions, or a mean over them",
+                f"loss_fn divides a sum over positions by a number that does not grow as they do, "
+                f"and batch= splits them over {self._ranks} ranks of {axis!r}: the step takes the "
+                f"mean of the ranks' losses, which is not the loss of whole sequences: return "
+                f"(sum, weight), of which both are sums over positions, or a mean over them",
                 stacklevel=outside(),
             )
 
@@ -249,8 +249,8 @@ _LOSS = (
 def _remedy(fault: Fault, axis: str, *, sums: bool) -> str:
     if "takes a sum over positions" in fault.text:
         return (
-            f"add up the sum over all ranks before, jax.lax.psum(x, {axis!r}), or return (sum, "
-            f"weight), of which both are sums over positions"
+            f"add up over all ranks first, jax.lax.psum(x, {axis!r}), the sum and its divisor "
+            f"alike, or return (sum, weight), of which both are sums over positions"
         )
     if sums:
         return _LOSS

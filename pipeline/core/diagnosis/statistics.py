@@ -1,12 +1,13 @@
-"""Warnings of statistics over rows: of padding that they count, of steps that do not advance them.
+"""Warnings: layers whose statistics include padding; state that no ``after_step=`` advances.
 
-`pipeline.base.rows` says which rows and positions are data. A layer that asks it is passed over.
+`pipeline.base.rows` says which rows and positions are data. A stage that asks it is passed over.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,18 +16,21 @@ from flax import nnx
 from pipeline.base.added import Adding
 from pipeline.base.rows import DataStatistic
 from pipeline.base.variables import metadata
+from pipeline.core.rank.ends import ends_paths
 from pipeline.core.rank.held import Usage
 from pipeline.core.rank.local_model import LocalModel
+from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
 
 _REMEDY = (
-    "the batch has padding (pipeline.training.batches), which it counts: leave out what "
-    "pipeline.layers.data_mask() says is no data, or give batches without padding"
+    "the batch has padding (pipeline.training.batches), which it may count: leave out what "
+    "pipeline.layers.data_mask() says is no data (a stage that calls it is not warned of), or give "
+    "batches without padding"
 )
 
 
 def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> None:
-    """Warn of parts of a model that add a loss over all rows of a batch with padding.
+    """Warn of parts of a model that add a loss without asking which rows are padding.
 
     Args:
       parts: records of their losses, by name.
@@ -37,45 +41,65 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
             _warn(f"{name} calls add_loss, and {_REMEDY}", warned)
 
 
-def warn_of_state_of_padding(stage: LocalModel, usage: Usage, warned: set[Any]) -> None:
-    """Warn of declared state that a stage writes from all rows of a batch with padding.
+@dataclass(frozen=True, eq=False)
+class DeclaredPart:
+    """The declared state of a part of a model.
 
-    Args:
-      stage: the stages of one kind.
-      usage: of the leaves of their declared state.
-      warned: of what was warned already, to which this is added.
+    Attributes:
+      name: of the part.
+      variables: of the state, in the order of its usage.
+      usage: of their leaves.
+      reads_mask: whether a call of the part has read which rows are data.
     """
-    if stage.state.seen.sequences is None or stage.asks_for_padding:
-        return
-    flat, written = dict(nnx.to_flat_state(stage.fixed[stage.home])), iter(usage[0])
-    names: dict[str, list[str]] = {}  # of variables, by their class
-    for path in stage.state_paths:
-        leaves = [next(written) for _ in jax.tree.leaves(flat[path])]
-        kind = type(flat[path])
-        if any(leaves) and not issubclass(kind, DataStatistic):
-            names.setdefault(kind.__name__, []).append(".".join(map(str, path)))
-    if names:
-        text = "; ".join(f"{', '.join(of)} ({kind})" for kind, of in names.items())
-        _warn(f"{stage.part_name} writes {text}, and {_REMEDY}", warned)
+
+    name: str
+    variables: Mapping[str, Any]
+    usage: Usage
+    reads_mask: bool = False
 
 
-def warn_of_missing_after_step(stage: LocalModel, warned: set[Any]) -> None:
-    """Warn of declared state that only an ``after_step=`` changes, in a pipeline without one.
-
-    Args:
-      stage: the stages of one kind.
-      warned: of what was warned already, to which this is added.
-    """
+def of_stages(stage: LocalModel, usage: Usage) -> DeclaredPart:
+    """The declared state of the stages of one kind."""
     flat = dict(nnx.to_flat_state(stage.fixed[stage.home]))
-    for path in stage.state_paths:
-        if function := metadata(flat[path]).get("after_step"):
-            name = f"{stage.part_name}.{'.'.join(map(str, path))}"
-            _warn(
-                f"{name} changes after a step only, and the pipeline has no after_step=: give it "
-                f"after_step={function}; or, where your loop calls that itself, a function of a "
-                f"stage that does nothing",
-                warned,
-            )
+    variables = {".".join(map(str, path)): flat[path] for path in stage.state_paths}
+    return DeclaredPart(stage.part_name, variables, usage, stage.reads_mask)
+
+
+def of_ends(state: RankState, usage: Usage) -> DeclaredPart:
+    """The declared state of embed, head and loss."""
+    flat = dict(nnx.to_flat_state(state.ends_streams[1]))
+    variables = {".".join(map(str, path)): flat[path] for path in ends_paths(state)}
+    return DeclaredPart("embed or head", variables, usage)
+
+
+def warn_of_state(
+    parts: Sequence[DeclaredPart], warned: set[Any], *, has_padding: bool, advances: bool
+) -> None:
+    """Warn of state that is written from padding too, and of state that nothing advances.
+
+    Args:
+      parts: of a model.
+      warned: of what was warned already, to which this is added.
+      has_padding: whether the batch has any.
+      advances: whether an ``after_step=`` runs, or the step does not train.
+    """
+    for part in parts:
+        written, names = iter(part.usage[0]), dict[str, list[str]]()  # names by class
+        for path, variable in part.variables.items():
+            leaves, kind = [next(written) for _ in jax.tree.leaves(variable)], type(variable)
+            if any(leaves) and not issubclass(kind, DataStatistic):
+                names.setdefault(kind.__name__, []).append(path)
+            function = metadata(variable).get("after_step")
+            if function and not advances:
+                _warn(
+                    f"{path} of {part.name} changes after a step only, and the pipeline has no "
+                    f"after_step=: give it after_step={function}; if your loop calls that itself, "
+                    f"give it after_step=lambda stage: None",
+                    warned,
+                )
+        if has_padding and names and not part.reads_mask:
+            text = "; ".join(f"{', '.join(of)} ({kind})" for kind, of in names.items())
+            _warn(f"{part.name} writes {text}, and {_REMEDY}", warned)
 
 
 def _warn(text: str, warned: set[Any]) -> None:

@@ -19,13 +19,15 @@ from collectives.compat import live
 from collectives.places.sizes import CONTEXT, DATA, EXPERT, TENSOR
 from pipeline.base.axes import Axes, axes_in, spec_over
 from pipeline.core.diagnosis.shards import axes_of
-from pipeline.core.jaxpr.primitives import bodies as bodies_of
+from pipeline.core.jaxpr.primitives import held
 from pipeline.core.rank.forward import Forward
 from pipeline.core.rank.state import RankState
 from pipeline.core.sharding.fit import outside
 
 _SHOWN = 4  # paths in a warning
 _KNOWN = DATA, EXPERT, CONTEXT, TENSOR
+_MEANT = dict.fromkeys(("tp", "mp", "model"), TENSOR) | dict.fromkeys(("sp", "cp", "seq"), CONTEXT)
+_MEANT |= {"ep": EXPERT}
 
 
 def warn_of_parameters_that_nobody_reads(
@@ -75,14 +77,15 @@ def warn_of_idle_axes(
         warned.add(key)
         rows = axes.rows or (DATA,)
         spec = spec_over(rows, [axis]) if axis == CONTEXT else spec_over((*axes.rows, axis))
-        near = difflib.get_close_matches(axis, _KNOWN, n=1, cutoff=0.5) or [DATA]
-        hint = "" if axis in _KNOWN else f", or call the axis {near[0]!r} if it is that"
+        near = difflib.get_close_matches(axis, _KNOWN, n=1, cutoff=0.5)
+        name = _MEANT.get(axis, near[0] if near else DATA)
+        hint = "" if axis in _KNOWN else f", call the axis {name!r} if it is that"
         text = f"P({', '.join(map(repr, spec))})"
         warnings.warn(
             f"the mesh axis {axis!r} of size {axes.size([axis])} is in no role: batch= splits "
-            f"nothing over it, no weight names it and no part of the model uses it, so its devices "
-            f"all do the same work; let it split the batch, Pipeline(..., batch={text}){hint}, "
-            f"shard weights over it, or leave it out of the mesh",
+            f"nothing over it, no weight names it and no forward computation uses it, so its "
+            f"devices all do the same work; let it split the batch, Pipeline(..., batch={text})"
+            f"{hint}, shard weights over it, or leave it out of the mesh",
             stacklevel=outside(),
         )
 
@@ -91,8 +94,8 @@ def _axes_inside(jaxpr: Any) -> Iterator[str]:
     """The mesh axes that equations of a jaxpr name, in its bodies too."""
     for eqn in jaxpr.eqns:
         yield from axes_of(eqn)
-        for body in bodies_of(eqn):
-            yield from _axes_inside(body.jaxpr)
+        for inner in held(eqn):
+            yield from _axes_inside(inner)
 
 
 def warn_of_nothing_to_gather(residuals: Any, warned: set[Any]) -> None:

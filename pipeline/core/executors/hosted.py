@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 from collectives import vary
 from collectives.compat import is_gpu, platform, to_device, to_host, varying_in
@@ -222,7 +222,7 @@ def _read(pool: Any, place: Any) -> Any:
 
 
 def _refuse(*_: Any) -> Any:
-    """Refuse forward derivatives: JAX makes the tangents of a pool on the device.
+    """Refuse forward derivatives: JAX would allocate the tangents of a pool on the device.
 
     Raises:
       ValueError: always.
@@ -237,6 +237,8 @@ def _refuse(*_: Any) -> Any:
 # The identity of a value in host memory, without a derivative. JAX 0.10.2 drops `jax.custom_jvp` in
 # the functions that `jax.grad` traces.
 _in_host_memory = Primitive("in_host_memory")
+_in_host_memory.def_impl(lambda value: value)
 _in_host_memory.def_abstract_eval(lambda value: value)
+batching.defvectorized(_in_host_memory)
 mlir.register_lowering(_in_host_memory, lambda _, value: [value])
 ad.primitive_jvps[_in_host_memory] = _refuse

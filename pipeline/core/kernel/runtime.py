@@ -25,9 +25,10 @@ from pipeline.base.tree import Leaves, Tree, is_float, partition, real
 from pipeline.core.diagnosis.effects import check_effects, check_permutes
 from pipeline.core.diagnosis.split_positions import warn_of_split_positions
 from pipeline.core.diagnosis.statistics import (
+    of_ends,
+    of_stages,
     warn_of_losses_of_padding,
-    warn_of_missing_after_step,
-    warn_of_state_of_padding,
+    warn_of_state,
 )
 from pipeline.core.diagnosis.unread import (
     warn_of_idle_axes,
@@ -329,7 +330,6 @@ def _prepare(
     _check_meetings(plan, activations.bodies)
     made = _Prepared(make_local_model(state, activations, ways), activations, ways)
     if not take_loss:
-        warn_of_idle_axes(state, activations.bodies, plan.axes, warned)
         return made
     is_mean, body, of_embed, of_head = made.local.loss_is_mean()
     embed_adds, head_adds = of_embed.is_used, of_head.is_used
@@ -375,14 +375,17 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
     if isinstance(local, GroupedModel):
         kinds = [(group.stages, group.local) for group in local.groups]
     found: dict[int, Usage] = {}
+    parts = []
     for stages, stage in kinds:
         usage = stage.stage_usage()
         found |= dict.fromkeys(stages, usage)
-        warn_of_state_of_padding(stage, usage, plan.compiled.warned)
-        if training and plan.after_step is None:
-            warn_of_missing_after_step(stage, plan.compiled.warned)
+        parts.append(of_stages(stage, usage))
     usages = [found[k] for k in range(len(found))]
     ends = ends_usage(local.state, local.output, take_loss=take_loss)
+    parts.append(of_ends(local.state, ends))
+    has_padding = local.state.batch_part.sequences is not None
+    advances = plan.after_step is not None or not training
+    warn_of_state(parts, plan.compiled.warned, has_padding=has_padding, advances=advances)
     hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return made
@@ -548,8 +551,8 @@ def rank_state(
     if slices > 1 and plan.lengths:
         sliced |= {"lengths": plan.lengths, "part": plan.lengths.index(max(plan.lengths))}
     given: dict[str, Any] = {"gathers": gathers, "windows": windows, "parts": parts, **sliced}
-    seen = BatchPart(plan.axes.rows, plan.axes.positions, slices)
-    state = RankState(model, local, batch, axes, **given, seen=seen)
+    part = BatchPart(plan.axes.rows, plan.axes.positions, slices)
+    state = RankState(model, local, batch, axes, **given, batch_part=part)
     units = num_microbatches * slices
     return state.with_padding(units, units * plan.axes.num_parts)
 

@@ -49,7 +49,7 @@ class Forward:
         params_tree: their structure.
       streams, fixed: [V] its random streams, and its other state that is no parameter.
       ends_weights: leaves of embed and head.
-      asks_for_padding: whether a call that was traced has asked which rows are data (`data_mask`).
+      reads_mask: whether a call that was traced has read which rows are data (`data_mask`).
       activation, output, carry, earlier: x, y, carry, and the types of earlier slices' carries.
     """
 
@@ -67,7 +67,7 @@ class Forward:
         self.state, self._seat = state, seat
         self.model, self.batch, self.axes = state.model, state.batch, state.axes
         self.home, self.num_chunks = seat.chunk, state.num_chunks
-        self.asks_for_padding = False
+        self.reads_mask = False
         self.activation, self.output, self.adds = x, y, adds
         self.carry, self.earlier = carry, carry if earlier is None else earlier
         self.ends_weights = state.ends
@@ -111,7 +111,7 @@ class Forward:
           x: its input; of a slice a `SlicedInput`.
           paths: of the declared variables that the outcome has; those that it writes unless given.
         """
-        (streams, extras, part, seen, *where), (others, narrow) = side, fixed
+        (streams, extras, part, batch_part, *where), (others, narrow) = side, fixed
         if paths is None:
             paths = self.state_paths if self.writes else ()
 
@@ -122,9 +122,9 @@ class Forward:
             method: Any = called
             if isinstance(x, SlicedInput):
                 given, method = (params, rest, x, part, extras), called_on_slice
-            with batch_part_of(seen) as asking:
+            with batch_part_of(batch_part) as asking:
                 y, after = self._seat.definition.update(method, *given, paths=paths)
-            self.asks_for_padding |= asking.asked
+            self.reads_mask |= asking.read_mask
             y, carry = y if isinstance(x, SlicedInput) else (y, ())
             carry = checked("a stage", carry, "the carry of a slice")
             state = {"stage": after} if paths else {}
@@ -162,9 +162,9 @@ class Forward:
         own = own_axes(self.activation, self.axes)
         streams = fold(pick(self.streams, chunk), microbatch, self.axes, own)
         part = slice_of(self.state, microbatch)
-        seen = self.state.part_of(microbatch)
+        batch_part = self.state.part_of(microbatch)
         extras = self.batch.extras_of(microbatch)
-        side = streams, extras, part, seen, *self._where(chunk, microbatch)
+        side = streams, extras, part, batch_part, *self._where(chunk, microbatch)
         fixed = pick(self.fixed if self.state.held is None else self._held(microbatch, now), chunk)
         (whole, narrow), views = self.state.parameters(chunk, microbatch), self._seat.views
         if views is None:

@@ -75,8 +75,8 @@ class RankState:
       narrow: [V] narrow copies of leaves that stages read in a narrower dtype alone, None for other
         leaves (`pipeline.core.kernel.casts`); sharded as leaves are if actions gather them. Empty
         if there are none.
-      seen: what each call sees of the batch, without what differs between microbatches but for
-        [M, ...] leaves.
+      batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
+        leading axis M.
       windows: places for whole weights of chunks, open while a program runs that gathers them
         (`pipeline.core.executors.windows`); None if none does.
     """
@@ -104,7 +104,7 @@ class RankState:
     parts: Sequence[Leaves] = ()
     narrow: Sequence[Leaves] = ()
     windows: Any = None
-    seen: BatchPart = field(default_factory=BatchPart)
+    batch_part: BatchPart = field(default_factory=BatchPart)
 
     @property
     def num_chunks(self) -> int:
@@ -143,20 +143,19 @@ class RankState:
 
     def mask(self, unit: Any) -> jax.Array | None:
         """The rows or positions of a unit that are data, as of `find_mask`."""
-        return find_mask(at(self.batch.targets, unit), self.batch.extras_of(unit))
+        return find_mask(at(self.batch.targets, unit))
 
     def part_of(self, unit: Any) -> BatchPart:
         """The part of the batch that a call for a unit sees."""
-        seen = dataclasses.replace(self.seen, slice_share=self.share)
-        if seen.sequences is None:
-            return seen
-        of = ("sequences", "microbatch", "microbatch_rows")
+        part = dataclasses.replace(self.batch_part, slice_share=self.share)
+        if part.sequences is None:
+            return part
         microbatch = unit // self.num_slices
-        own = {name: at(getattr(seen, name), microbatch) for name in of}
-        return dataclasses.replace(seen, mask=self.mask(unit), **own)
+        own = {name: at(getattr(part, name), microbatch) for name in ("sequences", "microbatch")}
+        return dataclasses.replace(part, mask=self.mask(unit), **own)
 
     def with_padding(self, units: int, calls: int) -> RankState:
-        """The state with what it has to know of padding, if the batch has any.
+        """Add the counts of real rows and positions, if the batch has padding.
 
         Args:
           units: M N, of this rank.
@@ -164,22 +163,21 @@ class RankState:
         """
         if jax.eval_shape(lambda: self.mask(0)) is None:
             return self
-        rows, positions = self.seen.rows, self.seen.positions
+        rows, positions = self.batch_part.rows, self.batch_part.positions
         masks: Any = jax.vmap(self.mask)(jnp.arange(units))
         masks = masks.reshape(-1, self.num_slices, *masks.shape[1:]).astype(jnp.float32)
         own = masks[:, 0] if masks.ndim == 3 else masks.sum((1, 3))  # [M, b]
         sequences = own if masks.ndim == 3 else total_over(own, positions)
-        microbatch, microbatch_rows = total_over((sequences.sum(1), (sequences > 0).sum(1)), rows)
+        microbatch, with_data = total_over((sequences.sum(1), (sequences > 0).sum()), rows)
         entries = total_over(masks.sum(), rows + positions)
-        seen = dataclasses.replace(
-            self.seen,
+        part = dataclasses.replace(
+            self.batch_part,
             sequences=sequences,
             microbatch=microbatch,
-            microbatch_rows=microbatch_rows.astype(jnp.float32),
             mean_entries=entries / calls,
-            mean_rows=microbatch_rows.sum().astype(jnp.float32) / calls,
+            mean_rows=with_data.astype(jnp.float32) / calls,
         )
-        return dataclasses.replace(self, seen=vary(seen, self.axes))
+        return dataclasses.replace(self, batch_part=vary(part, self.axes))
 
     def adding(self) -> Adding:
         """The share of an added loss, and a zero whose cotangent is the sum of those of a call."""

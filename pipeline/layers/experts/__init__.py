@@ -16,7 +16,6 @@ from pipeline.layers.experts.losses import (
     BALANCES,
     Balance,
     joint_balance,
-    load_of,
     squared_normalisers,
 )
 from pipeline.layers.experts.products import combine, grouped_matmul, run_grouped
@@ -40,7 +39,6 @@ __all__ = [
     "dispatch_by_ragged",
     "grouped_matmul",
     "joint_balance",
-    "load_of",
     "route",
     "run_grouped",
     "settle_experts",

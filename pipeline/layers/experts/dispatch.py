@@ -22,6 +22,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from collectives import vary
 from collectives.compat import platform, varying_in
@@ -113,24 +114,26 @@ def dispatch_by_capacity(
       num_experts: as there.
       axis: as there.
       factor: as for `capacity_of`.
-      is_data: `[n]` bool, False for padding, which takes no place: C is that of the tokens that are
-        data. None if all are.
+      is_data: `[n]` bool, False for padding. Padding takes no place, and C is computed from the
+        number of real tokens. None if all are data.
     """
     (n, d), k, ranks = x.shape, routing.chosen.shape[1], group_size(axis)
     places = capacity_of(n, k, num_experts, factor)
     flat = routing.chosen.reshape(-1)
     # How many before it, in the order of tokens and of their choices, have chosen the same expert.
     hot = flat[:, None] == jnp.arange(num_experts)[None]
-    wanted = None if is_data is None else jnp.repeat(is_data, k)
-    if wanted is not None:
-        hot = hot & wanted[:, None]
+    if is_data is not None:
+        is_data_choice = jnp.repeat(is_data, k)
+        hot = hot & is_data_choice[:, None]
     before = jnp.cumsum(hot, axis=0, dtype=jnp.int32) - 1
     place = jnp.take_along_axis(before, flat[:, None], axis=1)[:, 0]
     kept, total = place < places, num_experts * places
-    if is_data is not None and wanted is not None:
-        number = is_data.sum(dtype=jnp.float32)
-        most = jnp.clip(jnp.ceil(number * (factor * k / num_experts)), 1, number)
-        kept = kept & wanted & (place < most.astype(jnp.int32))
+    dropped = ~kept
+    if is_data is not None:
+        capacities = [capacity_of(count, k, num_experts, factor) for count in range(n + 1)]
+        capacity = jnp.asarray(np.asarray(capacities, np.int32))[is_data.sum(dtype=jnp.int32)]
+        kept = is_data_choice & (place < capacity)
+        dropped = is_data_choice & ~kept
     slot = jnp.where(kept, flat * places + place, total)
     rows = placed(x, slot, total)
     shape = (ranks, num_experts // ranks, places, d)
@@ -144,7 +147,6 @@ def dispatch_by_capacity(
     y = experts(rows, lambda r, w: jnp.einsum("ecd,edf->ecf", r, w), lambda b: b[:, None])
     y = exchanged(y.reshape(shape[1], ranks, places, -1).swapaxes(0, 1)).reshape(total, -1)
     found = taken(y, slot).reshape(n, k, -1)
-    dropped = ~kept if wanted is None else wanted & ~kept
     return combine(found, routing.weights), dropped.sum(dtype=jnp.int32)
 
 

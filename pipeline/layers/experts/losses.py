@@ -7,8 +7,8 @@ sum up to 1, and a balance loss is e·Σ load·share, which is 1 when all expert
 the Switch Transformer (arXiv:2101.03961) is this one for k = 1, that of DeepSeek-V3 is this one;
 transformers' ``load_balancing_loss_func`` counts each of a token's k choices as 1, so it is k times
 as large, and it takes the mean of loads and of shares over all layers before it multiplies them.
-Loads have no gradient, so the loss is linear in shares, and the mean of it over ranks that know the
-load of all rows is the loss of all rows.
+Loads have no gradient, so the loss is linear in shares: if every rank uses the load of all rows,
+the mean over ranks is the loss of all rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-
-from collectives.tensor import is_manual
-from pipeline.layers.experts.state import loads
 
 Balance = Literal["microbatch", "sequence", "batch"]  # of which rows a balance loss takes the load
 BALANCES = ("microbatch", "sequence", "batch")
@@ -39,18 +36,6 @@ def counts_of(chosen: jax.Array, num_experts: int, is_data: jax.Array | None = N
     return hot.sum((-3, -2))
 
 
-def load_of(counts: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
-    """`[..., e]` float32 each expert's part of all choices; equal parts where there were none.
-
-    Args:
-      counts: `[..., e]` of this rank.
-      axes: mesh axes over which there are further rows; those that are not manual are passed over.
-    """
-    if over := tuple(axis for axis in axes if is_manual(axis)):
-        counts = jax.lax.psum(counts, over)
-    return loads(counts)
-
-
 def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[jax.Array, Any]:
     """Compute e·Σ counts·shares of a slice with itself and with the slices before it.
 
@@ -60,7 +45,8 @@ def joint_balance(counts: jax.Array, shares: jax.Array, earlier: Any) -> tuple[j
     Args:
       counts: `[..., e]` float32 choices of this slice's tokens, on all ranks.
       shares: `[..., e]` the sum of their shares, on this rank.
-      earlier: both of each slice, `[N, ..., e]`, zeros from this one on; None without slices.
+      earlier: counts and shares of each slice, `[N, ..., e]`, zeros for this slice and later ones;
+        None without slices.
 
     Returns:
       `[...]`, and the pair of counts and shares, which later slices read.

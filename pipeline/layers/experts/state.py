@@ -51,7 +51,8 @@ def settle_experts(module: nnx.Module) -> None:
     """Turn counts into loads and begin to count again; biases stay.
 
     With ``balance="batch"`` the loss reads the loads of the step before. Loads of a batch itself
-    come from a forward pass before the step: ``pipe(inputs)``, then ``settle_experts(pipe)``.
+    come from a forward pass before the step: ``pipe.loss(inputs, targets)``, whose targets say what
+    is padding, then ``settle_experts(pipe)``.
 
     Args:
       module: a `Pipeline`, or any module.

@@ -179,8 +179,8 @@ def idle(batch: Any = None, kind: Any = None, **sizes: int) -> list[str]:
 @pytest.mark.parametrize(
     ("axis", "spec", "hint"),
     [
-        ("dp", "P(('data', 'dp'))", ", or call the axis 'data' if it is that"),
-        ("model", "P(('data', 'model'))", ", or call the axis 'data' if it is that"),
+        ("dp", "P(('data', 'dp'))", ", call the axis 'data' if it is that"),
+        ("model", "P(('data', 'model'))", ", call the axis 'tensor' if it is that"),
         ("context", "P('data', 'context')", ""),
     ],
 )
@@ -189,7 +189,7 @@ def test_an_axis_in_no_role_is_warned_of_once(axis, spec, hint):
     (text,) = idle(**{axis: 2})
     assert text == (
         f"the mesh axis {axis!r} of size 2 is in no role: batch= splits nothing over it, no weight "
-        f"names it and no part of the model uses it, so its devices all do the same work; let it "
+        f"names it and no forward computation uses it, so its devices all do the same work; let it "
         f"split the batch, Pipeline(..., batch={spec}){hint}, shard weights over it, or leave it "
         f"out of the mesh"
     )
