@@ -49,9 +49,9 @@ from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_fro
 from pipeline.core.trained.state import check_order, check_state, keep_state
 from pipeline.insight.calibrate.calibration import Calibration, costs_for, signature_of
 from pipeline.insight.calibrate.compiled import calibrate_for
+from pipeline.insight.calibrate.efficiency import Efficiency, measure
 from pipeline.insight.calibrate.host import with_host
 from pipeline.insight.calibrate.measure import calibrate, seconds
-from pipeline.insight.efficiency import Efficiency, measure
 from pipeline.insight.forecast import traffic
 from pipeline.insight.forecast.ahead import lower_step
 from pipeline.insight.forecast.bytes import predict

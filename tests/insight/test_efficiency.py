@@ -13,7 +13,7 @@ from flax import nnx
 import schedules
 from collectives import make_mesh
 from pipeline import Pipeline
-from pipeline.insight import efficiency
+from pipeline.insight.calibrate import efficiency
 from tests.support import models
 from tests.support.models import Hostile
 
