@@ -78,7 +78,8 @@ def find_mask(targets: Tree) -> jax.Array | None:
     jax.tree.map(look, targets, is_leaf=_marks)
     if not masks:
         return None
-    if len({mask.shape for mask in masks if mask.ndim > 1}) > 1:  # only which rows have data
+    # Of sequences of different lengths, keep only which rows have data.
+    if len({mask.shape for mask in masks if mask.ndim > 1}) > 1:
         masks = [mask if mask.ndim == 1 else mask.any(1) for mask in masks]
     most = max(mask.ndim for mask in masks)
     found = masks[0].reshape(*masks[0].shape, *[1] * (most - masks[0].ndim))
@@ -122,7 +123,8 @@ class BatchPart:
         """[n] bool, True for tokens that are data; None if all are.
 
         Args:
-          shape: (b, t, ...) or, of rows and positions in one dim, (b·t,).
+          shape: (b, ...); with a mask [b, t] (b, t, ...), or (b·t,). Axes of equal sizes that
+            changed places are not noticed.
 
         Raises:
           ValueError: another shape, in which padding cannot be found.
@@ -262,8 +264,8 @@ def data_mask() -> jax.Array | None:
 
     For layers of one's own that form a statistic over rows or positions. Batches that
     `pipeline.training` padded, packed or bucketed have a mask. It covers the positions of the
-    current slice and rank only. A pipeline then takes the whole stage to leave padding out, and
-    warns of none of its layers.
+    current slice and rank only. The pipeline then warns neither of state that the stage writes nor
+    of losses that it adds from there on.
     """
     asking: Asking | None = _CONTEXT.value
     if asking is None or asking.part is None:

@@ -182,10 +182,11 @@ def train(config: Config, *, resume: bool, how: str, measure: bool = False) -> i
 
 
 def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpoints]:
-    """The folder of a run, and its checkpoints.
+    """Open the folder of a run, and its checkpoints.
 
     Raises:
-      ValueError: functions that fail, --measure without a pipeline, or a run that is there.
+      ValueError: functions that fail, --measure without a pipeline, or a folder that already holds
+        a run.
     """
     config.check_functions()
     if measure and config.parallel is None:
@@ -201,9 +202,12 @@ def _open(config: Config, *, resume: bool, measure: bool) -> tuple[Path, Checkpo
 
 
 def _measured(config: Config, model: Any) -> str:
-    """The table of `Pipeline.measure` for the first batch of the data."""
-    batch = as_batch(next(iter(_data(config, model, config.data.call()))))
-    return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
+    """Measure a step on the first batch of the data; the run has ended well whatever comes."""
+    try:
+        batch = as_batch(next(iter(_data(config, model, config.data.call()))))
+        return str(model.measure(batch.inputs, batch.targets, extras=batch.extras))
+    except (ValueError, StopIteration) as error:
+        return f"not measured: {error or 'the data have no batch'}"
 
 
 def evaluate(config: Config) -> float:

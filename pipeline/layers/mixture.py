@@ -224,9 +224,12 @@ class MixtureOfExperts(nnx.Module):
 
     def _run(self, x: jax.Array, part: BatchPart, earlier: Any) -> tuple[jax.Array, Any]:
         self._check(x)
-        with reads_all_ranks(), excluding_padding():  # it gives tokens to experts one by one
+        # A token is routed by itself, so that a part of the positions may be on each rank.
+        with reads_all_ranks(), excluding_padding():
             tokens, carry = x.reshape(-1, x.shape[-1]), ()
-            is_data = part.is_data(x.shape[:-1])
+            adds = bool(self.balance_weight or self.z_weight or self.is_counting)
+            reads_mask = self.dispatch == "capacity" or (adds and not self.deterministic)
+            is_data = part.is_data(x.shape[:-1]) if reads_mask else None
             logits = self.logits(tokens)
             bias = None if self.bias is None else self.bias[...]
             routing = route(logits, self.router, bias=bias)

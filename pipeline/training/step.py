@@ -529,7 +529,7 @@ class Step:
         model, optimizer = self._merged(leaves)
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Pipeline) and module.plan.after_step is not None:
-                module.plan = dataclasses.replace(module.plan, after_step=_later)
+                module.plan = dataclasses.replace(module.plan, after_step=_no_after_step)
         found = self._weighed(model, carry, batch, weight)
         left = self._left(leaves, model, optimizer, found[0].mean, found[2])
         pairs = enumerate(zip(left, leaves, strict=True))
@@ -662,8 +662,8 @@ def mean_weighed(sums: Tree) -> Tree:
     return jax.tree.map(mean, sums, is_leaf=_is_weighed)
 
 
-def _later(stage: nnx.Module) -> None:
-    """The ``after_step`` of a call that does not end its update: none."""
+def _no_after_step(stage: nnx.Module) -> None:
+    """Do nothing: ``after_step`` runs at the last call of an update."""
 
 
 def _nothing_of(x: Any) -> jax.Array:

@@ -99,7 +99,7 @@ def test_a_busy_machine_and_few_cores_are_said_beside_the_numbers(monkeypatch):
     pipe = Pipeline(models.build(Hostile, 4), 4, loss_fn=models.squares, mesh=make_mesh(stage=4))
     monkeypatch.setattr(efficiency.os, "cpu_count", lambda: 2)
     notes = efficiency._notes(pipe.plan, {"ideal": [1.0, 1.0, 1.4, 1.5]}, 1.26)
-    spans = "the middle half of the times of ideal spans 0.42 s around 1.2 s"
+    spans = "the middle half of the times of ideal spans 425 ms around 1.2e+03 ms"
     assert notes == [
         "other programs kept 1.3 cores busy: repeat it on a quiet machine",
         f"{spans}: take more steps=, or longer ones",

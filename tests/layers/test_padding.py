@@ -149,6 +149,16 @@ def test_padding_that_a_layer_cannot_find_is_refused(arrange, shape):
     )
 
 
+def test_a_layer_that_forms_no_statistic_may_arrange_its_input_as_it_likes():
+    (given,) = padded([(X, T)], multiple=8)
+    swapped: Any = lambda m, x: m(x.swapaxes(0, 1)).swapaxes(0, 1)  # noqa: E731
+    stages = [Arranged(nnx.Rngs(k), swapped) for k in range(2)]
+    for stage in stages:
+        stage.experts.z_weight = 0.0
+    found = Pipeline(stages, 1, loss_fn=masked(squares)).loss(given.inputs, given.targets)
+    assert_close(found, Pipeline(stages, 1, loss_fn=squares).loss(X, T))
+
+
 def test_tokens_of_rows_and_positions_in_one_dim_are_found():
     batch, results = next(packed([DOCUMENT], rows=2, length=16)), []
     flat: Any = lambda m, x: m(x.reshape(-1, D)).reshape(x.shape)  # noqa: E731
@@ -229,8 +239,8 @@ class Normed(nnx.Module):
 
 REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
-    "pipeline.layers.data_mask() says is no data (a stage that calls it is not warned of), or give "
-    "batches without padding"
+    "pipeline.layers.data_mask() says is no data (a stage that calls it first is not warned of), "
+    "or give batches without padding"
 )
 
 
@@ -252,15 +262,38 @@ def test_a_foreign_loss_over_padding_is_warned_of_by_name():
 
 
 def test_foreign_state_over_padding_is_warned_of_by_name():
-    text = f"stages[0] writes norm.mean, norm.var (BatchStat), and {REMEDY}"
+    text = f"stages[0] writes norm.mean (BatchStat), norm.var (BatchStat), and {REMEDY}"
     assert said(Normed, state=nnx.BatchStat)[1] == [text]
 
 
 def test_foreign_state_in_embed_and_head_is_warned_of_by_name():
     ends = {"embed": Normed(nnx.Rngs(5)), "head": Normed(nnx.Rngs(6))}
     make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
-    (text,) = said(make, state=nnx.BatchStat, **ends)[1]
-    assert text.startswith("embed or head writes embed.norm.mean, embed.norm.var, head.norm.mean, ")
+    texts = [
+        f"{name} writes norm.mean (BatchStat), norm.var (BatchStat), and {REMEDY}" for name in ends
+    ]
+    assert said(make, state=nnx.BatchStat, **ends)[1] == texts
+
+
+def test_experts_in_embed_are_told_that_no_step_advances_them():
+    make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
+    embed = MixtureOfExperts(D, 12, 4, 2, nnx.Rngs(9), bias_rate=0.1)
+    (text,) = said(make, state=ExpertState, after_step=advance_experts, embed=embed)[1]
+    assert text == (
+        "bias of embed changes after a step only, and after_step= runs on stages only: call "
+        "pipeline.layers.advance_experts(pipe) after each update, or move the layer into a stage"
+    )
+
+
+class AskingNorm(Normed):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        assert data_mask() is not None
+        return super().__call__(x)
+
+
+def test_an_embed_that_asks_for_the_mask_is_passed_over():
+    make = lambda rngs: nnx.Linear(D, D, rngs=rngs)  # noqa: E731
+    assert said(make, state=nnx.BatchStat, embed=AskingNorm(nnx.Rngs(5)))[1] == []
 
 
 def test_a_foreign_layer_that_asks_for_the_mask_is_right_and_passed_over():

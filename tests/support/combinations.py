@@ -8,6 +8,7 @@ combination names an option.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ from tests.support.close import distance
 
 LENGTH, ROWS, WORDS = 8, 8, 24
 FAMILIES = {1: ["gpipe", "1f1b", "zb_h1"], 2: ["interleaved_1f1b", "looped_bfs", "zb_v"]}
-TOLERANCE = 5e-5  # of experts whose router has ties by rounding nothing can be said
+TOLERANCE = 5e-5  # a router's near-ties can exceed it
+OURS = re.compile(r"\b(schedule|slices|offload|remat|data_parallel|gather|batch|num_microbatches)=")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def draw(seed: int) -> Combination:
             {"z_weight": 0.1},
             {"balance_weight": 0.2, "balance": "sequence"},
             {"selection_bias": True, "bias_rate": 0.1, "z_weight": 0.1},
+            {"dispatch": "capacity", "capacity_factor": 4.0, "z_weight": 0.1, "counts": True},
             {"dispatch": "gather", "shared_hidden": 4, "scoring": "sigmoid", "z_weight": 0.2},
         ]
     )
@@ -76,7 +79,9 @@ def draw(seed: int) -> Combination:
         context = 1
     split = data > 1 or expert > 1
     calls = rng.choice([1, 1, 2])
-    padded = calls == 1 and rng.random() < 0.5  # calls of unequal weight weigh added losses so
+    padded = (
+        calls == 1 and rng.random() < 0.5
+    )  # calls of unequal weight weigh added losses unequally
     return Combination(
         seed,
         2,
@@ -155,7 +160,7 @@ def piped(case: Combination) -> list[Any]:
     mesh = make_mesh(stage=case.stage, **{name: n for name, n in sizes.items() if n > 1})
     rows = tuple(name for name in ("data", "expert") if name == "data" or sizes[name] > 1)
     spec = P(rows, "context") if case.context > 1 else P(rows)
-    has_state = case.experts is not None and "bias_rate" in case.experts
+    has_state = case.experts is not None and {"bias_rate", "counts"} & {*case.experts}
     state = {"state": ExpertState, "after_step": _nothing} if has_state else {}
     named = {name: getattr(case, name) for name in ("schedule", "slices", "offload", "remat")}
     named |= {"data_parallel": case.data_parallel}
@@ -179,6 +184,7 @@ def piped(case: Combination) -> list[Any]:
         targets = PaddedWords(t, np.pad(np.ones((ROWS, LENGTH), np.float32), added))
     if case.calls == 1:
         loss, grads = pipe.value_and_grad(x, targets)
+        layers = pipe.to_layers(grads)
     else:  # an update of two calls, with a learning rate of 1
         before = pipe.to_layers(nnx.state(pipe, nnx.Param))
         before = jax.tree.map(np.asarray, before)
@@ -187,8 +193,6 @@ def piped(case: Combination) -> list[Any]:
             metrics = step(x[part], targets[part])
         loss, after = metrics.loss, pipe.to_layers(nnx.state(pipe, nnx.Param))
         layers = jax.tree.map(lambda a, b: a - np.asarray(b), before, after)
-    if case.calls == 1:
-        layers = pipe.to_layers(grads)
     model = [*layers["stages"], layers["embed"], layers["head"]]
     return [loss, *jax.tree.leaves(model), *jax.tree.leaves(_counts(pipe.stages()))]
 
@@ -217,7 +221,7 @@ def check(case: Combination) -> str:
     try:
         found = [np.asarray(leaf) for leaf in piped(case)]
     except ValueError as error:
-        if "=" not in str(error):  # no option of ours is named
+        if not OURS.search(str(error)):
             raise
         return f"refused: {str(error)[:70]}"
     far = [distance(a, b) for a, b in zip(found, want, strict=True)]

@@ -18,6 +18,7 @@ def poison(monkeypatch):
         return jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     zeros, runner, exchange = memory.zeros, ticks.runner, ticks.exchange
+    sends: list[bool] = []  # whether a run has several ranks
     counted = {"memory": 0, "messages": 0, "edges": 0}
 
     def nan_memory(leaf, *, lead=()):
@@ -26,7 +27,7 @@ def poison(monkeypatch):
 
     def nan_runner(actions, *, masked):
         run = runner(actions, masked=masked)
-        counted["edges"] += jax.lax.axis_size(STAGE) == 1  # a rank by itself sends nothing
+        sends.append(jax.lax.axis_size(STAGE) > 1)
 
         def spoiling(slot, row, message):
             counted["messages"] += 1
@@ -44,4 +45,6 @@ def poison(monkeypatch):
     monkeypatch.setattr(ticks, "runner", nan_runner)
     monkeypatch.setattr(ticks, "exchange", nan_exchange)
     yield
+    if not any(sends):  # a rank by itself sends nothing
+        del counted["edges"]
     assert all(counted.values()), counted

@@ -1,12 +1,12 @@
 """Warnings: layers whose statistics include padding; state that no ``after_step=`` advances.
 
-`pipeline.base.rows` says which rows and positions are data. A stage that asks it is passed over.
+`pipeline.base.rows` says which rows and positions are data. A part that asks it is passed over.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from pipeline.core.sharding.fit import outside
 
 _REMEDY = (
     "the batch has padding (pipeline.training.batches), which it may count: leave out what "
-    "pipeline.layers.data_mask() says is no data (a stage that calls it is not warned of), or give "
-    "batches without padding"
+    "pipeline.layers.data_mask() says is no data (a stage that calls it first is not warned of), "
+    "or give batches without padding"
 )
 
 
@@ -42,64 +42,98 @@ def warn_of_losses_of_padding(parts: Mapping[str, Adding], warned: set[Any]) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class DeclaredPart:
-    """The declared state of a part of a model.
+class DeclaredVariable:
+    """A variable of declared state.
 
     Attributes:
-      name: of the part.
-      variables: of the state, in the order of its usage.
-      usage: of their leaves.
+      part: the stage that has it, embed, head or loss_fn.
+      path: in that part.
+      variable: the variable.
+      is_written: whether a call writes it.
       reads_mask: whether a call of the part has read which rows are data.
     """
 
-    name: str
-    variables: Mapping[str, Any]
-    usage: Usage
-    reads_mask: bool = False
+    part: str
+    path: str
+    variable: Any
+    is_written: bool
+    reads_mask: bool
 
 
-def of_stages(stage: LocalModel, usage: Usage) -> DeclaredPart:
+def of_stages(stage: LocalModel, usage: Usage) -> list[DeclaredVariable]:
     """The declared state of the stages of one kind."""
-    flat = dict(nnx.to_flat_state(stage.fixed[stage.home]))
-    variables = {".".join(map(str, path)): flat[path] for path in stage.state_paths}
-    return DeclaredPart(stage.part_name, variables, usage, stage.reads_mask)
+    flat, written = dict(nnx.to_flat_state(stage.fixed[stage.home])), iter(usage[0])
+    return [
+        DeclaredVariable(
+            stage.part_name,
+            ".".join(map(str, path)),
+            flat[path],
+            _any_of(written, flat[path]),
+            stage.reads_mask,
+        )
+        for path in stage.state_paths
+    ]
 
 
-def of_ends(state: RankState, usage: Usage) -> DeclaredPart:
+def of_ends(state: RankState, usage: Usage) -> list[DeclaredVariable]:
     """The declared state of embed, head and loss."""
-    flat = dict(nnx.to_flat_state(state.ends_streams[1]))
-    variables = {".".join(map(str, path)): flat[path] for path in ends_paths(state)}
-    return DeclaredPart("embed or head", variables, usage)
+    flat, written = dict(nnx.to_flat_state(state.ends_streams[1])), iter(usage[0])
+    return [
+        DeclaredVariable(
+            str(path[0]),
+            ".".join(map(str, path[1:])),
+            flat[path],
+            _any_of(written, flat[path]),
+            str(path[0]) in state.mask_readers,
+        )
+        for path in ends_paths(state)
+    ]
+
+
+def _any_of(written: Iterator[bool], variable: Any) -> bool:
+    leaves = [next(written, False) for _ in jax.tree.leaves(variable)]
+    return any(leaves)
 
 
 def warn_of_state(
-    parts: Sequence[DeclaredPart], warned: set[Any], *, has_padding: bool, advances: bool
+    variables: Sequence[DeclaredVariable],
+    warned: set[Any],
+    *,
+    has_padding: bool,
+    trains: bool,
+    has_after_step: bool,
 ) -> None:
     """Warn of state that is written from padding too, and of state that nothing advances.
 
     Args:
-      parts: of a model.
+      variables: all that are declared.
       warned: of what was warned already, to which this is added.
       has_padding: whether the batch has any.
-      advances: whether an ``after_step=`` runs, or the step does not train.
+      trains: whether the step counts as one that trains.
+      has_after_step: whether a function runs after it.
     """
-    for part in parts:
-        written, names = iter(part.usage[0]), dict[str, list[str]]()  # names by class
-        for path, variable in part.variables.items():
-            leaves, kind = [next(written) for _ in jax.tree.leaves(variable)], type(variable)
-            if any(leaves) and not issubclass(kind, DataStatistic):
-                names.setdefault(kind.__name__, []).append(path)
-            function = metadata(variable).get("after_step")
-            if function and not advances:
-                _warn(
-                    f"{path} of {part.name} changes after a step only, and the pipeline has no "
-                    f"after_step=: give it after_step={function}; if your loop calls that itself, "
-                    f"give it after_step=lambda stage: None",
-                    warned,
-                )
-        if has_padding and names and not part.reads_mask:
-            text = "; ".join(f"{', '.join(of)} ({kind})" for kind, of in names.items())
-            _warn(f"{part.name} writes {text}, and {_REMEDY}", warned)
+    counting: dict[str, list[str]] = {}  # texts by part
+    for one in variables:
+        kind, is_of_stage = type(one.variable), one.part.startswith("stages")
+        if one.is_written and not one.reads_mask and not issubclass(kind, DataStatistic):
+            counting.setdefault(one.part, []).append(f"{one.path} ({kind.__name__})")
+        function = metadata(one.variable).get("after_step") if trains else None
+        if function and not is_of_stage:
+            _warn(
+                f"{one.path} of {one.part} changes after a step only, and after_step= runs on "
+                f"stages only: call {function}(pipe) after each update, or move the layer into a "
+                f"stage",
+                warned,
+            )
+        elif function and not has_after_step:
+            _warn(
+                f"{one.path} of {one.part} changes after a step only, and the pipeline has no "
+                f"after_step=: give it after_step={function}; if your loop calls that itself, "
+                f"give it after_step=lambda stage: None",
+                warned,
+            )
+    for part, texts in counting.items() if has_padding else ():
+        _warn(f"{part} writes {', '.join(texts)}, and {_REMEDY}", warned)
 
 
 def _warn(text: str, warned: set[Any]) -> None:

@@ -26,7 +26,9 @@ from pipeline.core.sharding.fit import outside
 
 _SHOWN = 4  # paths in a warning
 _KNOWN = DATA, EXPERT, CONTEXT, TENSOR
-_MEANT = dict.fromkeys(("tp", "mp", "model"), TENSOR) | dict.fromkeys(("sp", "cp", "seq"), CONTEXT)
+_MEANT = dict.fromkeys(("tp", "mp", "model"), TENSOR) | dict.fromkeys(
+    ("sp", "cp", "seq", "sequence", "seq_len"), CONTEXT
+)
 _MEANT |= {"ep": EXPERT}
 
 

@@ -375,17 +375,17 @@ def _writing(made: _Prepared, plan: Plan, *, training: bool, take_loss: bool = T
     if isinstance(local, GroupedModel):
         kinds = [(group.stages, group.local) for group in local.groups]
     found: dict[int, Usage] = {}
-    parts = []
+    variables = []
     for stages, stage in kinds:
         usage = stage.stage_usage()
         found |= dict.fromkeys(stages, usage)
-        parts.append(of_stages(stage, usage))
+        variables += of_stages(stage, usage)
     usages = [found[k] for k in range(len(found))]
     ends = ends_usage(local.state, local.output, take_loss=take_loss)
-    parts.append(of_ends(local.state, ends))
+    variables += of_ends(local.state, ends)
     has_padding = local.state.batch_part.sequences is not None
-    advances = plan.after_step is not None or not training
-    warn_of_state(parts, plan.compiled.warned, has_padding=has_padding, advances=advances)
+    of_step = {"trains": training, "has_after_step": plan.after_step is not None}
+    warn_of_state(variables, plan.compiled.warned, has_padding=has_padding, **of_step)
     hook = plan.after_step is not None and training
     if not (hook or any(ends[0]) or any(any(written) for written, _ in usages)):
         return made

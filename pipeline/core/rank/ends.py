@@ -251,8 +251,10 @@ def _call(
     if values is not None:
         fixed = with_values(dict(nnx.to_flat_state(fixed)), paths, values)
     rest = nnx.merge_state(fold(streams, microbatch, state.axes, own), fixed)
-    with batch_part_of(state.part_of(microbatch)):
+    with batch_part_of(state.part_of(microbatch)) as asking:
         found, after = state.model.ends.update(method, params, rest, given, paths=paths)
+    if asking.read_mask:
+        state.mask_readers.add(_PART_OF.get(method.__name__, "embed"))
     return found, vary(after, state.axes)
 
 
@@ -340,6 +342,7 @@ def slice_of(state: RankState, unit: Any) -> Any:
     return SequenceSlice(vary(index, state.axes), state.num_slices)
 
 
+_PART_OF = {"headed": "head", "featured": "head", "lost": "loss_fn"}  # by method
 CALL_SLICE = "call_slice"  # the method of stages and embed that know of slices
 
 

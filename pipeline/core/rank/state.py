@@ -77,6 +77,7 @@ class RankState:
         if there are none.
       batch_part: the `BatchPart` of all calls: fields that differ between microbatches have a
         leading axis M.
+      mask_readers: embed, head and loss_fn if a traced call of it has read which rows are data.
       windows: places for whole weights of chunks, open while a program runs that gathers them
         (`pipeline.core.executors.windows`); None if none does.
     """
@@ -105,6 +106,7 @@ class RankState:
     narrow: Sequence[Leaves] = ()
     windows: Any = None
     batch_part: BatchPart = field(default_factory=BatchPart)
+    mask_readers: set[str] = field(default_factory=set)
 
     @property
     def num_chunks(self) -> int:

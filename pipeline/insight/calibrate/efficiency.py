@@ -47,6 +47,8 @@ class Efficiency:
       rank: the busiest.
       clock: of the bubble, "event" or "lockstep".
       costs: measured durations of actions, for `schedules.simulate`.
+      is_counted: whether bubbles are masked, which ranks compute: ideal is then the busiest rank's
+        share of the slots, rest a part of bubble, and costs are those of the plan, in its unit.
       notes: circumstances that spoil the numbers.
     """
 
@@ -60,11 +62,18 @@ class Efficiency:
     rank: int
     clock: str
     costs: Costs
+    is_counted: bool = False
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A table with a definition in each line."""
+        waits = f"of the step that rank waits, by its measured durations ({self.clock} clock)"
         alone = f"all actions of the busiest rank ({self.rank}), alone, in turn with the steps"
+        if self.is_counted:
+            alone = (
+                f"step times the share of slots with an action, of the busiest rank ({self.rank})"
+            )
+            waits = "1 - efficiency: slots without an action, which are computed, and all else"
         rows = [
             (
                 "step",
@@ -80,7 +89,7 @@ class Efficiency:
             (
                 "bubble",
                 f"{self.bubble:.1%}",
-                f"of the step that rank waits, by its measured durations ({self.clock} clock)",
+                waits,
             ),
             (
                 "rest",
@@ -138,6 +147,7 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
     bubble = efficiency * (1 / share - 1) if share else 0.0
     if plan.is_masked:
         bubble = 1 - efficiency
+    timed_by = {"step": whole} | ({} if plan.is_masked else {"ideal": works[rank]})
     return Efficiency(
         step=taken,
         ideal=ideal,
@@ -149,7 +159,8 @@ def measure(plan: Plan, operands: Operands, *, steps: int) -> Efficiency:
         rank=rank,
         clock=report.clock,
         costs=costs,
-        notes=tuple(_notes(plan, {"step": whole, "ideal": works[rank]}, others)),
+        is_counted=plan.is_masked,
+        notes=tuple(_notes(plan, timed_by, others)),
     )
 
 
@@ -224,8 +235,8 @@ def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> l
         low, middle, high = _quartiles(times)
         if high - low > STEADY * middle:
             notes.append(
-                f"the middle half of the times of {name} spans {high - low:.2g} s around "
-                f"{middle:.2g} s: take more steps=, or longer ones"
+                f"the middle half of the times of {name} spans {_milliseconds(high - low)} around "
+                f"{_milliseconds(middle)}: take more steps=, or longer ones"
             )
     devices, cores = plan.mesh.devices.flat, os.cpu_count() or 1
     if devices[0].platform == "cpu" and plan.mesh.size > cores:
@@ -233,8 +244,6 @@ def _notes(plan: Plan, timed: Mapping[str, Sequence[float]], others: float) -> l
             f"{plan.mesh.size} virtual devices share {cores} cores: ranks wait for a core, which "
             f"counts as rest"
         )
-    if plan.is_masked:
-        notes.append("masked bubbles are computed: ideal and bubble are counted, not timed")
     return notes
 
 

@@ -16,9 +16,10 @@ has. Where the axis is not manual, R is 1 and nothing is exchanged.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,14 @@ def capacity_of(tokens: int, top_k: int, num_experts: int, factor: float) -> int
     return min(max(1, math.ceil(factor * tokens * top_k / num_experts)), tokens)
 
 
+@functools.lru_cache(maxsize=64)
+def _capacities(most: int, top_k: int, num_experts: int, factor: float) -> Any:
+    """[most + 1] int32 `capacity_of` each number of tokens."""
+    counts = np.arange(most + 1)
+    places = np.ceil(factor * counts * top_k / num_experts)
+    return np.minimum(np.maximum(places, 1), counts).astype(np.int32)
+
+
 def dispatch_by_capacity(
     x: jax.Array,
     routing: Routing,
@@ -130,8 +139,8 @@ def dispatch_by_capacity(
     kept, total = place < places, num_experts * places
     dropped = ~kept
     if is_data is not None:
-        capacities = [capacity_of(count, k, num_experts, factor) for count in range(n + 1)]
-        capacity = jnp.asarray(np.asarray(capacities, np.int32))[is_data.sum(dtype=jnp.int32)]
+        table = _capacities(n, k, num_experts, factor)
+        capacity = jnp.asarray(table)[is_data.sum(dtype=jnp.int32)]
         kept = is_data_choice & (place < capacity)
         dropped = is_data_choice & ~kept
     slot = jnp.where(kept, flat * places + place, total)

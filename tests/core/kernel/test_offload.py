@@ -258,16 +258,16 @@ def test_bytes_are_places_times_what_each_takes(share):
 def test_the_compiler_takes_as_many_bytes(schedule, remat):
     """On CPU both memories are one, and all of it is counted as temporaries.
 
-    With residuals on the host the forecast counts two of them on their way, of which XLA for CPU
-    shares the places with others (issue 52): 16% of this small program.
+    With residuals on the host the forecast counts two of them on their way; XLA for CPU reuses
+    other buffers for them (issue 52): 16% of this small program.
     """
     for offload in (None, 0.5, "stash"):
         pipe, x = wide(offload, remat=remat, schedule=schedule)
         found = predict(pipe.plan, *pipe._operands(x, x, None))
         compiled = pipe.lower(x, x).compile().memory_analysis()
         total = found.temporaries + found.host
-        most_less = 0.2 if remat is None and offload else 0.15
-        assert (1 - most_less) * total <= compiled.temp_size_in_bytes <= 1.15 * total
+        below = 0.2 if remat is None and offload else 0.15
+        assert (1 - below) * total <= compiled.temp_size_in_bytes <= 1.15 * total
 
 
 def made(jaxpr):
