@@ -26,7 +26,7 @@ from pipeline.splitting.parts import Blocks, SplitCut, SplitPart
 from pipeline.splitting.placing import PlacedBlock, costs_of_calls
 from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
-from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of, types_of_state
+from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,12 +209,12 @@ def split(
     loose = _loose(extras, names)
     graphdef, state = nnx.split(model)
     recipe = Recipe(graphdef, types_of_state(state), call, slots, names, (), loose)
-    types = types_of(leaves)
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     found, trace, regular = find_blocks(model, recipe, types, num_stages, blocks)
     recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
     counts = choose_counts(trace, num_stages, cut, costs, found)
     if isinstance(regular, Regular):
-        regular = find_changed(model, trace) or regular
+        regular = find_changed(model, trace, regular) or regular
     is_regular = isinstance(regular, Regular)
     cutting = SplitCut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)
