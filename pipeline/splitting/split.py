@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_whole, linen_remedy
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
 from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
@@ -197,6 +197,8 @@ def split(
       ValueError: no blocks, or too few; what cannot be cut, and why.
     """
     if not isinstance(model, nnx.Module):
+        if remedy := linen_remedy(model):
+            raise ValueError(f"model is {remedy}")
         raise ValueError(f"model is of type {type(model).__name__}: must be an nnx.Module")
     if not is_whole(num_stages, 1):
         raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")

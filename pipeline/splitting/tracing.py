@@ -27,10 +27,9 @@ from collectives.compat import discharged, varying_in
 from collectives.tensor import group_size, is_manual
 from pipeline.base.axes import axes_in
 from pipeline.base.tree import shape_text
-from pipeline.base.variables import kind_text
+from pipeline.base.variables import axis_names, kind_text
 from pipeline.core.jaxpr.evaluate import bind
 from pipeline.core.jaxpr.primitives import held, makes_ref
-from pipeline.core.sharding.placement import own_names
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
@@ -285,7 +284,7 @@ class Recipe:
 
 def _on_rank(leaf: Any, variable: Any, dtype: Any, varying: frozenset[str]) -> Any:
     """The type of a leaf of state on a rank, by the metadata of its variable."""
-    names = own_names(variable) if isinstance(variable, nnx.Variable) else ()
+    names = axis_names(variable)
     own = [
         [a for a in axes_in(entry) if is_manual(a) and a not in (STAGE, DATA)] for entry in names
     ]

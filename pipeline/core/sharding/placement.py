@@ -33,7 +33,7 @@ from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
-from pipeline.base.variables import metadata, raw, remade, with_value
+from pipeline.base.variables import axis_names, metadata, raw, remade, with_value
 from pipeline.core.sharding.distribute import distribute
 from pipeline.core.sharding.paths import ModelPath
 
@@ -181,7 +181,7 @@ class Placement:
             return ()
         said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
         where = "sharding" if said is not None else "its metadata out_sharding"
-        names = tuple(said) if said is not None else own_names(variable)
+        names = tuple(said) if said is not None else axis_names(variable)
         if stacked and len(names) == len(shape) + stacked:
             names = names[stacked:]
         if len(names) > len(shape):
@@ -238,15 +238,6 @@ class Placement:
 
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
-
-
-def own_names(variable: Any) -> Names:
-    """Names of a variable's dims, from its metadata and the rules for logical names in force."""
-    said = metadata(variable).get("out_sharding")
-    said = getattr(said, "sharding", said)  # of a `Format`
-    if isinstance(said, NamedSharding):
-        return tuple(said.spec)
-    return tuple(nnx.spmd.get_var_pspec(variable) or ()) if said else ()
 
 
 def unnamed(variable: Any) -> Any:
