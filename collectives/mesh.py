@@ -5,7 +5,9 @@ Letters: D = data shards, S = ranks (positions on the axis `stage`), T = tensor 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,11 +28,12 @@ from collectives.places.sizes import (
 )
 
 _ARGUMENTS = (DATA, STAGE, "devices")
+_REQUIRED: Any = inspect.Parameter.empty  # a default, so that all faults are listed at once
 
 
 def make_mesh(
     *,
-    stage: int | None,
+    stage: int | None = _REQUIRED,
     data: int | None = 1,
     devices: Sequence[jax.Device] | None = None,
     **axes: int | None,
@@ -46,7 +49,7 @@ def make_mesh(
     and leaves any others idle.
 
     Args:
-      stage: S; None for what the other axes leave.
+      stage: S, required; None for what the other axes leave.
       data: D, or None likewise.
       devices: the devices to choose from; `jax.devices()` by default. Those of a process keep their
         order.
@@ -54,13 +57,17 @@ def make_mesh(
         be None.
 
     Raises:
-      ValueError: a size that is no positive integer, sizes that the devices do not allow (the
-        message lists those that they do), a name that is no identifier or a misspelt one, groups
-        that would lie unevenly in processes.
+      ValueError: no ``stage=``, a size that is no positive integer, sizes that the devices do not
+        allow (the message lists those that they do), a name that is no identifier or a misspelt
+        one, groups that would lie unevenly in processes.
     """
     further = [name for name in axes if name != TENSOR]
+    faults = name_faults(further, (*_ARGUMENTS, TENSOR))
+    if stage is _REQUIRED:
+        faults.append("stage= is missing: give the number of ranks, or None for what others leave")
+        stage = 1
     asked = in_order({STAGE: stage, DATA: data, **axes})
-    faults = [*name_faults(further, (*_ARGUMENTS, TENSOR)), *size_faults(asked)]
+    faults += size_faults(asked)
     if faults:
         raise ValueError("; ".join(faults))
     pool = by_process(jax.devices() if devices is None else devices)

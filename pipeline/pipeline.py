@@ -72,7 +72,8 @@ class Pipeline(nnx.Module):
     microbatches, D data shards, N rows of a batch.
 
     Calls take ``extras``, a dict of side inputs with [N, ...] leaves, such as masks and positions:
-    each stage is called as ``stage(x, **extras)`` on the rows of its microbatch.
+    each stage is called as ``stage(x, **extras)`` on the rows of its microbatch; embed, head and
+    loss_fn are not given them.
 
     Attributes:
       chunks: [V] modules with leaves of leading length S, sharded over ``stage``; index r of chunk

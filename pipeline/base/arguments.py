@@ -30,6 +30,17 @@ def is_whole(value: Any, least: int, *, numpy: bool = False) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and bool(value >= least)
 
 
+def linen_remedy(value: Any) -> str:
+    """Say how a module of flax.linen becomes one of NNX; "" for any other value."""
+    kinds = [f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__]
+    if "flax.linen.module.Module" not in kinds:
+        return ""
+    return (
+        f"of type {type(value).__name__}, a module of flax.linen: make it one of NNX by "
+        f"nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)), inputs)"
+    )
+
+
 def is_number(value: Any) -> bool:
     """Tell whether a value is a number that a float can hold, such as a number of seconds, or NaN.
 

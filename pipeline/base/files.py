@@ -47,10 +47,15 @@ def faults_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], within: str 
     ]
 
 
+def null_fault(key: str, kinds: Mapping[str, Kind]) -> str:
+    """A text for a key that is null and has to have a value."""
+    return f"{key}=null must be {_KINDS[kinds[key]][1] if key in kinds else 'a value'}"
+
+
 def shown(value: Any) -> str:
     """A value of a file, of any length, as an error shows it."""
     try:
-        text = repr(value)
+        text = "null" if value is None else repr(value)
     except (RecursionError, ValueError):  # nested deep; too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from pipeline.base.tree import shape_text
 
@@ -42,6 +43,15 @@ def type_text(leaf: Any) -> str:
 def metadata(leaf: Any) -> Mapping[str, Any]:
     """Metadata of a variable."""
     return leaf.get_metadata() if isinstance(leaf, nnx.Variable) else _NOTHING
+
+
+def axis_names(variable: Any) -> tuple[Any, ...]:
+    """Names of a variable's dims, from its metadata and the rules for logical names in force."""
+    said = metadata(variable).get("out_sharding")
+    said = getattr(said, "sharding", said)  # of a `Format`
+    if isinstance(said, NamedSharding):
+        return tuple(said.spec)
+    return tuple(nnx.spmd.get_var_pspec(variable) or ()) if said else ()
 
 
 def with_value(leaf: Any, value: Any) -> Any:

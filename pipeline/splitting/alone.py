@@ -9,7 +9,7 @@ by equation, as are the pullbacks of equations that have rules of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from pipeline.core.jaxpr.evaluate import bind
 from pipeline.splitting.recording import Call, Slots, dotted, member
+from pipeline.splitting.regular import Regular
 from pipeline.splitting.tracing import Recipe, Trace, types_of_state
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -26,26 +27,56 @@ _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _COMPARED = 2**16  # bytes of a constant; larger ones are equal if they are one array
 
 
-def find_changed(model: nnx.Module, trace: Trace) -> str:
+def find_changed(model: nnx.Module, trace: Trace, regular: Regular) -> str:
     """Return why stages cannot call the blocks: one computes otherwise by itself; else "".
 
     Args:
       model: that has the blocks.
       trace: of its call.
+      regular: how the calls follow each other.
     """
     interned: dict[Any, int] = {}
     for number, call in enumerate(trace.calls):
-        own, alone = (trace, number), _trace_alone(model, trace.calls[number])
+        own, alone = (trace, number), _trace_alone(model, call, call.types)
         if alone is None or _meaning(*own, own, interned) != _meaning(alone, 0, own, interned):
             return (
                 f"{dotted(call.path)} computes something else by itself than within the model's "
                 f"call, which sets something around it (a context, a precision, an adapter)"
             )
+        kinds = [kind for kind, _ in regular.templates[number].sources]
+        sent = [
+            one if kind == "side" else jax.ShapeDtypeStruct(one.shape, one.dtype)
+            for one, kind in zip(call.types, kinds, strict=True)
+        ]
+        if sent != [*call.types]:
+            strong = _trace_alone(model, call, sent)
+            if strong is None or _dtypes(strong) != _dtypes(alone):
+                return (
+                    f"{dotted(call.path)} is given a weakly typed value, and computes in other "
+                    f"dtypes on what a stage receives, which has the same dtype, not weak: give "
+                    f"the value a dtype where it is made (dtype=, astype)"
+                )
     return ""
 
 
-def _trace_alone(model: nnx.Module, call: Call) -> Trace | None:
-    """Trace a call of a block by itself, on inputs of the same types; None if it fails."""
+def _dtypes(trace: Trace) -> list[Any]:
+    """List the dtypes of all results, without casts that change none."""
+
+    def of(eqns: Iterable[Any]) -> Iterator[Any]:
+        for eqn in eqns:
+            dtypes = [str(getattr(var.aval, "dtype", "")) for var in eqn.outvars]
+            if eqn.primitive.name != "convert_element_type" or dtypes != [
+                str(atom.aval.dtype) for atom in eqn.invars
+            ]:
+                yield eqn.primitive.name, dtypes
+            for body in jaxprs_in_params(eqn.params):
+                yield from of(body.eqns)
+
+    return list(of(one.eqn for one in trace.equations))
+
+
+def _trace_alone(model: nnx.Module, call: Call, types: Sequence[Any]) -> Trace | None:
+    """Trace a call of a block by itself, on inputs of some types; None if it fails."""
 
     def run(block: Any, *values: Any) -> Any:
         args, kwargs = call.given.fill(values)
@@ -59,7 +90,7 @@ def _trace_alone(model: nnx.Module, call: Call) -> Trace | None:
     graphdef, state = nnx.split(member(model, call.path))
     alone = Recipe(graphdef, types_of_state(state), run, slots, names, ((),))
     try:
-        found = alone.trace(call.types)
+        found = alone.trace(types)
     except Exception:  # noqa: BLE001  what a block needs may be set by the model alone
         return None
     return found if len(found.calls) == 1 else None
@@ -85,9 +116,10 @@ def _meaning(
     first: dict[Any, int] = {}
     names = [first.setdefault(id(atom), n) for n, atom in enumerate(other)]
     terms: dict[Any, Any] = {}
-    for atom, name in zip(own, names, strict=True):
+    for atom, value, name in zip(own, other, names, strict=True):
         if not isinstance(atom, Literal):
-            terms.setdefault(atom, ("given", name))
+            is_known = isinstance(value, Literal)  # the model gives the block a number
+            terms.setdefault(atom, _literal(value) if is_known else ("given", name))
     for path, held in trace.state.items():
         for n, var in enumerate(held):
             terms.setdefault(var, ("state", path, n))
@@ -96,7 +128,7 @@ def _meaning(
 
     def term(atom: Any) -> Any:
         if isinstance(atom, Literal):
-            return "literal", str(atom.aval), repr(atom.val)
+            return _literal(atom)
         return terms.get(atom, ("outside", id(atom)))
 
     for one in trace.equations:
@@ -112,6 +144,10 @@ def _meaning(
         made = interned.setdefault(key, len(interned))
         terms.update((var, ("made", made, n)) for n, var in enumerate(eqn.outvars))
     return list(map(term, trace.returned[number])), list(map(term, after))
+
+
+def _literal(atom: Literal) -> Any:
+    return "literal", str(atom.aval), repr(atom.val)
 
 
 def _own_derivative(eqn: Any) -> Any:

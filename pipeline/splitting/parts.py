@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Literal
 
+from collectives.compat import varying_in
+from pipeline.base.rows import batch_part
 from pipeline.base.tree import Tree
 from pipeline.splitting.placing import PlacedBlock, place
 from pipeline.splitting.recording import Path, dotted
 from pipeline.splitting.regular import BlockTemplate, Regular, find_regular
-from pipeline.splitting.tracing import MODES, Modes, Recipe, Trace, Types, text_of, types_of
+from pipeline.splitting.tracing import MODES, Modes, Recipe, Trace, Types, text_of, typed, types_of
 
 
 @dataclass(frozen=True)
@@ -58,38 +61,56 @@ class SplitCut:
         return place(trace, counts, self.recipe.kinds, self.recipe.loose)
 
     def at(
-        self, types: Types, modes: Modes = (), dtype: Any = None
+        self,
+        types: Types,
+        modes: Modes,
+        dtype: Any,
+        held: Mapping[Path, Any],
+        values: Sequence[Any],
     ) -> tuple[Trace, PlacedBlock | Regular]:
         """The call on inputs of these types.
+
+        Args:
+          types: of inputs.
+          modes: of the model.
+          dtype: of parameters of floats, if it is not the model's.
+          held: path to variable of the part that runs.
+          values: arrays that the part is given.
 
         Raises:
           ValueError: the model calls its blocks otherwise than with the example.
         """
         mesh = jax.sharding.get_abstract_mesh()
         config = jax.config.jax_numpy_dtype_promotion, jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        key = types, modes, dtype, mesh, config
-        if key not in self._known:
-            trace = self.recipe.trace(types, modes, dtype)
-            if len(trace.calls) != sum(self.counts):
+        varying = [frozenset(varying_in(x)) for x in (*jax.tree.leaves([*held.values()]), *values)]
+        common = frozenset.intersection(*varying) if varying else frozenset[str]()
+        state = self.recipe.state_on_rank(held, dtype, common)
+        key = types, modes, state, common, jax.tree.structure(batch_part()), mesh, config
+        if key in self._known:
+            return self._known[key]
+        trace = self.recipe.trace([typed(*one, common) for one in types], modes, state)
+        if len(trace.calls) != sum(self.counts):
+            raise ValueError(
+                f"on inputs of {text_of(types)} the model calls {len(trace.calls)} blocks, and "
+                f"{sum(self.counts)} on the example that it was split by: split it by an "
+                f"example of that kind"
+            )
+        found: PlacedBlock | Regular
+        if self.is_regular:
+            regular = find_regular(trace, lambda counts: self.place(trace, counts))
+            if isinstance(regular, str):
                 raise ValueError(
-                    f"on inputs of {text_of(types)} the model calls {len(trace.calls)} blocks, and "
-                    f"{sum(self.counts)} on the example that it was split by: split it by an "
-                    f"example of that kind"
+                    f"on inputs of {text_of(types)} the model calls its blocks otherwise than "
+                    f"on the example that it was split by ({regular}): split it by an example "
+                    f"of that kind"
                 )
-            found: PlacedBlock | Regular
-            if self.is_regular:
-                regular = find_regular(trace, lambda counts: self.place(trace, counts))
-                if isinstance(regular, str):
-                    raise ValueError(
-                        f"on inputs of {text_of(types)} the model calls its blocks otherwise than "
-                        f"on the example that it was split by ({regular}): split it by an example "
-                        f"of that kind"
-                    )
-                found = regular
-            else:
-                found = self.place(trace, self.counts)
+            found = regular
+        else:
+            found = self.place(trace, self.counts)
+        # A layer that leaves padding out has the mask of this one call in its equations.
+        if not any(isinstance(value, jax.core.Tracer) for value in trace.constants.values()):
             self._known[key] = trace, found
-        return self._known[key]
+        return trace, found
 
     def ends_of(self, number: int, found: PlacedBlock | Regular) -> tuple[Any, Any, Any]:
         """List a part's inputs, outputs and effects, if it runs as equations."""
@@ -172,7 +193,7 @@ class SplitPart(nnx.Module):
             leaves = recipe.leaves_of(given)
             types, sent = types_of(leaves), ()
             inputs = dict(enumerate(leaves))
-        trace, found = self.cut.at(types, modes, dtype)
+        trace, found = self.cut.at(types, modes, dtype, held, [*sent, *inputs.values()])
         arrives, sends, effects = self.cut.ends_of(self.number, found)
         # A pipeline may have cast what it sends.
         known = {
@@ -256,12 +277,14 @@ class Blocks(nnx.Module):
         if not any(kind == "side" for one in self.templates for kind, _ in one.sources):
             return []
         recipe = self.cut.recipe
-        trace, found = self.cut.at(given.types, (), given.dtype)
-        known = {trace.inputs[n]: value for n, value in recipe.found_in(extras).items()}
-        for path, variable in held_by(self.constants, self.paths).items():
+        held, inputs = held_by(self.constants, self.paths), recipe.found_in(extras)
+        values = [*given.values, *inputs.values()]
+        trace, found = self.cut.at(given.types, (), given.dtype, held, values)
+        known = {trace.inputs[n]: value for n, value in inputs.items()}
+        for path, variable in held.items():
             known.update(zip(trace.state[path], jax.tree.leaves(variable), strict=True))
         try:
-            return trace.run(known, found.sides)  # type: ignore[union-attr]
+            return [*map(jnp.asarray, trace.run(known, found.sides))]  # type: ignore[union-attr]
         except KeyError as error:
             names = [recipe.names[n] for n, var in enumerate(trace.inputs) if var is error.args[0]]
             raise ValueError(

@@ -72,7 +72,7 @@ class Call:
       path: of the block in the model.
       given: (args, kwargs).
       returned: what it returned.
-      types: (shape, dtype) of the values that were given.
+      types: of the values that were given, weak ones too.
     """
 
     number: int
@@ -145,7 +145,9 @@ def _marked(
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     values = [leaf for leaf, is_value in zip(leaves, traced, strict=True) if is_value]
-    types = tuple((leaf.shape, leaf.dtype) for leaf in values)
+    types = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type) for x in values
+    )
     slots = tuple(
         None if is_value else (leaf,) for leaf, is_value in zip(leaves, traced, strict=True)
     )

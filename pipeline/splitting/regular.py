@@ -113,8 +113,7 @@ def _place_of(returned: Sequence[Any], var: Any) -> int:
 
 
 def _check_values(call: Call, given: Sequence[Any]) -> None:
-    shapes = tuple((atom.aval.shape, atom.aval.dtype) for atom in given)
-    if shapes != call.types:
+    if any(a.aval.shape != t.shape for a, t in zip(given, call.types, strict=True)):
         raise _Irregular("blocks are called under vmap")
     for slots in (call.given, call.returned):
         if any(leaf is not None and is_object(leaf[0]) for leaf in slots.leaves):
@@ -126,17 +125,18 @@ def _with_templates(
 ) -> Regular:
     """Read what each call is given; the first has its activations where the second has them."""
     calls = trace.calls
-    sides: dict[Any, int] = {}
+    sides: list[Any] = []
     free = _free_vars(trace, placed)
 
     def source(atom: Any, before: Sequence[Any]) -> tuple[str, int]:
-        for kind, known in (("act", before), ("carried", carried)):
+        for kind, known in (("act", before), ("carried", carried), ("side", sides)):
             for number, one in enumerate(known):
                 if one is atom:
                     return kind, number
-        if isinstance(atom, Literal) or atom not in free:
+        if not isinstance(atom, Literal) and atom not in free:
             raise _Irregular("a block is given what is neither an activation nor the same for all")
-        return "side", sides.setdefault(atom, len(sides))
+        sides.append(atom)
+        return "side", len(sides) - 1
 
     sources = []
     for number in range(1, len(calls)):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from pipeline.base.arguments import is_whole
+from pipeline.base.arguments import is_whole, linen_remedy
 from pipeline.base.tree import Tree, is_array, shape_text
 from pipeline.base.variables import kind_text, raw, with_value
 from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
@@ -26,7 +26,7 @@ from pipeline.splitting.parts import Blocks, SplitCut, SplitPart
 from pipeline.splitting.placing import PlacedBlock, costs_of_calls
 from pipeline.splitting.recording import Path, Slots, dotted, is_object, member
 from pipeline.splitting.regular import Regular
-from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of, types_of_state
+from pipeline.splitting.tracing import MODES, Recipe, Trace, types_of_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +197,8 @@ def split(
       ValueError: no blocks, or too few; what cannot be cut, and why.
     """
     if not isinstance(model, nnx.Module):
+        if remedy := linen_remedy(model):
+            raise ValueError(f"model is {remedy}")
         raise ValueError(f"model is of type {type(model).__name__}: must be an nnx.Module")
     if not is_whole(num_stages, 1):
         raise ValueError(f"num_stages={num_stages!r}: must be a number of stages, 1 or more")
@@ -209,12 +211,12 @@ def split(
     loose = _loose(extras, names)
     graphdef, state = nnx.split(model)
     recipe = Recipe(graphdef, types_of_state(state), call, slots, names, (), loose)
-    types = types_of(leaves)
+    types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     found, trace, regular = find_blocks(model, recipe, types, num_stages, blocks)
     recipe.blocks = tuple(itertools.chain(*(group.paths for group in found)))
     counts = choose_counts(trace, num_stages, cut, costs, found)
     if isinstance(regular, Regular):
-        regular = find_changed(model, trace) or regular
+        regular = find_changed(model, trace, regular) or regular
     is_regular = isinstance(regular, Regular)
     cutting = SplitCut(recipe, counts, is_regular=is_regular)
     placed = regular if isinstance(regular, Regular) else cutting.place(trace, counts)

@@ -10,6 +10,7 @@ every call, while a part of a model must keep its `jax.checkpoint` and custom de
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
 
-from collectives.compat import discharged
+from collectives import DATA, STAGE
+from collectives.compat import discharged, varying_in
+from collectives.tensor import group_size, is_manual
+from pipeline.base.axes import axes_in
 from pipeline.base.tree import shape_text
-from pipeline.base.variables import kind_text
+from pipeline.base.variables import axis_names, kind_text
 from pipeline.core.jaxpr.evaluate import bind
 from pipeline.core.jaxpr.primitives import held, makes_ref
 from pipeline.splitting.recording import BlockRecorder, Call, Path, dotted, mark_p, member
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype) of each input
+StateTypes = tuple[tuple[Any, ...], ...]  # of each variable of state: the types of its leaves
 Modes = tuple[tuple[str, bool], ...]  # what train() and eval() set
 MODES = "deterministic", "use_running_average"
 
@@ -192,6 +198,28 @@ class Recipe:
         """Number of an input to the array that extras have."""
         return {n: extras[name] for n, name in enumerate(self.names) if name in extras}
 
+    def state_on_rank(
+        self, held: Mapping[Path, Any], dtype: Any, varying: frozenset[str]
+    ) -> StateTypes:
+        """Types of all state on a rank, which has a part of what is sharded over manual axes.
+
+        Args:
+          held: path to variable of a part; what it lacks has the types that its metadata say.
+          dtype: of parameters of floats, if it is not the model's.
+          varying: manual axes over which every value varies; empty where types do not say.
+        """
+        return tuple(
+            tuple(
+                typed(leaf.shape, leaf.dtype, varying_in(leaf))
+                for leaf in jax.tree.leaves(held[path])
+            )
+            if path in held
+            else tuple(
+                _on_rank(leaf, variable, dtype, varying) for leaf in jax.tree.leaves(variable)
+            )
+            for path, variable in self.state
+        )
+
     def other_dtype(self, held: Mapping[Path, Any]) -> Any:
         """The dtype that a pipeline has given to parameters of floats, None if it has not."""
         for path, variable in held.items():
@@ -202,8 +230,15 @@ class Recipe:
                         return one.dtype
         return None
 
-    def trace(self, types: Types, modes: Modes = (), dtype: Any = None) -> Trace:
-        """The model's call on inputs of these types, with parameters of a dtype.
+    def trace(
+        self, types: Sequence[Any], modes: Modes = (), state: StateTypes | None = None
+    ) -> Trace:
+        """The model's call on inputs of these types.
+
+        Args:
+          types: of inputs, as JAX has them.
+          modes: what train() and eval() set.
+          state: as of `state_on_rank`; by default that of the whole model.
 
         Raises:
           ValueError: the model makes new state, or blocks are called where no cut can be
@@ -239,21 +274,36 @@ class Recipe:
                     )
             return outs, [jax.tree.leaves(after[path]) for path, _ in self.state]
 
-        given = [
-            [_type(leaf, dtype if isinstance(variable, nnx.Param) else None) for leaf in found]
-            for (found, _), (_, variable) in zip(leaves, self.state, strict=True)
-        ]
-        arrays = [jax.ShapeDtypeStruct(*one) for one in types]
-        closed = jax.make_jaxpr(run)(given, arrays)
+        given = [found for found, _ in leaves] if state is None else [*map(list, state)]
+        closed = jax.make_jaxpr(run)(given, list(types))
         if makes_ref(closed.jaxpr):  # which a cut cannot hand from one part to another
             closed = discharged(closed)
         counts = [len(found) for found, _ in leaves]
         return _read(closed, recorder.calls, self.state, counts, trees["out"])
 
 
-def _type(leaf: Any, dtype: Any = None) -> Any:
-    is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype if is_cast else leaf.dtype)
+def _on_rank(leaf: Any, variable: Any, dtype: Any, varying: frozenset[str]) -> Any:
+    """The type of a leaf of state on a rank, by the metadata of its variable."""
+    names = axis_names(variable)
+    own = [
+        [a for a in axes_in(entry) if is_manual(a) and a not in (STAGE, DATA)] for entry in names
+    ]
+    ranks = [math.prod(map(group_size, axes)) for axes in own]
+    shape = [n // r for n, r in itertools.zip_longest(leaf.shape, ranks, fillvalue=1)]
+    is_cast = dtype is not None and isinstance(variable, nnx.Param)
+    is_cast = is_cast and jnp.issubdtype(leaf.dtype, jnp.floating)
+    over = varying.union(*own) if varying else varying
+    return typed(shape, dtype if is_cast else leaf.dtype, over)
+
+
+def typed(shape: Sequence[int], dtype: Any, varying: Collection[str]) -> Any:
+    """The type of an array that varies over manual axes."""
+    if not varying:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    where = NamedSharding(mesh, PartitionSpec())
+    over = jax.sharding.ManualAxisType(varying=frozenset(varying))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where, manual_axis_type=over)
 
 
 def _read(
@@ -261,12 +311,16 @@ def _read(
 ) -> Trace:
     jaxpr = closed.jaxpr
     alias: dict[Any, Any] = {}
+    literals: dict[Any, Any] = {}
     begun: dict[int, tuple[Any, ...]] = {}
     ended: dict[int, tuple[Any, ...]] = {}
     equations, now = [], None
 
     def atom(one: Any) -> Any:
-        return one if isinstance(one, Literal) else alias.get(one, one)
+        if isinstance(one, Literal):  # equal ones are one, as all variables are
+            weak = getattr(one.aval, "weak_type", False)
+            return literals.setdefault((str(one.aval), weak, repr(one.val)), one)
+        return alias.get(one, one)
 
     for eqn in jaxpr.eqns:
         reads = tuple(map(atom, eqn.invars))

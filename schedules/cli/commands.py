@@ -16,7 +16,7 @@ from schedules.checks.check import check
 from schedules.cli import options as given
 from schedules.cli import output as files
 from schedules.cli.records import report_record, schedule_record
-from schedules.cli.text import columns, complain, number, reason, say
+from schedules.cli.text import columns, complain, in_options, number, reason, say
 from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 from schedules.drawing.terminal import render, wants_colour
@@ -95,13 +95,15 @@ def check_files(options: argparse.Namespace) -> int:
         try:
             schedule = given.read(path)
         except ScheduleError as error:
-            verdicts.append({"file": path, "legal": False, "reason": str(error)})
+            verdicts.append({"file": path, "legal": False, "reason": in_options(str(error))})
             continue
         try:
             check(schedule, max_activations=options.max_activations)
             verdicts.append({"file": path, "legal": True, "reason": None})
         except ScheduleError as error:
-            verdicts.append({"file": path, "legal": False, "reason": f"{shown(path)}: {error}"})
+            verdicts.append(
+                {"file": path, "legal": False, "reason": f"{shown(path)}: {in_options(str(error))}"}
+            )
     if options.json:
         say(json.dumps(verdicts, indent=2))
     else:
@@ -194,14 +196,14 @@ def choose(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     except OutOfReachError as error:
-        complain(str(error))
+        complain(in_options(str(error)))
         return ILLEGAL
     for path in options.output:
         if given.is_file(path):
             files.write(choice.schedule, path)
         else:
             files.draw(options, [choice.schedule], path)
-    say(json.dumps(_chosen(choice), indent=2) if options.json else str(choice))
+    say(json.dumps(_chosen(choice), indent=2) if options.json else in_options(str(choice)))
     return 0
 
 
@@ -211,7 +213,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
             "name": candidate.name,
             "makespan": candidate.makespan if candidate.schedule else None,
             "peak_activations": candidate.peak if candidate.schedule else None,
-            "lost": candidate.lost,
+            "lost": candidate.lost and in_options(candidate.lost),
         }
         for candidate in choice.candidates
     ]

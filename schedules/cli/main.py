@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from schedules.build import names
 from schedules.cli import commands, options
-from schedules.cli.text import complain, open_streams
+from schedules.cli.text import complain, in_options, open_streams
 from schedules.core.action import ScheduleError
 from schedules.core.text import printable
 from schedules.files.whole import shown
@@ -70,7 +70,8 @@ def _told(error: Exception) -> str:
         )
     if isinstance(error, ImportError):
         return f"{error}; a picture needs matplotlib: install it, or draw an .html page"
-    return "\n".join(map(printable, str(error).split("\n")))
+    text = in_options(str(error)) if isinstance(error, ScheduleError) else str(error)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from schedules.build import build, names, split_names
 from schedules.build import options as options_of
 from schedules.cli.records import read_json
+from schedules.cli.text import complain
 from schedules.clocks.ticks import PATTERNS
 from schedules.core.costs import Costs
 from schedules.families import SLICED
@@ -32,6 +33,14 @@ SIZES = (
 
 
 _COSTS = ("f", "i", "w", "b", "comm", "optimizer", "pair")
+
+
+# Families of several stages per rank, and what they are with one.
+_OF_ONE_STAGE = {
+    "looped_bfs": "gpipe",
+    "interleaved_1f1b": "1f1b with the warm-up of eager_1f1b",
+    "interleaved_zb": "zb_h1",
+}
 
 
 class UsageError(Exception):
@@ -248,13 +257,19 @@ def load(
     check_source(name)
     if options.ranks is None or options.microbatches is None:
         raise UsageError(f"{name} is a family: give its sizes, for example -S 4 -M 8")
-    return build(
+    schedule = build(
         name,
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
         num_stages=options.stages if num_stages is None else num_stages,
         **_wanted(options, name, given),
     )
+    if name in _OF_ONE_STAGE and schedule.num_stages == options.ranks:
+        complain(
+            f"{name} with K = S = {options.ranks} is {_OF_ONE_STAGE[name]}: a rank holds one "
+            f"stage; give -K {2 * options.ranks} or another multiple of S"
+        )
+    return schedule
 
 
 def _wanted(options: argparse.Namespace, name: str, given: Costs | None) -> dict[str, Any]:

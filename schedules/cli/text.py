@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,4 +62,21 @@ def number(value: float) -> str:
 
 def reason(error: ScheduleError) -> str:
     """The first line of an error."""
-    return printable(str(error).splitlines()[0])
+    return printable(in_options(str(error)).splitlines()[0])
+
+
+_OPTIONS = {
+    "num_ranks": "-S",
+    "num_microbatches": "-M",
+    "num_stages": "-K",
+    "num_slices": "-N",
+    "max_activations": "--max-activations",
+}
+
+
+def in_options(text: str) -> str:
+    """Replace Python's arguments of a message by the options of the command line."""
+    for argument, option in _OPTIONS.items():
+        text = re.sub(rf"\b{argument}=", f"{option} ", text)
+        text = re.sub(rf"\b{argument}\b", option.lstrip("-"), text)
+    return text

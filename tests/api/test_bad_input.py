@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh
 
 from collectives import make_mesh
-from pipeline import Pipeline
+from pipeline import Pipeline, split
 from schedules import ScheduleError, build, names
 from tests.support import models
 from tests.support.close import assert_close, distance
@@ -239,6 +239,29 @@ def test_stages_that_are_no_modules(stages, which):
         f"{which}; every stage is an nnx.Module (wrap a function in one whose __call__ is the "
         f"function)"
     )
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda: make([linen.Dense(4)] * 2), "stages[0] is of type Dense"),
+        (lambda: make(OfLinen()), "stages is of type OfLinen"),
+        (lambda: make(models.build(Block, 2), embed=OfLinen()), "embed is of type OfLinen"),
+        (lambda: make(models.build(Block, 2), head=linen.Dense(4)), "head is of type Dense"),
+        (lambda: make(models.build(Block, 2), loss_fn=OfLinen()), "loss_fn is of type OfLinen"),
+        (lambda: split(OfLinen(), 2, jnp.ones((4, 4))), "model is of type OfLinen"),
+    ],
+)
+def test_modules_of_linen_are_told_of_the_bridge(call, where):
+    """Linen's Dense is a module as well (issue 52, U-linen-says-bridge)."""
+    said = refusal(call)
+    assert said.startswith(f"{where}, a module of flax.linen: make it one of NNX by nnx.bridge.")
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -185,6 +185,40 @@ def test_an_error_says_which_part_raised_it(error, part):
         assert len(notes) == 1
 
 
+def masked(y, mask):
+    return y * mask[:, None]
+
+
+def masked_loss(y, t, *, mask):
+    return (masked(y - t, mask) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({"embed": masked}, "give embed such an array as a part of inputs"),
+        ({"head": masked}, "let the last stage use such an array (pool there, for example), or"),
+        ({"loss_fn": masked_loss}, "give the loss such an array as a part of targets"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_who_gets_no_extras_says_so_and_how_to_pass_them(options, way):
+    """Embed, head and loss (issue 52, U-embed-says-extras)."""
+
+    class Masked(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, mask):
+            return masked(self.layer(x), mask)
+
+    options = {"loss_fn": lambda y, t: ((y - t) ** 2).mean()} | options
+    pipe = Pipeline([Masked(), Masked()], M, mesh=make_mesh(stage=2), **options)
+    with pytest.raises(TypeError, match="argument: 'mask'") as caught:
+        pipe.loss(X, T, extras={"mask": X[:, 0]})
+    assert f"extras 'mask' go to stages alone, by name; {way}" in "\n".join(caught.value.__notes__)
+
+
 def rule(error, where):
     """The identity, with a derivative that raises."""
 

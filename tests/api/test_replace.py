@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer
@@ -231,6 +233,25 @@ Pipeline(  # 344 parameters
 )"""
     )
     assert len(repr(outer).splitlines()) == 2 + len(repr(pipe).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"batch": P(("data", "expert"))}, "(('data', 'expert'),)"),
+        ({"batch": {"inputs": P("data")}}, "('data',)}"),
+        ({"wrt": nnx.PathContains("up")}, "PathContains('up'"),
+        ({"remat": jax.checkpoint_policies.everything_saveable}, "everything_saveable"),
+    ],
+)
+def test_print_shows_the_value_of_an_option(option, text) -> None:
+    """And not its class (issue 52, U-repr-batch)."""
+    mesh = make_mesh(stage=2, expert=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an axis in no role
+        pipe = Pipeline(models.build(models.Block, 2), 2, mesh=mesh, **option)
+    (name,) = option
+    assert text in repr(pipe).split(f"{name}=")[1].splitlines()[0]
 
 
 def test_what_cannot_be_replaced_is_said() -> None:

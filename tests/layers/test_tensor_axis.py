@@ -569,9 +569,10 @@ def test_names_that_do_not_fit():
         "down has 2 dims, but sharding names the axes of 3: (None, None, 'tensor'); give one "
         "name, or None, for each dim of a stage's own array"
     )
-    assert fails(sharding=lambda *_: ("data",)) == (
-        "down: sharding shards dim 0 over 'data', which is the pipeline's own axis: stages are "
-        "laid over 'stage' already, and for weights sharded over 'data' use data_parallel='fsdp'"
+    assert fails(sharding=lambda *_: ("data",), mesh=mesh(2, 2, 2)) == (
+        "down: sharding shards dim 0 over 'data', which is the pipeline's own axis: take "
+        "data_parallel='fsdp', which shards weights over it; or let sharding= return names without "
+        "it, as lambda path, variable: () does"
     )
 
 

@@ -223,6 +223,59 @@ def test_blocks_that_compute_the_same_by_themselves_are_called(model):
     assert not parts.why
 
 
+class Scored(nnx.Module):
+    """A block that adds a weakly typed value to what it multiplies."""
+
+    def __init__(self, rngs, dtype):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x, mask):
+        scores = nnx.softmax(x @ x.T + (x.sum() if mask is None else mask))
+        return x + self.up(scores @ x)
+
+
+class Weak(nnx.Module):
+    """Blocks on a weakly typed mask, number or activation (issue 52, U-split-weak-mask)."""
+
+    def __init__(self, what, dtype=None):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Scored(rngs, dtype) for _ in range(2)])
+        self.what, self.dtype = what, dtype
+
+    def __call__(self, x):
+        mask = None
+        if self.what == "mask":
+            mask = jnp.where(jnp.tril(jnp.ones((ROWS // 2, ROWS // 2), bool)), 0.0, -1e4)
+        elif self.what == "number":
+            mask = jnp.full((), 0.3)
+        elif self.what == "sent":
+            mask = jnp.where(x[:, :1] > 0, 0.3, -1.0)
+        else:
+            x = jnp.where(x > 0, 1.0, 0.5)
+        x = x if self.dtype is None else x.astype(self.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("what", ["mask", "number", "activation"])
+def test_blocks_on_weakly_typed_values_are_called(what, dtype):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert not split(Weak(what, dtype), 2, X[: ROWS // 2]).why
+
+
+def test_a_weak_value_that_is_sent_is_named_where_its_dtype_matters():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert not split(Weak("sent"), 2, X[: ROWS // 2]).why
+        why = split(Weak("sent", "bfloat16"), 2, X[: ROWS // 2]).why
+    assert why == (
+        "blocks.0 is given a weakly typed value, and computes in other dtypes on what a stage "
+        "receives, which has the same dtype, not weak: give the value a dtype where it is made "
+        "(dtype=, astype)"
+    )
+
+
 def test_a_block_is_traced_without_the_others(monkeypatch):
     """Merging the whole model for each block made split quadratic in blocks (issue 38)."""
     sizes, trace = [], Recipe.trace

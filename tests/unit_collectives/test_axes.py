@@ -137,6 +137,9 @@ def test_sizes_that_do_not_fit(devices: Any, sizes: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
+MISSING = "stage= is missing: give the number of ranks, or None for what others leave"
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -161,6 +164,21 @@ def test_sizes_that_do_not_fit(devices: Any, sizes: Any, message: str) -> None:
             (
                 "axis 'Data': looks like 'data' misspelt; write data, or choose a name that is not "
                 "so close"
+            ),
+        ),
+        ({"data": 4}, MISSING),
+        (
+            {"stages": 4},
+            (
+                "axis 'stages': looks like 'stage' misspelt; write stage, or choose a name that is "
+                f"not so close; {MISSING}"
+            ),
+        ),
+        (
+            {"Stage": 2, "data": 0},
+            (
+                "axis 'Stage': looks like 'stage' misspelt; write stage, or choose a name that is "
+                f"not so close; {MISSING}; data=0: must be an integer >= 1"
             ),
         ),
         ({"stage": 2, "a b": 2}, "axis 'a b': must be a Python identifier, such as 'context'"),

@@ -82,7 +82,7 @@ def test_compare_has_the_quickest_first_and_says_why_others_are_absent(capsys):
     assert spans == sorted(spans)
     names = {record["schedule"] for record in found["compared"]}
     assert names | set(found["absent"]) == set(schedules.names())
-    assert found["absent"]["zb_v"].startswith("num_stages=4 with num_ranks=4: zb_v is defined for")
+    assert found["absent"]["zb_v"].startswith("-K 4 with -S 4: zb_v is defined for 2 stages")
     text = run(capsys, "compare", *SIZES, "--clock", "lockstep")[1].splitlines()
     assert text[0].split() == [
         "schedule",
@@ -220,7 +220,45 @@ def test_auto_names_the_winner_and_why_others_lost(capsys, tmp_path):
     assert Path(page).stat().st_size > 500
     code, out, err = run(capsys, "auto", "-S", "2", "-M", "6", "--max-activations", "0.5")
     assert (code, out) == (1, "")
-    assert "use max_activations=1 or more" in err
+    assert "use --max-activations 1 or more" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["draw", "dualpipe_v", *SIZES], "-K 4 with -S 4: dualpipe_v is defined for 2 stages"),
+        (["table", "zb_h1", *SIZES, "-K", "8"], "one stage per rank; use -K 4, or"),
+        (["convert", "1f1b", "x.csv", *SIZES, "-K", "6"], "-K 6 is not a multiple of -S 4"),
+        (["table", "interleaved_1f1b", "-S", "4", "-M", "9"], "-M 9 with -S 4: interleaved_1f1b"),
+        (["table", "zb_auto", *SIZES, "--max-activations", "0"], "--max-activations 0.0 with -S 4"),
+    ],
+)
+def test_messages_name_the_options_of_the_command(capsys, arguments, message):
+    """Not the arguments of Python (issue 52, U-cli-says-num-stages)."""
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "num_" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("interleaved_1f1b", "1f1b with the warm-up of eager_1f1b"),
+        ("interleaved_zb", "zb_h1"),
+        ("looped_bfs", "gpipe"),
+    ],
+)
+def test_a_family_of_chunks_with_one_stage_per_rank_is_called_by_its_other_name(capsys, name, twin):
+    assert run(capsys, "compare", "1f1b", name, *SIZES)[2] == (
+        f"python -m schedules: {name} with K = S = 4 is {twin}: a rank holds one stage; give -K 8 "
+        f"or another multiple of S\n"
+    )
+    assert run(capsys, "table", name, *SIZES, "-K", "8")[2] == ""
+    one, other = (
+        build(family, num_ranks=4, num_microbatches=8) for family in (name, twin.split()[-1])
+    )
+    assert one.orders == other.orders
 
 
 def test_convert_there_and_back(capsys, tmp_path):
@@ -278,7 +316,10 @@ def test_check_passes_and_fails(capsys, tmp_path):
         ),
         (["table", "1f1b", *SIZES, "--f", "x"], "argument --f: invalid durations value: 'x'"),
         (["table", "1f1b", *SIZES, "--f", "-1"], "Costs(f=-1.0): a duration is a finite number"),
-        (["table", "zb_v", *SIZES], "num_stages=4 with num_ranks=4: zb_v is defined for 2 stages"),
+        (
+            ["table", "zb_v", *SIZES],
+            "-K 4 with -S 4: zb_v is defined for 2 stages per rank; use -K 8",
+        ),
         (
             ["convert", "1f1b", "/nowhere/x.json", *SIZES],
             "/nowhere/x.json: No such file or directory; give a path that can be read and written",

@@ -329,7 +329,7 @@ SIZES = ["-S", "4", "-M", "8"]
             "argument --max-activations: must be a number,",
         ),
         (["auto", *SIZES, "--f", "1,2"], "Costs(f=(1.0, 2.0)) has 2 numbers for 4 stages"),
-        (["auto", *SIZES, "-K", "6"], "num_stages=6 is not a multiple of num_ranks=4"),
+        (["auto", *SIZES, "-K", "6"], "-K 6 is not a multiple of -S 4"),
         (["auto", *SIZES, "--budget", "-1"], "budget=-1: must be an integer >= 0"),
         (["auto", *SIZES, "-o", "x.bad"], "--output x.bad: a drawing is .html"),
         (["auto", *SIZES, "-o", "nowhere/x.csv"], "nowhere/x.csv: No such file or directory"),

@@ -143,3 +143,46 @@ def test_what_config_json_leaves_out_and_what_it_sets_to_null():
     both = read("gemma3_text", rope_parameters=ropes)
     assert (both.rope_of(2).theta, both.rope_of(2).scaling.factor) == (5e5, 4.0)
     assert (both.rope_of(0).theta, both.rope_of(0).scaling) == (2e4, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps=null must be a finite number > 0"),
+        ("gpt2", {"layer_norm_epsilon": None}, "layer_norm_epsilon=null must be a finite number"),
+        ("llama", {"rope_theta": None}, "rope_theta=null must be a finite number > 0"),
+        ("llama", {"intermediate_size": None}, "intermediate_size=null must be an integer >= 1"),
+        ("llama", {"hidden_act": None}, "hidden_act=null is not supported, only silu"),
+        ("gpt2", {"scale_attn_weights": None}, "scale_attn_weights=False is not supported"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar=null must be a finite"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": None}},
+            "rope_scaling.low_freq_factor=null must be a finite number > 0",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": None},
+            "max_window_layers=null must be an integer >= 0",
+        ),
+    ],
+)
+def test_null_where_a_value_must_be_is_refused_by_name(name, changes, message):
+    """And is no default in silence (issue 52)."""
+    config = weights.FAMILIES[name].config
+    assert config is not None
+    with pytest.raises(ValueError) as caught:
+        config({**tiny.CONFIGS[name], **changes})
+    assert str(caught.value).startswith(f"config.json of {name}: {message}")
+
+
+def test_null_that_says_something_is_read():
+    """A flag that is null is false; null of another family's key is nobody's."""
+    llama = weights.FAMILIES["llama"].config
+    assert llama is not None
+    nulls = {"attention_bias": None, "mlp_bias": None, "num_experts_per_tok": None}
+    assert llama({**tiny.CONFIGS["llama"], **nulls}) == llama(tiny.CONFIGS["llama"])
+    assert llama({**tiny.CONFIGS["llama"], "rope_scaling": None}).rope.scaling is None
+    rope = {"rope_type": "yarn", "factor": 4.0, "truncate": None, "beta_fast": None}
+    scaling = llama({**tiny.CONFIGS["llama"], "rope_scaling": rope}).rope.scaling
+    assert (scaling.truncate, scaling.beta_fast) == (False, 32)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pipeline.base.arguments import linen_remedy
 from pipeline.base.rows import DataStatistic
 from pipeline.base.stacks import check_stack
 from pipeline.base.tree import Tree, is_abstract, row_of, shape_text, signature
@@ -285,11 +286,15 @@ def count_stages(stages: Any) -> int:
     if isinstance(stages, _LISTS) and len(stages):
         for index, stage in enumerate(stages):
             if not isinstance(stage, nnx.Module):
+                if remedy := linen_remedy(stage):
+                    raise ValueError(f"stages[{index}] is {remedy}")
                 raise ValueError(
                     f"stages[{index}] is of type {type(stage).__name__}; every stage is an "
                     f"nnx.Module (wrap a function in one whose __call__ is the function)"
                 )
         return len(stages)
+    if remedy := linen_remedy(stages):
+        raise ValueError(f"stages is {remedy}, and give a list of K such modules")
     raise ValueError(
         f"stages is {stages!r}; give a non-empty list of nnx modules, or one module stacked on a "
         f"leading axis of length K"

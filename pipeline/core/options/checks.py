@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from collectives import DATA, STAGE
 from collectives.compat import has_host_memory
 from collectives.places.sizes import integer, is_size
+from pipeline.base.arguments import linen_remedy
 from pipeline.base.tree import real, shape_text
 from schedules.orders.schedule import Schedule
 
@@ -125,10 +126,12 @@ def check_vocabulary(vocabulary: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
-    """Raise ValueError for what should be a function and is not."""
+    """Raise ValueError for what should be a function or an NNX module and is not."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r}: must be callable, or None")
+        if remedy := linen_remedy(value):
+            raise ValueError(f"{name} is {remedy}")
 
 
 def check_scale(loss_scale: Any) -> jax.Array | None:

@@ -207,7 +207,8 @@ class ModelParts:
         them as they are. The pipeline holds copies: the modules given here, and embed and head,
         stay as they are, untrained, and what is written to them later it does not see.
       embed: a module or function of one microbatch of inputs; makes the first stage's input.
-      head: a module or function of the last stage's output; makes what the user sees.
+      head: a module or function of the last stage's output; makes what the user sees. Neither embed
+        nor head nor ``loss_fn`` is given ``extras``.
       loss_fn: ``loss_fn(outputs, targets)`` of one microbatch: a scalar mean, or (sum, weight). A
         module is trained as embed and head are, with which it may share parameters.
     """

@@ -81,7 +81,7 @@ def follow(state: RankState) -> tuple[RankState, Activations]:
         check_words(inputs)
 
     def first(state: RankState) -> Tree:
-        with noted("embed", inputs):
+        with noted("embed", inputs, state.batch.extras):
             return embed(state, state.ends, inputs, 0).value
 
     if model.has_embed and jax.tree.leaves(state.ends_streams[0]):

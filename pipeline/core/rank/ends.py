@@ -118,7 +118,7 @@ def _outputs(
     if not state.model.has_head:
         return Outcome(y)
     own, paths = own_axes(y, state.axes), _paths(state, values)
-    with noted("head", y):
+    with noted("head", y, state.batch.extras):
         found, after = _call(state, weights, microbatch, headed, y, own, paths=paths, values=values)
         found = vary(checked("head", found, "its outputs"), state.axes)
     return Outcome(found, state={"finish": after} if paths else {})
@@ -169,7 +169,7 @@ def take_loss_of(
 
     is_module = isinstance(state.model.loss_fn, LossModule)
     loss_fn = of_module if is_module else cast("LossFn", state.model.loss_fn)
-    with noted("loss_fn", (outputs, targets)):
+    with noted("loss_fn", (outputs, targets), state.batch.extras):
         options: dict[str, Any] = {"has_aux": state.model.has_aux, "share": state.share}
         taken = take_loss(loss_fn, outputs, targets, **options)
     return taken, after

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,12 +20,23 @@ _OF_TRACED_VALUES = (
     jax.errors.TracerArrayConversionError,
 )
 _OF_TYPES = ("concrete values", "unhashable type: 'DynamicJaxprTracer'")
+_WITHOUT_EXTRAS = {
+    "embed": "give embed such an array as a part of inputs, a dictionary or a tuple",
+    "head": "let the last stage use such an array (pool there, for example), or return it beside "
+    "its output, which is what the head is given",
+    "loss_fn": "give the loss such an array as a part of targets, a dictionary or a tuple",
+}
 _SENT = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 @contextlib.contextmanager
-def noted(part: str, given: Tree) -> Iterator[None]:
+def noted(part: str, given: Tree, extras: Mapping[str, Tree]) -> Iterator[None]:
     """Note on every exception which part of the model raised it, and what that was given.
+
+    Args:
+      part: embed, head or loss_fn.
+      given: its types.
+      extras: of the step, which none of these three is called with.
 
     Raises:
       ValueError: as `check_static` does.
@@ -34,6 +46,9 @@ def noted(part: str, given: Tree) -> Iterator[None]:
     except Exception as error:
         check_static(part, given, error)
         error.add_note(f"{part} was given {types_text(given)}")
+        if isinstance(error, TypeError) and re.search("missing .* argument", str(error)):
+            names = f"extras {', '.join(map(repr, extras))}" if extras else "extras"
+            error.add_note(f"{names} go to stages alone, by name; {_WITHOUT_EXTRAS[part]}")
         raise
 
 

@@ -6,10 +6,11 @@ axis longer, and its metadata says so: ``("stage", None, "tensor")``, with the m
 names are kept beside it, and come back wherever the stage is whole again: inside the kernel and in
 `Pipeline.stages`.
 
-With ``data_parallel="fsdp"`` the first dim that has room is sharded over row axes too (``data``,
-and others that the variable does not name), and with "zero1" that of the gradient and of the
-optimizer's state, of which the metadata ``optimizer_sharding`` speaks. Where these axes are others
-than ``data``, the metadata ``zero_over`` names them.
+With ``data_parallel="fsdp"`` the first dim that has room is sharded over row axes too: ``data``,
+which the names of a parameter may have already, and others that the variable does not name. With
+"zero1" it is that of the gradient and of the optimizer's state, of which the metadata
+``optimizer_sharding`` speaks. Where these axes are others than ``data``, the metadata ``zero_over``
+names them.
 
 A weight may be whole on all ranks of an axis of which each uses it on activations of its own (the
 scale of a norm between blocks with sequence parallelism). Its gradient is a sum over those ranks.
@@ -33,7 +34,7 @@ from collectives import DATA, STAGE
 from pipeline.base.arguments import DataParallel
 from pipeline.base.axes import Axes, axes_in
 from pipeline.base.tree import Tree
-from pipeline.base.variables import metadata, raw, remade, with_value
+from pipeline.base.variables import axis_names, metadata, raw, remade, with_value
 from pipeline.core.sharding.distribute import distribute
 from pipeline.core.sharding.paths import ModelPath
 
@@ -46,6 +47,10 @@ DEFERRED = "gradient_over"
 # Metadata: in which order a pipeline's stacks hold layers (`pipeline.core.layerwise.layout`).
 LAYERS = "layers"
 _ZERO = "zero_over"  # metadata: row axes that share it by ZeRO or FSDP, if not `data` alone
+_REMEDIES = {
+    STAGE: "stages are laid over it already; ",
+    DATA: "take data_parallel='fsdp', which shards weights over it; or ",
+}
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding_rules", "mesh", _ZERO)
 
 
@@ -181,7 +186,7 @@ class Placement:
             return ()
         said, path = None if self.sharding is None else self.sharding(whole, variable), whole.text
         where = "sharding" if said is not None else "its metadata out_sharding"
-        names = tuple(said) if said is not None else own_names(variable)
+        names = tuple(said) if said is not None else axis_names(variable)
         if stacked and len(names) == len(shape) + stacked:
             names = names[stacked:]
         if len(names) > len(shape):
@@ -189,15 +194,19 @@ class Placement:
                 f"{path} has {len(shape)} dims, but {where} names the axes of {len(names)}: "
                 f"{names!r}; give one name, or None, for each dim of a stage's own array"
             )
-        names = tuple(self._present(entry) for entry in names)
+        # FSDP shards weights over `data` itself, at the first dim that has room.
+        is_fsdp = self.data_parallel == "fsdp" and isinstance(variable, nnx.Param)
+        is_idle = is_fsdp or self.mesh.shape.get(DATA) == 1
+        names = tuple(self._present(entry, without=(DATA,) * is_idle) for entry in names)
         for dim, entry in enumerate(names):
             over = axes_in(entry)
             for axis in (STAGE, DATA):
                 if axis in over:
+                    remedy = _REMEDIES[axis] if isinstance(variable, nnx.Param) else ""
                     raise ValueError(
                         f"{path}: {where} shards dim {dim} over {axis!r}, which is the pipeline's "
-                        f"own axis: stages are laid over 'stage' already, and for weights sharded "
-                        f"over 'data' use data_parallel='fsdp'"
+                        f"own axis: {remedy}let sharding= return names without it, as lambda "
+                        f"path, variable: () does"
                     )
             size = self._size(over)
             if shape[dim] % size:
@@ -208,9 +217,10 @@ class Placement:
                 )
         return names
 
-    def _present(self, entry: Any) -> Any:
-        """Reduce a dim's axes to those that the mesh has."""
-        found = tuple(axis for axis in axes_in(entry) if axis in self.mesh.axis_names)
+    def _present(self, entry: Any, without: tuple[str, ...] = ()) -> Any:
+        """Reduce a dim's axes to those that the mesh has, without some."""
+        known = {*self.mesh.axis_names} - {*without}
+        found = tuple(axis for axis in axes_in(entry) if axis in known)
         return found if len(found) > 1 else found[0] if found else None
 
     def _over_rows(self, shape: tuple[int, ...], names: Names) -> tuple[Names, tuple[str, ...]]:
@@ -238,15 +248,6 @@ class Placement:
 
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
-
-
-def own_names(variable: Any) -> Names:
-    """Names of a variable's dims, from its metadata and the rules for logical names in force."""
-    said = metadata(variable).get("out_sharding")
-    said = getattr(said, "sharding", said)  # of a `Format`
-    if isinstance(said, NamedSharding):
-        return tuple(said.spec)
-    return tuple(nnx.spmd.get_var_pspec(variable) or ()) if said else ()
 
 
 def unnamed(variable: Any) -> Any:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
+
 from collectives import DATA
 from pipeline.core.alike.difference import difference
 from pipeline.core.model.unlike import Overlaid
@@ -48,12 +50,12 @@ def summary(pipe: Any) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """A few words for a value: what is long goes by the name of its type."""
-    if isinstance(value, str | int | float | None) or (
-        isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-    ):
-        return repr(value)
-    return getattr(value, "__name__", type(value).__name__)
+    """A few words for a value; a function, a module and a long value go by their name or type."""
+    name: str = getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, nnx.Module) or hasattr(value, "__name__"):
+        return name
+    text = repr(value)
+    return name if len(text) > 80 or "\n" in text or " at 0x" in text else text
 
 
 def _axes(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.base.files import Kind, faults_of, shown
+from pipeline.base.files import Kind, faults_of, null_fault, shown
 from pipeline.decoders import DecoderConfig, Rope
 from pipeline.decoders.config import Activation
 from pipeline.layers import LinearScaling, RopeScaling, YarnScaling
@@ -147,6 +147,16 @@ _OF_ROPE: dict[Kind, str] = {
     "object": "full_attention sliding_attention",
 }
 _ROPE_KINDS: dict[str, Kind] = {key: kind for kind, of in _OF_ROPE.items() for key in of.split()}
+_ROPE_VALUES = "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"
+# Keys that may be null, which says that a model has none of it, or that it follows from others.
+# A flag that is null is false; any other key that is null has no meaning, and is refused.
+_NULLS = (
+    "num_key_value_heads head_dim n_inner sliding_window layer_types mlp_only_layers "
+    "rope_scaling rope_parameters attn_logit_softcapping final_logit_softcapping q_lora_rank "
+    "num_local_experts num_experts n_routed_experts n_shared_experts num_nextn_predict_layers "
+    "architectures"
+)
+_MAY_BE_NULL = {*_NULLS.split()}
 _SIZES = {"vocabulary", "width", "layers", "heads"}  # that no model has by default
 _HIDDEN_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -180,44 +190,73 @@ class Reading:
     more: Callable[[Config], Mapping[str, Any]] = lambda _: {}
 
 
+class _Given(dict[str, Any]):
+    """The content of config.json, which raises where a key is read that is null."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where config.json lacks the key."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if value is None:
+            raise ValueError(null_fault(key, _KINDS))
+        return value
+
+
+def _without_nulls(reading: Reading, content: Config) -> dict[str, Any]:
+    """Config.json with defaults, and without those nulls that say something.
+
+    Args:
+      reading: of the family.
+      content: of config.json.
+    """
+    flags = {key for key, kind in _KINDS.items() if kind == "flag"}
+    flags |= {key for key, value in reading.only.items() if isinstance(value, bool)}
+    given = {**reading.defaults, **content}
+    if given.get("hidden_activation") is None:  # as Gemma's first files have it
+        given["hidden_activation"] = reading.defaults.get("hidden_activation")
+    given |= {key: False for key in flags | {"qkv_bias"} if given.get(key, False) is None}
+    return {k: v for k, v in given.items() if v is not None or k not in _MAY_BE_NULL}
+
+
 def read_config(name: str, reading: Reading, content: Config) -> DecoderConfig:
     """A decoder's config, of the content of config.json.
 
     Raises:
       ValueError: a key is missing, or asks for what this decoder has not.
     """
-    given = {**reading.defaults, **content}
-    if given.get(reading.activation) is None:  # as Gemma's first files have it
-        given[reading.activation] = reading.defaults.get(reading.activation)
-    # Written out, null is a value: no window, no soft cap.
-    given = {key: value for key, value in given.items() if value is not None}
+    given = _without_nulls(reading, content)
     if given.get("use_sliding_window") is False and given.get("sliding_window") == 0:
         del given["sliding_window"]  # as transformers writes it where it is not used
     wrong = _faults(given)
-    wrong += [
-        f"{key} is missing"
-        for key, own in reading.keys.items()
-        if own in _SIZES and key not in given
-    ]
+    for key, own in reading.keys.items():
+        if own in _SIZES and given.get(key) is None:
+            wrong.append(f"{key} is missing")
+        elif key in given and given[key] is None:
+            wrong.append(null_fault(key, _KINDS))
     wrong += [
         f"{key}={shown(given[key])} is not supported, only {value!r}"
         for key, value in {**reading.only, "quantization_config": None}.items()
         if given.get(key, value) != value
     ]
-    activation = str(given.get(reading.activation))
-    if activation not in _HIDDEN_ACTIVATIONS:
+    activation = given.get(reading.activation)
+    if str(activation) not in _HIDDEN_ACTIVATIONS:
         known = ", ".join(_HIDDEN_ACTIVATIONS)
         wrong.append(f"{reading.activation}={shown(activation)} is not supported, only {known}")
     if wrong:
         raise ValueError(f"config.json of {name}: " + "; ".join(wrong))
     found = {own: given[key] for key, own in reading.keys.items() if key in given}
-    found["activation"] = _HIDDEN_ACTIVATIONS[activation]
+    found["activation"] = _HIDDEN_ACTIVATIONS[str(activation)]
     found.setdefault("kv_heads", found["heads"])
     if "head_dim" not in found:
         found["head_dim"] = found["width"] // found["heads"]
     found.setdefault("hidden", 4 * found["width"])  # of GPT-2
     try:
-        return DecoderConfig(**{**found, **reading.fixed, **reading.more(given)})
+        return DecoderConfig(**{**found, **reading.fixed, **reading.more(_Given(given))})
     except ValueError as error:
         raise ValueError(f"config.json of {name}: {error}") from None
 
@@ -227,11 +266,27 @@ def _faults(given: Config) -> list[str]:
     wrong = faults_of(given, _KINDS)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := given.get(key), Mapping):
-            wrong += faults_of(rope, _ROPE_KINDS, f"{key}.")
-            for kind in ("full_attention", "sliding_attention"):
-                if isinstance(of := rope.get(kind), Mapping):
-                    wrong += faults_of(of, _ROPE_KINDS, f"{key}.{kind}.")
+            kinds = ("full_attention", "sliding_attention")
+            nested = {f"{key}.{kind}.": rope.get(kind) for kind in kinds}
+            for within, of in {f"{key}.": rope, **nested}.items():
+                if isinstance(of, Mapping):
+                    wrong += faults_of(of, _ROPE_KINDS, within)
+                    nulls = [one for one in _ROPE_VALUES if one in of and of[one] is None]
+                    wrong += [within + null_fault(one, _ROPE_KINDS) for one in nulls]
     return wrong
+
+
+def _written_rope(given: Config, kind: str | None) -> dict[str, Any]:
+    """The object of rotary positions, without keys that are null."""
+    written: Mapping[str, Any] = given.get("rope_parameters") or {}
+    if kind is not None and isinstance(written.get(kind), Mapping):
+        written = written[kind]
+    elif kind is None and "full_attention" in written:
+        written = written["full_attention"]
+    written = written or given.get("rope_scaling") or {}
+    if written.get("truncate", True) is None:  # as for any flag
+        written = {**written, "truncate": False}
+    return {key: value for key, value in written.items() if value is not None}
 
 
 def _rope(given: Config, kind: str | None = None) -> Rope:
@@ -241,21 +296,20 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
       given: config.json.
       kind: of the layers, where each kind has its own.
     """
-    written: Mapping[str, Any] = given.get("rope_parameters") or {}
-    if kind is not None and isinstance(written.get(kind), Mapping):
-        written = written[kind]
-    elif kind is None and "full_attention" in written:
-        written = written["full_attention"]
-    written = written or given.get("rope_scaling") or {}
-    theta: Any = written.get("rope_theta", given.get("rope_theta", 10000.0))
+    written = _written_rope(given, kind)
+
+    def of_both(key: str, default: Any) -> Any:
+        return written[key] if key in written else given.get(key, default)
+
+    theta = of_both("rope_theta", 10000.0)
     how = written.get("rope_type", written.get("type", "default"))
-    context: Any = written.get(
-        "original_max_position_embeddings", given.get("max_position_embeddings", 8192)
-    )
-    if written.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) != 1.0:
+    if of_both("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported, only 1.0")
     if how == "default":
         return Rope(theta)
+    context: Any = written.get("original_max_position_embeddings")
+    if context is None:
+        context = given.get("max_position_embeddings", 8192)
     if how in ("linear", "llama3") and written.get("factor") is None:
         raise ValueError(f"rope of type {how!r} has no factor")
     if how == "linear":
@@ -266,7 +320,7 @@ def _rope(given: Config, kind: str | None = None) -> Rope:
         return Rope(theta, RopeScaling(**values, original_max_position_embeddings=context))
     if how == "yarn":
         options = ("beta_fast", "beta_slow", "attention_factor", "truncate")
-        values = {name: written[name] for name in options if written.get(name) is not None}
+        values = {name: written[name] for name in options if name in written}
         factor = written.get("factor") or given.get("max_position_embeddings", context) / context
         both = [written.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(both) and "attention_factor" not in values:
@@ -311,9 +365,10 @@ def _mistral(given: Config) -> dict[str, Any]:
 
 
 def _qwen2(given: Config) -> dict[str, Any]:
-    first = given.get("max_window_layers", 28)
-    used = given.get("use_sliding_window", False)
-    windows = _windows(given, pattern=lambda n: n >= first) if used else ()
+    windows: tuple[int | None, ...] = ()
+    if given.get("use_sliding_window", False):
+        first = given.get("max_window_layers", 28)
+        windows = _windows(given, pattern=lambda n: n >= first)
     return {"rope": _rope(given), "windows": windows}
 
 

@@ -180,6 +180,44 @@ def test_where_weights_and_gradients_lie():
         assert table.sharding.spec == (P() if option == "replicated" else P(None, "data"))
 
 
+def named(names, k=0):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+    with nnx.use_eager_sharding(False):
+        return nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(k))
+
+
+NAMES = [("data", None), (None, "data"), ("rows", None), (("data", "tensor"), None)]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_metadata_may_name_data_with_fsdp(names):
+    """As models for flax's own FSDP do, with logical names too (issue 52, U-fsdp-metadata)."""
+    x = models.rows(ROWS)
+    with nnx.logical_axis_rules([("rows", "data")]):
+        stages, head = [named(names, k) for k in range(2)], named(names, 2)
+        options = {"mesh": make_mesh(stage=2, data=2), "data_parallel": "fsdp"}
+        pipe = Pipeline(stages, M, head=head, loss_fn=models.squares, **options)
+    assert "data" in str(pipe.chunks[0].kernel.sharding.spec)
+    wanted = models.squares(head(stages[1](stages[0](x))), x)
+    assert_close(pipe.value_and_grad(x, x)[0], wanted)
+    kept = pipe.stages()[0].kernel.get_metadata("out_sharding")
+    assert kept == names
+
+
+@pytest.mark.parametrize("option", ["replicated", "zero1"])
+def test_metadata_that_name_data_without_fsdp_are_refused_with_ways_that_work(option):
+    stages, mesh = [named(("data", None), k) for k in range(2)], make_mesh(stage=2, data=2)
+    with pytest.raises(ValueError) as caught:
+        Pipeline(stages, M, mesh=mesh, **OPTIONS[option])
+    assert str(caught.value) == (
+        "kernel: its metadata out_sharding shards dim 0 over 'data', which is the pipeline's own "
+        "axis: take data_parallel='fsdp', which shards weights over it; or let sharding= return "
+        "names without it, as lambda path, variable: () does"
+    )
+    Pipeline(stages, M, mesh=mesh, sharding=lambda path, variable: (), **OPTIONS[option])
+    Pipeline(stages, M, mesh=make_mesh(stage=2), **OPTIONS[option])  # nothing to shard over
+
+
 def test_what_no_dim_has_room_for_stays_whole():
     pipe = pipeline("fsdp", S=1, D=8, family="gpipe")
     readout = pipe.head.w.get_value()  # [WIDTH, CLASSES]
