@@ -155,6 +155,26 @@ MIXING = {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "extras"),
+    [
+        ({}, None),
+        ({"embed": nnx.Linear(8, 8, rngs=nnx.Rngs(0))}, None),
+        ({"slices": (2, 6)}, {"weight": jnp.ones((4, 8))}),
+    ],
+)
+def test_features_of_rows_without_positions_are_not_cut(options, extras) -> None:
+    """As if they were positions (issue 52)."""
+    pipe = pipe_of(**options)
+    with pytest.raises(ValueError) as caught:
+        pipe.loss(jnp.ones((4, 8)), jnp.ones((4, 8)), extras=extras)
+    assert str(caught.value) == (
+        f"inputs is float32[4,8]: slices={pipe.plan.options.slices} cuts dim 1 of every leaf, and "
+        f"in arrays of floats [rows, features] that are the features; give positions a dim of "
+        f"their own, [rows, positions, features], or leave slices out"
+    )
+
+
 @pytest.mark.parametrize("how", MIXING)
 def test_stages_that_mix_positions_without_a_method_for_it(how):
     assert message(pipe_of(Mixing, MIXING[how]).loss, X, X) == (

@@ -27,9 +27,10 @@ BOTH = P("data", AXIS)
 SPLIT = f"batch= splits them over 2 ranks of {AXIS!r}"
 MIXES = f"and {SPLIT}: each rank mixes its own alone, and the result is not that of whole sequences"
 REMEDY = (
-    f"use a layer that knows the axis, such as pipeline.layers.Attention(..., "
-    f"context_axis={AXIS!r}), fetch what other ranks hold by a collective over {AXIS!r} "
-    f"(jax.lax.all_gather, collectives.exchange), or take slices= in place of the axis"
+    f"for causal attention use pipeline.layers.Attention(..., context_axis={AXIS!r}), or take "
+    f"slices= in place of the axis; where a position reads later ones too, as in an encoder, fetch "
+    f"what other ranks hold by a collective over {AXIS!r} (jax.lax.all_gather of keys and values, "
+    f"collectives.exchange)"
 )
 PLACES = (
     f"begin to count at jax.lax.axis_index({AXIS!r}) times the positions of a rank, or give "

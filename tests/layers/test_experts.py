@@ -682,3 +682,30 @@ def test_gate_and_up_by_themselves_are_those_of_one_product(bias, monkeypatch):
     want = step(params, X)
     monkeypatch.setattr(mixture, "platform", lambda: "tpu")
     assert_close(step(params, X), want)
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch"), [("expert", P(("data", "expert"))), ("context", P("data", "context"))]
+)
+def test_an_axis_that_batch_forgets_is_told_of_batch_first(axis, batch):
+    """Experts and attention make values differ over it (issue 52)."""
+
+    class Stage(nnx.Module):
+        def __init__(self, k):
+            rngs = nnx.Rngs(k)
+            options = {"axis": axis, "row_axes": ("data", axis), "balance_weight": 0.0}
+            self.moe = MixtureOfExperts(8, 16, 4, 2, rngs, **options)
+
+        def __call__(self, x):
+            return x + self.moe(x)
+
+    x = jnp.ones((8, 4, 8))
+    options = {"mesh": make_mesh(stage=2, **{axis: 2}), "loss_fn": lambda y, t: (y - t).mean()}
+    with pytest.raises(ValueError) as caught:
+        Pipeline([Stage(0), Stage(1)], 2, **options).loss(x, x)
+    assert str(caught.value).startswith(
+        f"loss_fn returned a value that differs between the ranks of axis {axis!r}; if these ranks "
+        f"hold rows or positions of their own, let Pipeline(..., batch=) split the batch over it; "
+        f"or, each of them holds only its part"
+    )
+    Pipeline([Stage(0), Stage(1)], 2, batch=batch, **options).loss(x, x)

@@ -260,8 +260,8 @@ def _remedy(fault: Fault, axis: str, *, sums: bool) -> str:
             f"give positions as a leaf of inputs or extras"
         )
     return (
-        f"use a layer that knows the axis, such as "
-        f"pipeline.layers.Attention(..., context_axis={axis!r}), fetch what other ranks hold by a "
-        f"collective over {axis!r} (jax.lax.all_gather, collectives.exchange), or take slices= in "
-        f"place of the axis"
+        f"for causal attention use pipeline.layers.Attention(..., context_axis={axis!r}), or take "
+        f"slices= in place of the axis; where a position reads later ones too, as in an encoder, "
+        f"fetch what other ranks hold by a collective over {axis!r} (jax.lax.all_gather of keys "
+        f"and values, collectives.exchange)"
     )

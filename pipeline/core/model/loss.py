@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives import vocabulary_cross_entropy
 from collectives.compat import varying_in
+from collectives.places.sizes import CONTEXT, EXPERT
 from pipeline.base.tree import Leaves, Tree, partition, real, shape_text
 
 LossFn = Callable[[Any, Any], Any]
@@ -222,14 +223,24 @@ def same_over_others(name: str, result: Any, axes: tuple[str, ...]) -> Any:
     for leaf in jax.tree.leaves(result):
         others = sorted(set(varying_in(leaf)) - set(axes))
         if others:
+            parts = (
+                "each of them holds only its part of what is sharded over it: reduce it "
+                "(jax.lax.psum), or gather what it is made of (jax.lax.all_gather(..., "
+                "to='invarying')), before it is returned"
+            )
+            auto = (
+                f"if the layers know nothing of it, leave it to the compiler: Pipeline(..., "
+                f"auto_axes={tuple(others)!r})"
+            )
+            batch = (
+                "if these ranks hold rows or positions of their own, let Pipeline(..., batch=) "
+                "split the batch over it"
+            )
+            is_batch = {*others} <= {EXPERT, CONTEXT}  # the likeliest way comes first
+            ways = (batch, parts, auto) if is_batch else (parts, auto, batch)
             raise ValueError(
                 f"{name} returned a value that differs between the ranks of axis "
-                f"{' and '.join(map(repr, others))}; each of them holds only its part of what is "
-                f"sharded over it: reduce it (jax.lax.psum), or gather what it is made of "
-                f"(jax.lax.all_gather(..., to='invarying')), before it is returned; or, if the "
-                f"layers know nothing of it, leave it to the compiler: Pipeline(..., "
-                f"auto_axes={tuple(others)!r}); or, if these ranks hold rows or positions of their "
-                f"own, let Pipeline(..., batch=) split the batch over it"
+                f"{' and '.join(map(repr, others))}; {'; or, '.join(ways)}"
             )
     return result
 

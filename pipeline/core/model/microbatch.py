@@ -245,6 +245,12 @@ def check_cuts(
             f"behind its rows; leave slices out"
         )
     first, length = long[0][0], long[0][1].shape[1]
+    if all(leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in long):
+        raise ValueError(
+            f"{first} is {shape_text(long[0][1])}: slices={slices} cuts dim 1 of every leaf, and "
+            f"in arrays of floats [rows, features] that are the features; give positions a dim of "
+            f"their own, [rows, positions, features], or leave slices out"
+        )
     if isinstance(slices, int):
         _check_equal(first, length, slices, ranks_of.get(first, 1))
     else:
