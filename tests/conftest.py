@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import resource
+import signal
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +23,10 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 # The last flag wins: what the caller has set stays, except for the number of devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Under nohup SIGHUP is ignored, and tests of signals would inherit that.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
