@@ -30,8 +30,8 @@ from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Pipeline
+from pipeline.base.chips import CHIPS, Chip
 from pipeline.insight.calibrate.cycles import Machine, cycles
-from pipeline.planner.chips import CHIPS, Chip
 from schedules import Costs, simulate
 from schedules.core.action import Action
 

@@ -17,8 +17,8 @@ from bench.recipes.table import ALL, RECIPES
 
 import jax  # isort: skip
 
+from pipeline.base.chips import CHIPS
 from pipeline.insight.calibrate.cycles import EFFICIENCY
-from pipeline.planner.chips import CHIPS
 
 GB = 10**9
 HEADER = [

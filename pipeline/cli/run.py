@@ -17,10 +17,10 @@ from typing import Any
 import optax
 from flax import nnx
 
+from pipeline.base.chips import CHIPS
 from pipeline.cli.options import say
 from pipeline.optimizer import make_optimizer
 from pipeline.pipeline import Pipeline
-from pipeline.planner.chips import CHIPS
 from pipeline.training.batches import as_batch, masked, padded
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.config import Config, PipelineOptions, RunConfigError, load

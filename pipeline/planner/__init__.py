@@ -6,7 +6,7 @@ what `pipeline.insight.forecast` reads off a traced step and what a calibration 
 later.
 """
 
-from pipeline.planner.chips import CHIPS, Chip
+from pipeline.base.chips import CHIPS, Chip
 from pipeline.planner.experts import ExpertSizes, LatentSizes
 from pipeline.planner.models import MODELS, ModelSizes
 from pipeline.planner.plans import DoesNotFitError, Plans

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 
 from pipeline.base.arguments import is_whole
-from pipeline.planner.chips import Chip
+from pipeline.base.chips import Chip
 
 DISPATCHES = ("gather", "ragged", "capacity")
 DEVIATIONS = 3.0  # of an expert's tokens, for which "capacity" has places beside the mean

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.planner.chips import Chip
+from pipeline.base.chips import Chip
 from pipeline.planner.experts import DISPATCHES, Dispatched
 from pipeline.planner.models import ModelSizes
 from pipeline.planner.sequences import WHOLE_CUT, SequenceCut

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.arguments import is_whole
+from pipeline.base.chips import known
 from pipeline.base.files import Kind, faults_of, read_json
-from pipeline.planner.chips import known
 from pipeline.planner.experts import Dispatched, ExpertSizes, LatentSizes
 
 COMPUTE_BYTES = 2  # of an activation, bfloat16

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.base.arguments import is_number, is_whole
+from pipeline.base.chips import Chip, find_chip
 from pipeline.planner.candidates import REMAT, SCHEDULES, layouts_of, with_offload
-from pipeline.planner.chips import Chip, find_chip
 from pipeline.planner.costs import Estimate, estimate, with_equal_slices
 from pipeline.planner.experts import DISPATCHES
 from pipeline.planner.layout import BUT_ATTENTION, MLP, MeshLayout, PlannedJob

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.base.arguments import is_whole
-from pipeline.planner.chips import Chip
+from pipeline.base.chips import Chip
 from pipeline.planner.models import COMPUTE_BYTES, ModelSizes
 from schedules import equal_time
 

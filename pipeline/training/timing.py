@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pipeline.base.chips import CHIPS
 from pipeline.pipeline import Pipeline
-from pipeline.planner.chips import CHIPS
 from pipeline.training.batches import Batch
 from schedules import simulate
 

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
 from pipeline.base.agreed.slices import FixedSlice
+from pipeline.base.chips import find_chip
 from pipeline.decoders import DecoderConfig, build, next_token_loss
 from pipeline.insight.calibrate import host, measure, one_rank
 from pipeline.insight.calibrate.calibration import FORMAT
 from pipeline.insight.calibrate.conclude import Timed, conclude
 from pipeline.layers import Attention, Context
-from pipeline.planner.chips import find_chip
 from pipeline.vocabulary import CrossEntropy, VocabularyEmbedding, VocabularyHead
 from schedules import Costs, ScheduleError, equal_time, simulate
 from tests.support import models

@@ -1,10 +1,9 @@
-"""The rules of the house (docs/architecture.md): what imports what, and how much a folder holds.
+"""The rules of the house (docs/architecture.md): what imports what.
 
 1. No circle of imports among modules or folders; a file at the root of a package belongs to it.
 2. Outside of `pipeline.core` only a written list of modules imports a short list of its modules.
-3. A folder has at most 12 files.
-4. No name of a class stands twice within a package.
-5. `pipeline.core` imports neither `pipeline.insight` nor a public room.
+3. No name of a class stands twice within a package.
+4. `pipeline.core` imports neither `pipeline.insight` nor a public room.
 
 Every import counts, lazy ones and those for types too.
 """
@@ -20,7 +19,6 @@ import pytest
 from pipeline import core
 
 PACKAGES = "schedules", "collectives", "pipeline"
-MOST = 12  # files of a folder
 GROUND = "pipeline.base", "pipeline.core"  # of pipeline, all that core imports
 # Public names that may stand twice. Layers of `pipeline.vocabulary` extend those of
 # `pipeline.layers`; parts of a model are those of `split` or of a decoder; and a run's file and its
@@ -191,15 +189,6 @@ def test_no_class_has_the_name_of_another(package: str) -> None:
     assert {
         name: homes for name, homes in found.items() if len(homes) > 1 and name not in TWICE
     } == {}
-
-
-def test_a_folder_is_no_corridor() -> None:
-    files = modules()
-    count: dict[str, int] = {}
-    for name, file in files.items():
-        folder = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        count[folder] = count.get(folder, 0) + 1
-    assert {folder: n for folder, n in count.items() if n > MOST} == {}
 
 
 def test_a_room_says_what_lives_there_and_what_never_does() -> None:

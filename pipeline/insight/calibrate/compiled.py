@@ -27,6 +27,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from collectives import make_mesh
+from pipeline.base.chips import CHIPS, Chip, known
 from pipeline.base.tree import Tree, shape_text
 from pipeline.core.jaxpr.scopes import COPIED, MOVED, trips
 from pipeline.core.layerwise.replace import ends_of
@@ -43,7 +44,6 @@ from pipeline.insight.calibrate.cycles import (
     Scope,
     cycles,
 )
-from pipeline.planner.chips import CHIPS, Chip, known
 from schedules import Costs, Schedule, from_orders
 from schedules.core.action import KINDS as ACTIONS
 from schedules.core.action import Kind

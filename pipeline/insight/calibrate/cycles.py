@@ -8,7 +8,7 @@ cycles are their sum, times the trips of the loops inside it. Two things carry n
   attention, by the blocks that its mask leaves, and are taken to run at a share of the peak,
   `EFFICIENCY` unless a machine says otherwise.
   `jax.lax.ragged_dot` is such a kernel, whose estimate is of all rows (`Machine.grouped`).
-* Collectives: their bytes go over the links of `pipeline.planner.chips`. A collective that has a
+* Collectives: their bytes go over the links of `pipeline.base.chips`. A collective that has a
   start and an end travels while what stands between them runs; what that does not cover is a wait.
   Messages between stages are left out: the clock of a schedule knows them (`Costs.comm`).
 
@@ -27,10 +27,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.base.chips import Chip
 from pipeline.core.jaxpr.scopes import PLACE, numbers_of, of_slot, of_ticks
 from pipeline.insight.calibrate.conclude import CalibrationError
 from pipeline.insight.hlo import computations
-from pipeline.planner.chips import Chip
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.

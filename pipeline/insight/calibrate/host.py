@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from collectives.compat import to_device, to_host
+from pipeline.base.chips import TPU_OVERLAP, find_chip
 from pipeline.insight.calibrate.calibration import Calibration
-from pipeline.planner.chips import TPU_OVERLAP, find_chip
 
 TRIPS = 20  # to the host and back, that are timed at once
 

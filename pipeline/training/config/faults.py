@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.arguments import hint_at
+from pipeline.base.chips import CHIPS
 from pipeline.decoders.config import as_float
-from pipeline.planner.chips import CHIPS
 from pipeline.training.config.functions import (
     rate_with,
     rates,

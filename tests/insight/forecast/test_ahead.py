@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from collectives import make_mesh
 from pipeline import Pipeline, make_optimizer, shard_optimizer
+from pipeline.base.chips import CHIPS
 from pipeline.core.options.plan import Plan
 from pipeline.insight.forecast.bytes import predict
 from pipeline.insight.forecast.narrower import cast_once, rounded
 from pipeline.insight.forecast.step_memory import StepPrediction, predict_step
 from pipeline.layers import RMSNorm
-from pipeline.planner.chips import CHIPS
 from pipeline.planner.layout import MeshLayout, PlannedJob
 from pipeline.planner.memory import pipeline_bytes
 from pipeline.planner.models import MODELS as SIZES

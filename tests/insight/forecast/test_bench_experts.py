@@ -36,7 +36,7 @@ import numpy as np
 from types import SimpleNamespace
 from bench import tpu_cycles, tpu_experts
 from pipeline.insight.calibrate.cycles import ONCE
-from pipeline.planner.chips import CHIPS
+from pipeline.base.chips import CHIPS
 
 devices = np.arange(8).reshape(2, 1, 4)
 mesh = SimpleNamespace(axis_names=("data", "stage", "expert"), devices=devices)

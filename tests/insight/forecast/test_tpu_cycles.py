@@ -19,9 +19,9 @@ from jax.experimental import topologies
 
 from collectives import make_mesh
 from pipeline import Calibration, CalibrationError, Pipeline
+from pipeline.base.chips import CHIPS, Chip
 from pipeline.insight.calibrate import compiled
 from pipeline.insight.calibrate.cycles import EFFICIENCY, Cycles, Machine, Scope, cycles, group_of
-from pipeline.planner.chips import CHIPS, Chip
 from schedules import Costs, ScheduleError
 from tests.support import models
 from tests.support.models import WIDTH, Block
