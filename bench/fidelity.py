@@ -298,7 +298,7 @@ def measure(
             _see_the_loss(config, float(step()[0]), losses)
             operands = pipe.plan.facts.last
             held[config] = predict_bytes(pipe.plan, *operands)
-            size = traffic.predict(pipe.plan, *operands).message
+            size = traffic.predict_traffic(pipe.plan, *operands).message
             timers[MESSAGES] = functools.partial(seconds, exchanges(pipe.plan.mesh, size))
             timers[config] = behind_itself(functools.partial(seconds, step))
         calibration = calibrating.memory()[ALL]

@@ -8,12 +8,13 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from pipeline.base.agreed.pieces import check_pieces
 from pipeline.base.arguments import ConstructorSignature, described, takes
 from pipeline.base.precision import check_dtype, keep_params_in
 from pipeline.base.stacks import check_stack
@@ -21,6 +22,7 @@ from pipeline.base.tree import Tree, is_abstract, leaves_by_name
 from pipeline.core.diagnosis.nans import watched
 from pipeline.core.diagnosis.outside import warn_of_parameters_read_from_outside
 from pipeline.core.kernel import differentiable, runtime
+from pipeline.core.kernel.limit import device_limit, remember
 from pipeline.core.kernel.operands import Operands, check_arrays, make_operands
 from pipeline.core.kernel.results import Kept
 from pipeline.core.layerwise.convert import from_layers, to_layers
@@ -31,12 +33,13 @@ from pipeline.core.model.ignored import ignoring, warn_of_attributes
 from pipeline.core.model.loss import check_has_aux
 from pipeline.core.model.model import Model, Weights
 from pipeline.core.model.shared_variables import unshared
+from pipeline.core.model.signature import signature_of
 from pipeline.core.model.stage import check_kinds, count_stages, is_stacked, take_stage
 from pipeline.core.model.trained import Trained
 from pipeline.core.options.checks import check_scale, refuse_slices
 from pipeline.core.options.choose import warn_of_idle_devices
 from pipeline.core.options.compiled import PlanOfPipeline
-from pipeline.core.options.options import Arguments, ModelParts, Options
+from pipeline.core.options.options import Arguments, Measured, ModelParts, Options
 from pipeline.core.options.plan import Plan
 from pipeline.core.options.resolve import make_plan, with_microbatches
 from pipeline.core.sharding import meshes
@@ -47,22 +50,12 @@ from pipeline.core.side_effects.randomness import counting, with_counts
 from pipeline.core.trained.copies import Copies
 from pipeline.core.trained.filters import trained_by, trained_lines, warn_of_frozen_parts
 from pipeline.core.trained.state import check_order, check_state, keep_state
-from pipeline.insight.calibrate.calibration import Calibration, costs_for, signature_of
-from pipeline.insight.calibrate.compiled import calibrate_for
-from pipeline.insight.calibrate.efficiency import Efficiency, measure
-from pipeline.insight.calibrate.host import with_host
-from pipeline.insight.calibrate.measure import calibrate, seconds
-from pipeline.insight.forecast import traffic
-from pipeline.insight.forecast.ahead import lower_step
-from pipeline.insight.forecast.bytes import predict
-from pipeline.insight.forecast.describe import describe, summary
-from pipeline.insight.forecast.describe_memory import describe_memory
-from pipeline.insight.forecast.limit import warn_of_memory
-from pipeline.insight.forecast.step_memory import describe_step, share_within
-from pipeline.insight.profile import trace
-from pipeline.layers.weights import check_layers
 from pipeline.processes.replicas import check_replicas
 from schedules import Report, Schedule
+
+if TYPE_CHECKING:
+    from pipeline.insight.calibrate.calibration import Calibration
+    from pipeline.insight.calibrate.efficiency import Efficiency
 
 
 class Pipeline(nnx.Module):
@@ -104,14 +97,16 @@ class Pipeline(nnx.Module):
             "param_dtype": param_dtype,
         }
         model = signature_of(stages, embed, head, remat=options.remat, **dtypes)
-        known, costs_from = costs_for(options.costs, model)
+        costs, costs_from = options.costs, "the costs given"
+        if isinstance(costs, Measured):
+            costs, costs_from = costs.costs_for(model)
         self.plan = plan = make_plan(
             options,
             count,
             embed=embed,
             head=head,
             loss_fn=loss_fn,
-            costs=known,
+            costs=costs,
             costs_from=costs_from,
             signature=model,
             stack=count if is_stacked(stages) and check_stack(stages) == "unknown" else 0,
@@ -125,7 +120,7 @@ class Pipeline(nnx.Module):
         stages, self.ignored = ignoring(stages, options.ignore)
         warn_of_attributes(stages)
         given = [*([stages] if is_stacked(stages) else stages), ends.embed, ends.head, loss_fn]
-        check_layers(given, plan.mesh, plan.auto_axes)
+        check_pieces(given, plan.mesh, plan.auto_axes)
         named, asked = options.sharding, None
         if named is not None:
             asked = Asked(named, variables_of(stages, ends))
@@ -155,6 +150,8 @@ class Pipeline(nnx.Module):
 
     def __nnx_repr__(self) -> Iterator[Any]:
         """Fields that `print` shows, here or within another module; `describe` shows more."""
+        from pipeline.insight.forecast.describe import summary
+
         sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))]
         yield nnx.reprlib.Object(type(self), comment=f"  # {sum(sizes):,} parameters")
         for name, text in summary(self).items():
@@ -217,7 +214,7 @@ class Pipeline(nnx.Module):
         plan = self._plan_of(num_microbatches)
         operands = self._operands(inputs, (), extras, plan=plan)
         with self._step("pipe", operands) as (model, *arrays):
-            found, kept = differentiable.outputs(plan, model, warn_of_memory, *arrays)
+            found, kept = differentiable.outputs(plan, model, _warn_of_memory, *arrays)
         self._keep(plan, model, kept)
         given, mesh = (inputs, extras), self.plan.mesh
         shared = "head" in self.plan.shared
@@ -286,7 +283,7 @@ class Pipeline(nnx.Module):
             inputs, targets, extras, "loss", has_aux=has_aux, weighed=weighed, plan=plan
         )
         with self._step("loss", operands) as (model, *arrays):
-            found, kept = differentiable.loss(plan, model, warn_of_memory, *arrays)
+            found, kept = differentiable.loss(plan, model, _warn_of_memory, *arrays)
         self._keep(plan, model, kept)
         return meshes.typed(found, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
 
@@ -338,7 +335,7 @@ class Pipeline(nnx.Module):
                 "differentiate loss(), or call value_and_grad() alone"
             ),
         ):
-            warn_of_memory(self.plan, *operands)
+            _warn_of_memory(self.plan, *operands)
             value, grads, _, kept = watched(runtime.train, self.plan, *operands, scale=scale)
         self._keep(self.plan, operands[0], kept)
         value = meshes.typed(value, meshes.mesh_of_results(self.plan.mesh), PartitionSpec())
@@ -359,11 +356,13 @@ class Pipeline(nnx.Module):
         Leaves may be `jax.ShapeDtypeStruct`, of the batch as of the stages: nothing is run. With an
         optimizer its update follows, and weights and state are given away to their new values.
         """
+        from pipeline.insight.forecast.ahead import lower_step
+
         operands = self._untyped(self._operands(inputs, targets, extras, "lower"))
         if optimizer is not None:
             return lower_step(self, optimizer, inputs, targets, extras)
         with self._entered():
-            warn_of_memory(self.plan, *operands)
+            _warn_of_memory(self.plan, *operands)
             return runtime.train.lower(self.plan, *operands)
 
     def trace(
@@ -393,10 +392,12 @@ class Pipeline(nnx.Module):
           ValueError: a batch that does not fit; ``bubbles="masked"``, plain accumulation on one
             rank, or a mesh of several processes; or a profile without our name scopes.
         """
+        from pipeline.insight.profile.run import trace
+
         operands = self._untyped(self._operands(inputs, targets, extras, "trace"))
         check_arrays("trace", operands)
         with self._entered():
-            warn_of_memory(self.plan, *operands)
+            _warn_of_memory(self.plan, *operands)
             return trace(self.plan, operands, steps, directory)
 
     def calibrate(
@@ -442,6 +443,12 @@ class Pipeline(nnx.Module):
           CalibrationError: times that cannot all be right, which and what to do; or whose spread is
             too large to say anything; or a compiler that writes no cycles.
         """
+        from pipeline.insight.calibrate.compiled import calibrate_for
+        from pipeline.insight.calibrate.host import with_host
+        from pipeline.insight.calibrate.measure import calibrate, seconds
+        from pipeline.insight.forecast.bytes import predict
+        from pipeline.insight.forecast.traffic import predict_traffic
+
         given = inputs, targets, extras
         if topology is not None:
             refuse_slices(f"calibrate(topology={topology!r})", self.plan.schedule)
@@ -451,7 +458,7 @@ class Pipeline(nnx.Module):
 
         def message() -> int:
             with self._entered():
-                return traffic.predict(self.plan, *self._untyped(operands)).message
+                return predict_traffic(self.plan, *self._untyped(operands)).message
 
         if topology is not None:
             slice_: Any = {"topology": topology, "split": split, "message": message}
@@ -490,6 +497,8 @@ class Pipeline(nnx.Module):
         Raises:
           ValueError: arguments that do not fit.
         """
+        from pipeline.insight.calibrate.efficiency import measure
+
         operands = self._operands(inputs, targets, extras, "measure")
         check_arrays("measure", operands)
         return measure(self.plan, self._untyped(operands), steps=steps)
@@ -563,6 +572,8 @@ class Pipeline(nnx.Module):
           ValueError: a budget below what must stay on the devices, how much that is, and what to
             do; devices without host memory; or an optimizer of other parameters.
         """
+        from pipeline.insight.forecast.step_memory import share_within
+
         operands = self._untyped(self._operands(inputs, targets, extras, "offload_within"))
         return self.replace(offload=share_within(self, budget, optimizer, operands))
 
@@ -618,6 +629,10 @@ class Pipeline(nnx.Module):
           ValueError: ``compiled=True`` or an optimizer, and no batch is known; or an optimizer of
             other parameters.
         """
+        from pipeline.insight.forecast.describe import describe
+        from pipeline.insight.forecast.describe_memory import describe_memory
+        from pipeline.insight.forecast.step_memory import describe_step
+
         operands = None
         if inputs is not None:
             operands = self._untyped(self._operands(inputs, targets, extras, "describe"))
@@ -726,6 +741,15 @@ _ARGUMENTS = described(ModelParts, Options)
 Pipeline.__doc__ = inspect.cleandoc(Pipeline.__doc__ or "").replace(
     "\n\nAttributes:", "\n".join(["\n\nArgs:", *_ARGUMENTS.values(), "\nAttributes:"])
 )
+
+
+def _warn_of_memory(plan: Plan, *operands: Any, want_inputs: bool = False) -> None:
+    """Remember a step's types; predict its memory only where a limit is known."""
+    remember(plan, *operands)
+    if device_limit(plan) is not None:
+        from pipeline.insight.forecast.limit import warn_of_memory
+
+        warn_of_memory(plan, *operands, want_inputs=want_inputs)
 
 
 def _check_nested(stages: Any, **ends: Any) -> None:

@@ -82,16 +82,17 @@ def exports(
 
     Args:
       package: its ``__name__``.
-      homes: of each name the module that has it.
+      homes: module -> the names that it has, separated by spaces.
       rooms: modules of the package that are attributes of it too.
     """
+    home = {name: module for module, names in homes.items() for name in names.split()}
 
     def find(name: str) -> Any:
         if name in rooms:
             return importlib.import_module(f"{package}.{name}")
-        if name not in homes:
+        if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(homes[name]), name)
+        found = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, found)
         return found
 

@@ -7,25 +7,30 @@ Where the axis is not manual it is handed the whole, and is the plain layer. Eve
 in the dtype of the input.
 """
 
-from pipeline.base.agreed.slices import SequenceSlice
-from pipeline.base.rows import data_mask
-from pipeline.layers.attending.order import Context, unzigzag, zigzag
-from pipeline.layers.attending.sent import context_bytes
-from pipeline.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
-from pipeline.layers.dropout import Dropout
-from pipeline.layers.experts import (
-    ExpertState,
-    advance_experts,
-    settle_experts,
-)
-from pipeline.layers.linear import ColumnLinear, RowLinear
-from pipeline.layers.mixture import MixtureOfExperts
-from pipeline.layers.mlp import SwiGLU, fuse_gate_up
-from pipeline.layers.norm import LayerNorm, RMSNorm
-from pipeline.layers.replicated import ReplicatedKV
-from pipeline.layers.rotary import LinearScaling, RopeScaling, YarnScaling, rotary, rotate
-from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from pipeline.layers.weights import check_axis
+from typing import TYPE_CHECKING
+
+from pipeline.base.imports import exports
+
+if TYPE_CHECKING:
+    from pipeline.base.agreed.pieces import check_axis
+    from pipeline.base.agreed.slices import SequenceSlice
+    from pipeline.base.rows import data_mask
+    from pipeline.layers.attending.order import Context, unzigzag, zigzag
+    from pipeline.layers.attending.sent import context_bytes
+    from pipeline.layers.attention import Attention, FusedQKV, attend_slice, fuse_qkv
+    from pipeline.layers.dropout import Dropout
+    from pipeline.layers.experts import (
+        ExpertState,
+        advance_experts,
+        settle_experts,
+    )
+    from pipeline.layers.linear import ColumnLinear, RowLinear
+    from pipeline.layers.mixture import MixtureOfExperts
+    from pipeline.layers.mlp import SwiGLU, fuse_gate_up
+    from pipeline.layers.norm import LayerNorm, RMSNorm
+    from pipeline.layers.replicated import ReplicatedKV
+    from pipeline.layers.rotary import LinearScaling, RopeScaling, YarnScaling, rotary, rotate
+    from pipeline.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 
 __all__ = [
     "Attention",
@@ -59,3 +64,24 @@ __all__ = [
     "unzigzag",
     "zigzag",
 ]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "pipeline.base.agreed.pieces": "check_axis",
+        "pipeline.base.agreed.slices": "SequenceSlice",
+        "pipeline.base.rows": "data_mask",
+        "pipeline.layers.attending.order": "Context unzigzag zigzag",
+        "pipeline.layers.attending.sent": "context_bytes",
+        "pipeline.layers.attention": "Attention FusedQKV attend_slice fuse_qkv",
+        "pipeline.layers.dropout": "Dropout",
+        "pipeline.layers.experts": "ExpertState advance_experts settle_experts",
+        "pipeline.layers.linear": "ColumnLinear RowLinear",
+        "pipeline.layers.mixture": "MixtureOfExperts",
+        "pipeline.layers.mlp": "SwiGLU fuse_gate_up",
+        "pipeline.layers.norm": "LayerNorm RMSNorm",
+        "pipeline.layers.replicated": "ReplicatedKV",
+        "pipeline.layers.rotary": "LinearScaling RopeScaling YarnScaling rotary rotate",
+        "pipeline.layers.vocabulary": "VocabularyEmbedding VocabularyHead",
+    },
+)

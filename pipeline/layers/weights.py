@@ -7,13 +7,12 @@ A rank must hold whole pieces: heads, not columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from collectives.compat import varying_axes
 from collectives.tensor import check_divides, is_manual
@@ -84,58 +83,6 @@ def check_cut(weight: nnx.Param[Any], axis: str | None) -> None:
             f"a weight {list(value.shape)} is whole on every rank of {axis!r}: hand each rank its "
             f"part, in_specs=PartitionSpec({names}), and run shard_map with check_vma=True"
         )
-
-
-def check_axis(module: Any, axis: str, ranks: int) -> None:
-    """Refuse a module whose weights cannot be cut into whole pieces for so many ranks.
-
-    Says before anything is placed or compiled what every layer would say when it runs.
-
-    Args:
-      module: any NNX module; weights whose metadata has no ``pieces`` are passed over.
-      axis: the mesh axis.
-      ranks: its size.
-
-    Raises:
-      ValueError: all sizes that do not fit, each once.
-    """
-    wrong: dict[str, None] = {}
-    for _, variable in nnx.to_flat_state(nnx.state(module)):
-        if not isinstance(variable, nnx.Variable):
-            continue
-        pieces = variable.get_metadata("pieces", None)
-        if pieces is None or axis not in variable.get_metadata("out_sharding", ()):
-            continue
-        what, count, pad_with = pieces
-        try:
-            check_divides(what, count, axis, ranks=ranks, pad_with=pad_with)
-        except ValueError as error:
-            wrong[str(error)] = None
-    if wrong:
-        raise ValueError("\n".join(wrong))
-
-
-def check_layers(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
-    """Check that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
-
-    Args:
-      modules: stages, embed and head; what is no module is passed over.
-      mesh: of the pipeline.
-      auto_axes: its axes that are left to the compiler, which may cut anywhere.
-
-    Raises:
-      ValueError: all sizes that do not fit.
-    """
-    wrong: dict[str, None] = {}
-    modules = [module for module in modules if isinstance(module, nnx.Module)]
-    for axis, ranks in mesh.shape.items():
-        for module in modules if axis not in auto_axes else ():
-            try:
-                check_axis(module, axis, ranks)
-            except ValueError as error:
-                wrong |= dict.fromkeys(str(error).splitlines())
-    if wrong:
-        raise ValueError("\n".join(wrong))
 
 
 def scaled(fan_in: int) -> Initializer:

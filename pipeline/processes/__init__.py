@@ -19,9 +19,8 @@ __all__ = ["Cluster", "initialize", "local_rows", "shard_batch"]
 __getattr__ = exports(
     __name__,
     {
-        "Cluster": "pipeline.processes.cluster",
-        "initialize": "pipeline.processes.start",
-        "local_rows": "pipeline.processes.batch",
-        "shard_batch": "pipeline.processes.batch",
+        "pipeline.processes.batch": "local_rows shard_batch",
+        "pipeline.processes.cluster": "Cluster",
+        "pipeline.processes.start": "initialize",
     },
 )

@@ -84,7 +84,7 @@ def described(layout: MeshLayout):
     )
     words = jax.ShapeDtypeStruct((M, T), jnp.int32)
     operands = pipe._operands(words, words, None)
-    return predict(pipe.plan, *operands), traffic.predict(pipe.plan, *operands)
+    return predict(pipe.plan, *operands), traffic.predict_traffic(pipe.plan, *operands)
 
 
 CUTS = [

@@ -270,7 +270,7 @@ def test_bytes_sent_in_a_step(case):
 
 
 def assert_predicted(pipe: Pipeline, tokens: Any, compiled: Sent) -> None:
-    found = traffic.predict(pipe.plan, *pipe._operands(tokens, tokens, None))
+    found = traffic.predict_traffic(pipe.plan, *pipe._operands(tokens, tokens, None))
     assert not found.is_least
     assert {k: v.tolist() for k, v in found.sent.items()} == {
         k: pytest.approx(v.tolist()) for k, v in compiled.bytes.items()
@@ -309,7 +309,7 @@ def test_bits_of_gradients(bits):
     pipe, tokens, width = made((2, 2, 1), schedule="1f1b", **options)
     known = letters(pipe, width, layers=1, sequence=False)
     assert known["G"] * 32 == known["W"] * bits
-    found = traffic.predict(pipe.plan, *pipe._operands(tokens, tokens, None))
+    found = traffic.predict_traffic(pipe.plan, *pipe._operands(tokens, tokens, None))
     row = table("`data_parallel=`")[f'`"{pipe.plan.data_parallel}"`']
     wanted = [value(cell, known) for cell in row[:2]]
     assert found.over("data").tolist() == [wanted[0]] * 2

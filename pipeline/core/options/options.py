@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import nnx
 from flax.nnx.filterlib import Filter  # by this name its own parts can be resolved
@@ -43,16 +43,12 @@ from schedules.clocks.ticks import check_pattern
 from schedules.core.arguments import need
 
 
+@runtime_checkable
 class Measured(Protocol):
     """Costs that `pipe.calibrate` has measured, with the model they belong to."""
 
-    @property
-    def costs(self) -> Costs:
-        """Durations of the actions, in seconds."""
-
-    @property
-    def model(self) -> Any:
-        """The signature of the model that was measured."""
+    def costs_for(self, model: Any) -> tuple[Costs, str]:
+        """The costs for a pipeline whose model has this signature, and their origin in words."""
 
 
 @dataclass(frozen=True, eq=False)

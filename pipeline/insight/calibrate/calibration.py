@@ -5,7 +5,6 @@ Letters: K stages.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -13,14 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from pipeline.base.tree import is_float
-from pipeline.base.variables import raw
-from pipeline.core.model.stage import is_stacked
+from pipeline.core.model.signature import ModelSignature
 from schedules import Costs, ScheduleError
 from schedules.core.action import shorten
 from schedules.files.costs import costs_of, costs_record, read_object
@@ -28,61 +20,7 @@ from schedules.files.whole import replace, shown
 
 FORMAT = "shardpipe calibration 1"
 _KINDS = ("f", "b", "i", "w")
-
-
-@dataclass(frozen=True)
-class ModelSignature:
-    """A short description of a model, as far as the time that it takes depends on it.
-
-    Attributes:
-      stages: [K] of each stage its class, its number of parameters, and a hash of their shapes.
-      embed, head: likewise, or "none".
-      remat, compute_dtype: the options of the pipeline.
-    """
-
-    stages: tuple[str, ...]
-    embed: str
-    head: str
-    remat: str
-    compute_dtype: str
-
-
-def signature_of(
-    stages: Any, embed: Any, head: Any, *, remat: Any, compute_dtype: Any, param_dtype: Any
-) -> ModelSignature:
-    """The signature of a model as a pipeline is given it."""
-    is_one = is_stacked(stages)
-    parts = [
-        _part(stage, param_dtype, lead=int(is_one)) for stage in ([stages] if is_one else stages)
-    ]
-    if is_one:
-        leaves = jax.tree.leaves(nnx.state(stages))
-        parts *= leaves[0].shape[0] if leaves else 1
-    plain = remat is None or isinstance(remat, str)
-    named = remat if plain else getattr(remat, "__name__", type(remat).__name__)
-    return ModelSignature(
-        tuple(parts),
-        _part(embed, param_dtype),
-        _part(head, param_dtype),
-        str(named),
-        "none" if compute_dtype is None else jnp.dtype(compute_dtype).name,
-    )
-
-
-def _part(module: Any, param_dtype: Any, *, lead: int = 0) -> str:
-    """A stage, embed or head; of a stack of ``lead`` axes, one of it."""
-    if not isinstance(module, nnx.Module):
-        return "none" if module is None else getattr(module, "__name__", type(module).__name__)
-    lines, count = [], 0
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        for leaf in jax.tree.leaves(raw(variable)):
-            shape = np.shape(leaf)[lead:]
-            kept = param_dtype is not None and is_float(leaf) and isinstance(variable, nnx.Param)
-            dtype = jnp.dtype(param_dtype).name if kept else str(jnp.result_type(leaf))
-            lines.append(f"{'.'.join(map(str, path))} {dtype}{list(shape)}")
-            count += math.prod(shape)
-    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:8]
-    return f"{type(module).__name__} of {count:,} numbers ({digest})"
+_OTHERS = ("embed", "head", "remat", "compute_dtype")
 
 
 @dataclass(frozen=True)
@@ -185,6 +123,35 @@ class Calibration:
         lines.append(f"exchange: {self._cell(float(self.costs.comm), *self.spread['comm'])}")  # type: ignore[arg-type]
         return "\n".join(lines)
 
+    def costs_for(self, model: ModelSignature) -> tuple[Costs, str]:
+        """The costs for a pipeline of a model, and their origin in words.
+
+        Raises:
+          ScheduleError: it is a calibration of another model.
+        """
+        had = self.model
+        if len(had.stages) != len(model.stages):
+            raise ScheduleError(
+                f"costs= is a calibration of {len(had.stages)} stages, and this pipeline has "
+                f"{len(model.stages)}; calibrate this one, or give Costs(...)"
+            )
+        pairs = [
+            *(
+                (f"stages[{k}]", a, b)
+                for k, (a, b) in enumerate(zip(had.stages, model.stages, strict=True))
+            ),
+            *((name, getattr(had, name), getattr(model, name)) for name in _OTHERS),
+        ]
+        for name, before, now in pairs:
+            if before != now:
+                raise ScheduleError(
+                    f"costs= is a calibration of another model: there {name} is {before}, here "
+                    f"{now}; calibrate this one, or give Costs(...)"
+                )
+        if self.is_compiled:
+            return self.costs, f"what the compiler expects of {self.hardware['device']}"
+        return self.costs, f"what was measured on {self.hardware['device']}"
+
     @property
     def is_compiled(self) -> bool:
         """True if a compiler said what actions take, and no device ran them."""
@@ -283,38 +250,3 @@ def _length(values: Any) -> int:
         type(v) in (int, float) and 0 <= v < math.inf for v in values
     )
     return len(values) if good else -1
-
-
-def costs_for(given: Any, model: ModelSignature) -> tuple[Any, str]:
-    """The costs of what a pipeline was given as ``costs``, and where they are from.
-
-    Raises:
-      ValueError: a calibration of another model.
-    """
-    if not isinstance(given, Calibration):
-        return given, "the costs given"
-    had = given.model
-    if len(had.stages) != len(model.stages):
-        raise ScheduleError(
-            f"costs= is a calibration of {len(had.stages)} stages, and this pipeline has "
-            f"{len(model.stages)}; calibrate this one, or give Costs(...)"
-        )
-    pairs = [
-        *(
-            (f"stages[{k}]", a, b)
-            for k, (a, b) in enumerate(zip(had.stages, model.stages, strict=True))
-        ),
-        *((name, getattr(had, name), getattr(model, name)) for name in _OTHERS),
-    ]
-    for name, before, now in pairs:
-        if before != now:
-            raise ScheduleError(
-                f"costs= is a calibration of another model: there {name} is {before}, here {now}; "
-                f"calibrate this one, or give Costs(...)"
-            )
-    if given.is_compiled:
-        return given.costs, f"what the compiler expects of {given.hardware['device']}"
-    return given.costs, f"what was measured on {given.hardware['device']}"
-
-
-_OTHERS = ("embed", "head", "remat", "compute_dtype")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pipeline.base.chips import Chip
 from pipeline.core.jaxpr.scopes import PLACE, numbers_of, of_slot, of_ticks
 from pipeline.insight.calibrate.conclude import CalibrationError
-from pipeline.insight.hlo import computations
+from pipeline.insight.profile.loops import computations
 
 EFFICIENCY = 0.5  # of the peak, in a Pallas kernel: assumed, not measured
 # Products of [t, c] and [c, t], or the like, that a kernel of splash attention makes.

@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import Mesh
 
-from pipeline.base.tree import Tree, nbytes
+from pipeline.base.tree import nbytes
 from pipeline.core.jaxpr.primitives import equations
 from pipeline.core.jaxpr.scopes import CASTS, HOST_POOLS
 from pipeline.core.kernel import runtime
@@ -237,11 +237,3 @@ def _name(eqn: Any) -> str:
     """
     scopes: Iterable[str] = str(eqn.source_info.name_stack).split("/")
     return next((scope for scope in scopes if scope in NAMES), "totals")
-
-
-def types(tree: Tree) -> Tree:
-    """The types of a tree's arrays."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
-        tree,
-    )

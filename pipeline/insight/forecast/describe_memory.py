@@ -49,7 +49,7 @@ def describe_memory(
     if operands is None:
         return [known_line(plan, chunks, ends, trained)]
     found = predict(plan, *operands)
-    sent = traffic_lines(traffic.predict(plan, *operands))
+    sent = traffic_lines(traffic.predict_traffic(plan, *operands))
     if not compiled:
         return memory_lines(found) + sent
     step = runtime.train.lower(plan, *operands).compile()

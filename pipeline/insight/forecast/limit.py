@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 from pipeline.base.tree import signature
+from pipeline.core.kernel.limit import device_limit, types
 from pipeline.core.model.model import Batch, Model, Weights
 from pipeline.core.options.compiled import Programs
 from pipeline.core.options.plan import Plan
-from pipeline.insight.forecast.bytes import MemoryPrediction, predict, types
+from pipeline.insight.forecast.bytes import MemoryPrediction, predict
 from schedules import ScheduleError, build, names
 from schedules.build import options
 
@@ -25,15 +26,11 @@ from schedules.build import options
 def warn_of_memory(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> None:
-    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory.
-
-    Also remembers the types, for `Pipeline.describe`.
-    """
+    """Warn, once for each type of batch, if a step is predicted to exceed a device's memory."""
     limit = device_limit(plan)
-    operands = types((weights, batch))
-    plan.facts.last = (model, *operands)
     if limit is None:
         return
+    operands = types((weights, batch))
     key = signature(operands), want_inputs, model.trained
     if key in plan.compiled.warned:
         return
@@ -47,25 +44,7 @@ def warn_of_memory(
         text = (
             f"what a step takes could not be predicted ({type(error).__name__}: {error}); it runs"
         )
-    warnings.warn(text, stacklevel=3)
-
-
-def device_limit(plan: Plan) -> int | None:
-    """Bytes that each device of the mesh may hold; None if nobody says."""
-    if plan.memory_limit is not None:
-        return plan.memory_limit
-    mine = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
-    known = [limit for limit in map(reported_limit, mine) if limit is not None]
-    return min(known, default=None)
-
-
-def reported_limit(device: jax.Device) -> int | None:
-    """Memory limit that a device's runtime reports, if it reports one."""
-    try:
-        stats = device.memory_stats() or {}
-    except (NotImplementedError, RuntimeError):  # a topology without hardware
-        return None
-    return stats.get("bytes_limit")
+    warnings.warn(text, stacklevel=4)
 
 
 def alternatives(

@@ -64,7 +64,7 @@ class Traffic:
         return np.sum(found, axis=0) if found else np.zeros(len(self.read))
 
 
-def predict(
+def predict_traffic(
     plan: Plan, model: Model, weights: Weights, batch: Batch, *, want_inputs: bool = False
 ) -> Traffic:
     """Predict the messages of `runtime.train`, whose arguments these are, as arrays or types."""

@@ -359,7 +359,7 @@ def test_below_what_is_trained_nothing_goes_back():
     assert M * forward < count[2:].min()
     # Stage 3 sends M gradients to stage 2, stages 0 to 2 send M activations each.
     assert found.over("stage").sum() >= 4 * M * x[0].nbytes
-    below = traffic.predict(pipe.plan, *pipe._operands(x, x, None))
+    below = traffic.predict_traffic(pipe.plan, *pipe._operands(x, x, None))
     np.testing.assert_array_equal(below.over("stage"), found.over("stage"))
     np.testing.assert_array_equal(below.read, [M, M, M, M])
 

@@ -75,7 +75,7 @@ def test_bytes_by_formula(way, packed, kind):
     )
     x = jax.ShapeDtypeStruct((ROWS, T, D), jnp.float32)
     extras = {"segments": jax.ShapeDtypeStruct((ROWS, T), jnp.int32)} if packed else None
-    found = traffic.predict(pipe.plan, *pipe._operands(x, x, extras))
+    found = traffic.predict_traffic(pipe.plan, *pipe._operands(x, x, extras))
     sent = Sent(pipe.lower(x, x, extras=extras).compile().as_text(), pipe.plan.training, pipe.mesh)
     both = context_bytes(
         Context("context", way),

@@ -20,7 +20,7 @@ M = 4
 
 
 def predicted(pipe: Pipeline, x: jax.ShapeDtypeStruct) -> traffic.Traffic:
-    return traffic.predict(pipe.plan, *pipe._operands(x, x, None))
+    return traffic.predict_traffic(pipe.plan, *pipe._operands(x, x, None))
 
 
 def compiled(pipe: Pipeline, x: jax.ShapeDtypeStruct) -> Sent:
@@ -147,7 +147,7 @@ def test_an_activation_of_several_arrays():
         loss_fn=lambda y, t: models.squares(y["row"], t),
     )
     x = {"row": rows(8), "gate": rows(8), "kind": jax.ShapeDtypeStruct((8,), jnp.int32)}
-    found = traffic.predict(pipe.plan, *pipe._operands(x, rows(8), None))
+    found = traffic.predict_traffic(pipe.plan, *pipe._operands(x, rows(8), None))
     b = 8 // M
     assert found.message == 2 * b * models.WIDTH * 4 + b * 4
     T = pipe.plan.training.num_ticks

@@ -1,0 +1,63 @@
+"""Whole pieces, such as heads: the metadata ``pieces`` of a weight says how it may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from collectives.tensor import check_divides
+
+
+def check_axis(module: Any, axis: str, ranks: int) -> None:
+    """Refuse a module whose weights cannot be cut into whole pieces for so many ranks.
+
+    Says before anything is placed or compiled what every layer would say when it runs.
+
+    Args:
+      module: any NNX module; weights whose metadata has no ``pieces`` are passed over.
+      axis: the mesh axis.
+      ranks: its size.
+
+    Raises:
+      ValueError: all sizes that do not fit, each once.
+    """
+    wrong: dict[str, None] = {}
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        if not isinstance(variable, nnx.Variable):
+            continue
+        pieces = variable.get_metadata("pieces", None)
+        if pieces is None or axis not in variable.get_metadata("out_sharding", ()):
+            continue
+        what, count, pad_with = pieces
+        try:
+            check_divides(what, count, axis, ranks=ranks, pad_with=pad_with)
+        except ValueError as error:
+            wrong[str(error)] = None
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def check_pieces(modules: Iterable[Any], mesh: Mesh, auto_axes: Collection[str]) -> None:
+    """Check that every layer can be cut into whole pieces, heads or words, for the mesh's ranks.
+
+    Args:
+      modules: stages, embed and head; what is no module is passed over.
+      mesh: of the pipeline.
+      auto_axes: its axes that are left to the compiler, which may cut anywhere.
+
+    Raises:
+      ValueError: all sizes that do not fit.
+    """
+    wrong: dict[str, None] = {}
+    modules = [module for module in modules if isinstance(module, nnx.Module)]
+    for axis, ranks in mesh.shape.items():
+        for module in modules if axis not in auto_axes else ():
+            try:
+                check_axis(module, axis, ranks)
+            except ValueError as error:
+                wrong |= dict.fromkeys(str(error).splitlines())
+    if wrong:
+        raise ValueError("\n".join(wrong))
